@@ -1,0 +1,44 @@
+"""attnops: any attention kernel as a first-class citizen of torch.compile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnops import kernels as _kernels
+from attnops.errors import AttnopsError as AttnopsError
+from attnops.ops import _op
+from attnops.ops import attention as attention
+from attnops.ops import merge_state as merge_state
+from attnops.ops import paged_attention as paged_attention
+from attnops.ops import varlen_attention as varlen_attention
+from attnops.ops import write_kv as write_kv
+from attnops.select import Policy as Policy
+from attnops.select import use as use
+
+if TYPE_CHECKING:
+    from attnops.hf import patch as patch
+    from attnops.lowering.explain import explain as explain
+    from attnops.lowering.regional import compile_layers as compile_layers
+
+__version__ = "0.1.0"
+
+_kernels.load_own()
+_op.bind_all()
+_kernels.load_third_party()
+
+_LAZY = {
+    "patch": "attnops.hf",
+    "explain": "attnops.lowering.explain",
+    "compile_layers": "attnops.lowering.regional",
+    "nn": "attnops.nn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # What needs transformers or the compiler is imported when it is asked for.
+    if name not in _LAZY:
+        raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(_LAZY[name])
+    return module if name == "nn" else getattr(module, name)

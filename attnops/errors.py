@@ -1,0 +1,89 @@
+"""One class per failure. Every message names the field, the value given and what is allowed."""
+
+from __future__ import annotations
+
+
+class AttnopsError(Exception):
+    """Base of every error attnops raises on purpose."""
+
+
+class InvalidInput(AttnopsError, ValueError):
+    """An argument breaks the op's contract. `field` got `got`, the contract wants `want`."""
+
+    def __init__(self, field: str, got: object, want: str) -> None:
+        super().__init__(f"{field}: got {got}, want {want}")
+        self.field, self.got, self.want = field, got, want
+
+
+class UnknownKernel(AttnopsError, ValueError):
+    """A kernel was asked for by a name that no registered kernel bears."""
+
+    def __init__(self, name: str, op: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"kernel: got {name!r}, want one of {', '.join(known) or 'none registered'} (op {op})")
+        self.name, self.op, self.known = name, op, known
+
+
+class NoKernel(AttnopsError, RuntimeError):
+    """No kernel may run the problem, or the one asked for may not. The text is the whole Decision, every reason included."""
+
+    def __init__(self, headline: str, decision: object) -> None:
+        super().__init__(f"{headline}\n{decision}")
+        self.decision = decision
+
+
+class NoGradient(AttnopsError, RuntimeError):
+    """A gradient was asked of an op that has none."""
+
+    def __init__(self, op: str, fields: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{op}: got requires_grad=True on {', '.join(fields)}, want no gradient (this op has none). "
+            "Call it under torch.no_grad() or detach its inputs; attention() and varlen_attention() are differentiable."
+        )
+        self.op, self.fields = op, fields
+
+
+class RegistrationError(AttnopsError, ValueError):
+    """A kernel declaration is wrong: duplicate name, unknown op, bad name."""
+
+
+class ContractMismatch(RegistrationError):
+    """A kernel was written for another version of the kernel contract."""
+
+    def __init__(self, kernel: str, got: int, want: int) -> None:
+        super().__init__(f"kernel {kernel}: contract got {got}, want {want}; see CONTRIBUTING.md for what changed")
+        self.kernel, self.got, self.want = kernel, got, want
+
+
+class CacheError(AttnopsError, RuntimeError):
+    """Base of the paged cache's errors. The cache is as it was before the call that raised."""
+
+
+class OutOfPages(CacheError):
+    """The pool has fewer free pages than the call needs."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(f"pages: need {needed}, got {free} free of {total}; free a request or build a larger PagedCache")
+        self.needed, self.free, self.total = needed, free, total
+
+
+class UnknownRequest(CacheError, KeyError):
+    """A request id that the cache does not hold: never allocated, or freed already."""
+
+    def __init__(self, request: object, live: int) -> None:
+        super().__init__(f"request: got {request!r}, want the id of one of the {live} live requests (freed twice, or from another cache?)")
+        self.request = request
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestTooLong(CacheError, ValueError):
+    """A request would pass the length its row of the page table can describe."""
+
+    def __init__(self, request: object, got: int, limit: int) -> None:
+        super().__init__(f"length of request {request!r}: got {got} tokens, want at most {limit} (max_pages_per_request * page_size)")
+        self.request, self.got, self.limit = request, got, limit
+
+
+class PatchError(AttnopsError, RuntimeError):
+    """A model cannot be patched as asked."""

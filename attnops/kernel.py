@@ -1,0 +1,269 @@
+"""`Kernel`: the one declaration an implementation makes. `register` puts it where selection, tests and docs find it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from attnops.errors import ContractMismatch, RegistrationError
+from attnops.problem import Problem, Refusal, Target
+
+CONTRACT = 1
+"""Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
+
+Need = Callable[[Problem], Refusal | None]
+"""A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
+
+
+class Capture(Enum):
+    """May the kernel live inside a CUDA graph? WHOLE: yes. NEVER: the graph is split around it."""
+
+    WHOLE = "whole"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Python package a kernel needs. `module` is what is imported, `dists` the names it is installed under."""
+
+    module: str
+    dists: tuple[str, ...]
+    at_least: str = ""
+    install: str = ""
+
+    def missing(self, target: Target) -> Refusal | None:
+        """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
+        if target.assume is not None:
+            present = self.module in target.assume
+        else:
+            present = _installed(self.module)
+        if not present:
+            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self.dists[0]}")
+        if self.at_least and target.assume is None:
+            version = self.version()
+            if version is not None and _numbers(version) < _numbers(self.at_least):
+                return Refusal("package", f"{self.module} {version}", f">= {self.at_least}")
+        return None
+
+    def version(self) -> str | None:
+        """The installed version under the first of `dists` that is installed, or None."""
+        return next((v for d in self.dists if (v := _version(d)) is not None), None)
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@functools.cache
+def _version(dist: str) -> str | None:
+    try:
+        return importlib.metadata.version(dist)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+
+
+def _accepts(problem: Problem) -> Refusal | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of one op.
+
+    name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
+    run: takes the op's arguments and returns the op's results; torch tensors in the op's own layouts.
+    needs: every demand on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
+    cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only.
+    capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
+    inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    """
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    needs: tuple[Need, ...] = ()
+    packages: tuple[Package, ...] = ()
+    probe: Callable[[Target], Refusal | None] | None = None
+    cost_us: Callable[[Problem], float] = lambda problem: 1.0
+    capture: Capture = Capture.WHOLE
+    tolerance: float = 1.0
+    inline: bool = False
+    contract: int = CONTRACT
+    about: str = ""
+
+    def absences(self, target: Target) -> tuple[Refusal, ...]:
+        """Why the kernel is not there at all on `target`: packages, then its probe."""
+        out = [r for p in self.packages if (r := p.missing(target))]
+        if not out and self.probe is not None and (r := self.probe(target)):
+            out.append(r)
+        return tuple(out)
+
+    def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
+        """Every reason this kernel cannot take `problem`. Empty means that it can."""
+        return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem)))
+
+    def versions(self) -> tuple[str, ...]:
+        """`module==version` of its packages, for cache keys and reports."""
+        return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+
+
+@dataclass
+class Registry:
+    """All kernels by op and name, the ops that exist, and whoever wants to hear of a new kernel."""
+
+    kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
+    generation: int = 0
+
+
+_REGISTRY = Registry()
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel leaves no trace."""
+    if kernel.contract != CONTRACT:
+        raise ContractMismatch(kernel.name, kernel.contract, CONTRACT)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
+        raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
+    table = _REGISTRY.kernels.setdefault(kernel.op, {})
+    if kernel.name in table:
+        raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(table)})")
+    table[kernel.name] = kernel
+    try:
+        for listener in _REGISTRY.listeners:
+            listener(kernel)
+    except Exception:
+        del table[kernel.name]
+        raise
+    _REGISTRY.generation += 1
+    return kernel
+
+
+def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
+    """The kernels registered for `op` by name, in order of registration."""
+    return MappingProxyType(_REGISTRY.kernels.get(op, {}))
+
+
+def all_kernels() -> tuple[Kernel, ...]:
+    """Every registered kernel."""
+    return tuple(k for table in _REGISTRY.kernels.values() for k in table.values())
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Every kernel name in use, sorted."""
+    return tuple(sorted({k.name for k in all_kernels()}))
+
+
+def broken_kernels() -> MappingProxyType[str, str]:
+    """Third-party kernel modules that could not be loaded, and why."""
+    return MappingProxyType(_REGISTRY.broken)
+
+
+def report_broken(source: str, reason: str) -> None:
+    """Remember that `source` could not be loaded; `doctor` shows it."""
+    _REGISTRY.broken[source] = reason
+
+
+def generation() -> int:
+    """Grows with every registration; selection's memo is keyed by it."""
+    return _REGISTRY.generation
+
+
+def on_register(listener: Callable[[Kernel], None]) -> None:
+    """Call `listener` for every kernel there is and every kernel to come."""
+    for kernel in all_kernels():
+        listener(kernel)
+    _REGISTRY.listeners.append(listener)
+
+
+# The vocabulary of needs ----------------------------------------------------------------------------------------------
+
+
+def one_of(name: str, *values: object) -> Need:
+    """The field is one of `values`."""
+    want = " | ".join(str(v).removeprefix("torch.") for v in values)
+    return lambda p: None if getattr(p, name) in values else Refusal(name, getattr(p, name), want)
+
+
+def dtypes(*values: torch.dtype) -> Need:
+    """Query, key and value share one dtype, one of `values`."""
+
+    def need(p: Problem) -> Refusal | None:
+        if p.kv_dtype != p.dtype:
+            return Refusal("kv_dtype", p.kv_dtype, f"the query's {str(p.dtype).removeprefix('torch.')}")
+        return one_of("dtype", *values)(p)
+
+    return need
+
+
+def at_most(name: str, limit: int) -> Need:
+    """The int field is at most `limit`."""
+    return lambda p: None if getattr(p, name) <= limit else Refusal(name, getattr(p, name), f"<= {limit}")
+
+
+def multiple_of(name: str, unit: int) -> Need:
+    """The int field is a multiple of `unit`."""
+    return lambda p: None if getattr(p, name) % unit == 0 else Refusal(name, getattr(p, name), f"a multiple of {unit}")
+
+
+def extent_at_most(name: str, limit: int) -> Need:
+    """The size is known to be at most `limit`."""
+
+    def need(p: Problem) -> Refusal | None:
+        extent = getattr(p, name)
+        return None if extent.hi is not None and extent.hi <= limit else Refusal(name, extent, f"<= {limit}")
+
+    return need
+
+
+def extent_at_least(name: str, limit: int) -> Need:
+    """The size is known to be at least `limit`."""
+    return lambda p: None if getattr(p, name).lo >= limit else Refusal(name, getattr(p, name), f">= {limit}")
+
+
+def arch(*families: int) -> Need:
+    """CUDA, with a compute capability of one of `families` (90 for SM90)."""
+    want = " | ".join(f"sm{f}" for f in families)
+    return lambda p: None if p.target.device == "cuda" and p.target.arch in families else Refusal("target", p.target, want)
+
+
+def device(*kinds: str) -> Need:
+    """The target's device is one of `kinds`."""
+    return lambda p: None if p.target.device in kinds else Refusal("device", p.target.device, " | ".join(kinds))
+
+
+def without(*names: str) -> tuple[Need, ...]:
+    """None of these features is asked for: each named field is False, "none" or unset."""
+
+    def no(name: str) -> Need:
+        def need(p: Problem) -> Refusal | None:
+            got = getattr(p, name)
+            return None if got in (False, "none", None) else Refusal(name, got, "none" if isinstance(got, str) else "no")
+
+        return need
+
+    return tuple(no(n) for n in names)
+
+
+def all_of(needs: Iterable[Need]) -> Need:
+    """The first of `needs` that is not met."""
+    needs = tuple(needs)
+    return lambda p: next((r for need in needs if (r := need(p))), None)

@@ -1,0 +1,33 @@
+"""`reference`: the plain torch implementation of every op. Always there, always right, never fast."""
+
+from __future__ import annotations
+
+from attnops.kernel import Kernel, register
+from attnops.problem import Problem
+from attnops.reference import attention, data, packed
+
+
+def _cost_us(p: Problem) -> float:
+    # Materialises the logits in float32 and reads them several times: always the last choice.
+    logits = max(p.q_heads, 1) * max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    return 1000.0 + logits * 32 / 1e6
+
+
+def _reference(op: str, run: object, inline: bool = False) -> None:
+    register(Kernel(name="reference", op=op, run=run, cost_us=_cost_us, inline=inline, about="plain torch, float32 accumulation"))  # type: ignore[arg-type]
+
+
+_reference("attention", attention.attention)
+_reference("attention_backward", attention.attention_backward)
+_reference("varlen_attention", packed.varlen_attention)
+_reference("varlen_attention_backward", packed.varlen_attention_backward)
+_reference("paged_attention", packed.paged_attention)
+_reference("write_kv", data.write_kv)
+# Pointwise on small tensors: the compiler fuses these better than any call could.
+_reference("merge_state", data.merge_state, inline=True)
+_reference("cu_seqlens", data.cu_seqlens, inline=True)
+_reference("token_rows", data.token_rows, inline=True)
+_reference("slot_mapping", data.slot_mapping, inline=True)
+_reference("page_table", data.page_table, inline=True)
+_reference("kv_indices", data.kv_indices, inline=True)
+_reference("num_kv_splits", data.num_kv_splits, inline=True)

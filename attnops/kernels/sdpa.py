@@ -1,0 +1,178 @@
+"""`sdpa`: torch.nn.functional.scaled_dot_product_attention, for dense, packed and paged calls.
+
+Masks other than plain causal are written out, and packed or paged requests are padded to a rectangle first, so this is the
+kernel of a laptop and of shapes nobody else takes. SDPA's own `is_causal` is top-left aligned; it is used for square calls only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnops.kernel import Kernel, Need, dtypes, register, without
+from attnops.problem import Problem
+from attnops.reference.attention import Rules, dense_visible, no_lse, visible
+from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """`[B, S, H, D]` in and out."""
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if q.numel() == 0 or k.numel() == 0:
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+    if query.shape[2] != key.shape[2] and query.device.type == "cpu" and query.shape[1] == 1 and mask is None:
+        # One query token: a group's heads are rows of one head's query, and no key is repeated.
+        b, _, hq, d = query.shape
+        rows = query.reshape(b, key.shape[2], hq // key.shape[2], d)
+        return scaled_dot_product_attention(rows, k, v, scale=scale).reshape(b, 1, hq, value.shape[3])
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[2] != key.shape[2])
+    return out.transpose(1, 2).contiguous()
+
+
+def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One mask of `see` `[B, S, K]` and the caller's mask `[B, H, S, K]`."""
+    if see is None:
+        return mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+    if mask is None:
+        return see[:, None]
+    if mask.dtype == torch.bool:
+        return mask & see[:, None]
+    return mask.to(dtype).masked_fill(~see[:, None], float("-inf"))
+
+
+def _silence(output: Tensor, mask: Tensor | None) -> Tensor:
+    """A query that sees no key gives 0; SDPA's backends differ there. output `[B, S, H, D]`, mask `[B, H, S, K]`."""
+    if mask is None:
+        return output
+    blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
+    return output.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.attention`."""
+    windowed = window_left >= 0 or (window_right >= 0 and not causal)
+    ranged = kv_start is not None or kv_end is not None
+    if causal and query.shape[1] == 1 and not windowed and not ranged:
+        causal = False  # one query at the last key sees them all
+    if mask is None and not windowed and not ranged and (not causal or query.shape[1] == key.shape[1]):
+        return _sdpa(query, key, value, None, scale, causal), no_lse(query)
+    see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap))
+    joined = _join(see, mask, query.dtype)
+    if kv_start is not None or kv_end is not None:
+        value = _drop_unseen(value, kv_start, kv_end)
+        key = _drop_unseen(key, kv_start, kv_end)
+    return _silence(_sdpa(query, key, value, joined, scale, False), joined), no_lse(query)
+
+
+def _drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+    j = torch.arange(x.shape[1], device=x.device)[None]
+    outside = torch.zeros_like(j, dtype=torch.bool)
+    if start is not None:
+        outside = outside | (j < start[:, None])
+    if end is not None:
+        outside = outside | (j >= end[:, None])
+    return x.masked_fill(outside[..., None, None], 0.0)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.varlen_attention`."""
+    ends = lengths_of(cu_seqlens_k)
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
+    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k), query.dtype)
+    padded = (pad(query, cu_seqlens_q, max_seqlen_q), pad(key, cu_seqlens_k, max_seqlen_k), pad(value, cu_seqlens_k, max_seqlen_k))
+    out = _silence(_sdpa(*padded, joined, scale, False), joined)
+    return unpad(out, cu_seqlens_q, query.shape[0]).contiguous(), no_lse(query)
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.paged_attention`."""
+    ends = seq_lens.long()
+    keys = page_table.shape[1] * k_pages.shape[1]
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
+    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
+    key = _drop_unseen(gather_pages(k_pages, page_table), None, ends)
+    value = _drop_unseen(gather_pages(v_pages, page_table), None, ends)
+    out = _silence(_sdpa(pad(query, cu_seqlens_q, max_seqlen_q), key, value, joined, scale, False), joined)
+    output.copy_(unpad(out, cu_seqlens_q, query.shape[0]))
+
+
+def _cost_us(p: Problem) -> float:
+    """Bytes of the padded problem over a modest bandwidth; a mask costs a pass over the logits."""
+    pairs = max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    logits = p.q_heads * pairs
+    masked = p.mask != "none" or p.windowed or p.kv_range or not p.sizes_equal
+    return 20.0 + logits * (2.0 if masked else 0.5) * p.head_dim / 1e6
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMMON: tuple[Need, ...] = (dtypes(*FLOATS), *without("softcap", "sinks", "kv_scales", "lse"))
+
+
+ABOUT = "torch scaled_dot_product_attention"
+register(Kernel("sdpa", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
+register(Kernel("sdpa", "varlen_attention", varlen_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", requests padded"))
+register(Kernel("sdpa", "paged_attention", paged_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", pages gathered"))

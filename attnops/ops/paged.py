@@ -1,0 +1,277 @@
+"""Paged attention, one op for decode and extend, and the write into the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops import _check as check
+from attnops.ops._op import Op, define, target_of
+from attnops.ops.dense import STATICS, _packed_last, default_scale
+from attnops.ops.varlen import token_mask
+from attnops.problem import Extent, Problem
+from attnops.reference import data, packed
+from attnops.select import key_for
+
+
+def _check_paged(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    check.tensor("query", query, 3, check.FLOATS, "[T, Hq, D]")
+    _check_pages(query.device, k_pages, v_pages)
+    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
+    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
+    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
+    check.tensor("output", output, 3, (query.dtype,), "[T, Hq, Dv]")
+    check.same_device(
+        query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, plan=plan, output=output, lse=lse, workspace=workspace,
+    )  # fmt: skip
+    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
+    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
+    check.heads(query, k_pages, v_pages)
+    check.kv_dtype(query, k_pages, v_pages, k_scale, v_scale)
+    check.scales(k_pages.shape[2], k_scale=k_scale, v_scale=v_scale)
+    check.sinks(sinks, query.shape[1])
+    check.numbers(scale, window_left, window_right, softcap)
+    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
+    token_mask(mask, query, page_table.shape[1] * k_pages.shape[1], "max_pages * page_size")
+    for dim, size in enumerate((query.shape[0], query.shape[1], v_pages.shape[3])):
+        check.equal(f"output.shape[{dim}]", output.shape[dim], size, "[T, Hq, Dv]")
+    if lse is not None:
+        check.tensor("lse", lse, 2, (torch.float32,), "[T, Hq]")
+        for dim, size in enumerate(query.shape[:2]):
+            check.equal(f"lse.shape[{dim}]", lse.shape[dim], size, "[T, Hq]")
+
+
+def _check_pages(device: torch.device, k_pages: Tensor, v_pages: Tensor) -> None:
+    check.tensor("k_pages", k_pages, 4, (*check.FLOATS, *check.QUANTISED), "[P, page, Hkv, D]")
+    check.tensor("v_pages", v_pages, 4, (*check.FLOATS, *check.QUANTISED), "[P, page, Hkv, Dv]")
+    check.equal("v_pages.shape[0]", v_pages.shape[0], k_pages.shape[0], "as many pages as the keys")
+    check.equal("v_pages.shape[1]", v_pages.shape[1], k_pages.shape[1], "the keys' page size")
+    check.need(k_pages.shape[1] >= 1, "k_pages.shape[1]", k_pages.shape[1], ">= 1 token a page")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _problem_paged(
+    query: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    mask: Any = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    plan: Any = None,
+    *,
+    max_seqlen_q: Any,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    output: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Problem:
+    page_size = int(k_pages.shape[1])
+    return Problem(
+        op="paged_attention",
+        target=target_of(query),
+        dtype=query.dtype,
+        kv_dtype=k_pages.dtype,
+        q_heads=int(query.shape[1]),
+        kv_heads=int(k_pages.shape[2]),
+        head_dim=int(query.shape[2]),
+        v_head_dim=int(v_pages.shape[3]),
+        page_size=page_size,
+        causal=causal,
+        window=(window_left, window_right),
+        softcap=softcap > 0,
+        sinks=sinks is not None,
+        sinks_dtype=None if sinks is None else sinks.dtype,
+        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        kv_scales=k_scale is not None or v_scale is not None,
+        lse=lse is not None,
+        plan=plan is not None,
+        last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
+        tokens=Extent.of(query.shape[0]),
+        batch=Extent.of(page_table.shape[0]),
+        queries=Extent.of(max_seqlen_q),
+        context=Extent.of(page_table.shape[1] * page_size),
+    )
+
+
+PAGED = define(
+    Op(
+        name="paged_attention",
+        schema="(Tensor query, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? mask=None, "
+        "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, *, SymInt max_seqlen_q, "
+        f'{STATICS.replace("causal=False", "causal=True")}, str policy="", '
+        "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()",
+        check=_check_paged,
+        fake=_nothing,
+        problem=_problem_paged,
+        reference=packed.paged_attention,
+        about="attention over pages, decode and extend",
+    )
+)
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    max_seqlen_q: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    output: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Attention of new tokens over pages that already hold their keys and values. No gradient.
+
+    Args:
+        query: `[T, Hq, D]`, the new tokens of all requests one after the other.
+        k_pages, v_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`, the query's dtype or float8/int8 with both scales.
+        page_table: int32 `[B, max_pages]`; page p of request b holds its keys `[p * page, (p + 1) * page)`. Entries past the
+            request's last page are not read for their values but must be valid page ids or negative.
+        seq_lens: int32 `[B]`, keys of each request, its new tokens included; at most max_pages * page.
+        cu_seqlens_q: int32 `[B + 1]`; request b owns query tokens `cu[b]:cu[b + 1]`. Tokens past `cu[B]` are padding: output 0.
+        max_seqlen_q: upper bound in tokens on one request's queries, a host int; 1 says decode.
+        mask: `[T, >= max_pages * page]`, bool or additive, e.g. the tree of a speculative verify.
+        causal: query i of n of a request with L keys sees keys up to L - n + i.
+        scale, window, softcap, sinks, k_scale, v_scale: as in `attention`.
+        plan: what the chosen kernel's plan op made for this batch, for kernels that plan.
+        output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]` to write into, or None.
+        workspace: scratch for kernels that ask for one, owned by the caller.
+        kernel: force a kernel by name for this call.
+
+    Returns:
+        `output`.
+
+    Raises:
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+    """
+    if output is None:
+        output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=query.dtype, device=query.device)
+    torch.ops.attnops.paged_attention.default(
+        query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan,
+        max_seqlen_q=max_seqlen_q, scale=default_scale(query, scale), causal=causal, window_left=window[0], window_right=window[1],
+        softcap=softcap, policy=key_for("paged_attention", kernel), output=output, lse=lse, workspace=workspace,
+    )  # fmt: skip
+    return output
+
+
+def _check_write(
+    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> None:
+    check.tensor("key", key, 3, check.FLOATS, "[T, Hkv, D]")
+    check.tensor("value", value, 3, check.FLOATS, "[T, Hkv, Dv]")
+    _check_pages(key.device, k_pages, v_pages)
+    check.tensor("slots", slots, 1, check.INDEX, "[T]")
+    check.same_device(key, value=value, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale)
+    check.equal("value.shape[0]", value.shape[0], key.shape[0], "as many values as keys")
+    check.equal("slots.shape[0]", slots.shape[0], key.shape[0], "one slot a token")
+    for field, new, pages in (("key", key, k_pages), ("value", value, v_pages)):
+        check.equal(f"{field}.shape[1]", new.shape[1], pages.shape[2], "the pages' heads")
+        check.equal(f"{field}.shape[2]", new.shape[2], pages.shape[3], "the pages' head dim")
+    check.kv_dtype(key, k_pages, v_pages, k_scale, v_scale)
+    check.scales(k_pages.shape[2], k_scale=k_scale, v_scale=v_scale)
+
+
+def _problem_write(
+    key: Any, value: Any, k_pages: Any, v_pages: Any, slots: Any, k_scale: Any = None, v_scale: Any = None, **_: Any
+) -> Problem:
+    return Problem(
+        op="write_kv",
+        target=target_of(key),
+        dtype=key.dtype,
+        kv_dtype=k_pages.dtype,
+        kv_heads=int(k_pages.shape[2]),
+        head_dim=int(k_pages.shape[3]),
+        v_head_dim=int(v_pages.shape[3]),
+        page_size=int(k_pages.shape[1]),
+        kv_scales=k_scale is not None or v_scale is not None,
+        last_dim_contiguous=_packed_last(key) and _packed_last(value),
+        tokens=Extent.of(key.shape[0]),
+    )
+
+
+WRITE_KV = define(
+    Op(
+        name="write_kv",
+        schema="(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None, "
+        '*, str policy="") -> ()',
+        check=_check_write,
+        fake=_nothing,
+        problem=_problem_write,
+        reference=data.write_kv,
+        about="write of new keys and values into pages",
+    )
+)
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kernel: str | None = None,
+) -> None:
+    """Write new keys and values into their slots, in place. No gradient.
+
+    Args:
+        key, value: `[T, Hkv, D]`, `[T, Hkv, Dv]`, float.
+        k_pages, v_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`, written. The key's dtype, or float8/int8 with both scales.
+        slots: int32 or int64 `[T]`, `page_id * page_size + offset`; a negative slot skips the token. Distinct among written tokens.
+        k_scale, v_scale: float32 `[1]` or `[Hkv]`; what is stored is the key divided by k_scale, saturated.
+
+    Raises:
+        InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
+    """
+    torch.ops.attnops.write_kv.default(key, value, k_pages, v_pages, slots, k_scale, v_scale, policy=key_for("write_kv", kernel))

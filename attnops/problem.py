@@ -1,0 +1,189 @@
+"""What a kernel may look at before it says yes: `Problem`, and the reasons it gives when it says no."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from threading import local
+from typing import Any
+
+import torch
+
+from attnops.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`field` is `got`; the kernel wants `want`."""
+
+    field: str
+    got: object
+    want: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={_short(self.got)} (wants {self.want})"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value.
+
+    Concrete sizes are rounded out to powers of two, so that a growing context does not make a new Problem at every step.
+    """
+
+    lo: int = 0
+    hi: int | None = None
+    hint: int = 1
+
+    @classmethod
+    def of(cls, size: int | torch.SymInt) -> Extent:
+        """The extent of an int (its power-of-two bucket) or of a SymInt (its range; no guard is installed)."""
+        if not isinstance(size, torch.SymInt):
+            return _bucket(int(size))
+        node = size.node
+        if (known := node.maybe_as_int()) is not None:
+            return _bucket(known)
+        bounds = node.shape_env.bound_sympy(node.expr)
+        lo = int(bounds.lower) if bounds.lower.is_finite else 0
+        hi = int(bounds.upper) if bounds.upper.is_finite and int(bounds.upper) < 2**62 else None
+        hint = node.hint if node.has_hint() else None
+        return cls(lo, hi, _bucket(int(hint)).hint if hint is not None else max(lo, 1))
+
+    def __str__(self) -> str:
+        return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
+
+
+@functools.cache
+def _bucket(n: int) -> Extent:
+    if n <= 2:
+        return Extent(n, n, n)
+    top = 1 << (n - 1).bit_length()
+    return Extent(top // 2 + 1, top, top)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine a choice is made for.
+
+    device: "cpu" or "cuda". arch: compute capability times ten (90 for SM90), 0 off CUDA.
+    assume: None asks the machine at hand which packages are installed; a tuple of module names is taken as the whole list.
+    """
+
+    device: str = "cpu"
+    arch: int = 0
+    assume: tuple[str, ...] | None = None
+
+    @classmethod
+    def parse(cls, text: str, assume: tuple[str, ...] | None = None) -> Target:
+        """`cpu` or `smNN`, e.g. `sm90`. Raises InvalidInput on anything else."""
+        if text == "cpu":
+            return cls("cpu", 0, assume)
+        if m := re.fullmatch(r"sm_?(\d{2,3})a?", text):
+            return cls("cuda", int(m[1]), assume)
+        raise InvalidInput("target", repr(text), "'cpu' or 'smNN' such as 'sm80', 'sm90', 'sm100'")
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target of a tensor's device; `explain` may have put another in its place."""
+        return _OVERRIDE.target or _target_of(device.type, device.index)
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}" if self.device == "cuda" else self.device
+
+
+class _Override(local):
+    target: Target | None = None
+
+
+_OVERRIDE = _Override()
+
+
+@contextmanager
+def pretend(target: Target | None) -> Iterator[None]:
+    """Within the block every Problem is built for `target` (None: for the machine at hand)."""
+    before, _OVERRIDE.target = _OVERRIDE.target, target
+    try:
+        yield
+    finally:
+        _OVERRIDE.target = before
+
+
+def pretended() -> Target | None:
+    """The target that `pretend` has put in force, if any."""
+    return _OVERRIDE.target
+
+
+@functools.cache
+def _target_of(kind: str, index: int | None) -> Target:
+    if kind != "cuda" or not torch.cuda.is_available():
+        return Target(kind, 0)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Target("cuda", major * 10 + minor)
+
+
+NO_EXTENT = Extent(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call without its data. Hashable; two equal Problems get the same kernel.
+
+    Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
+    `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
+    `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
+    """
+
+    op: str
+    target: Target
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+    q_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    page_size: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    sinks: bool = False
+    sinks_dtype: torch.dtype | None = None
+    mask: str = "none"
+    kv_range: bool = False
+    kv_scales: bool = False
+    lse: bool = False
+    grad: bool = False
+    mask_grad: bool = False
+    lse_grad: bool = False
+    plan: bool = False
+    last_dim_contiguous: bool = True
+    sizes_equal: bool = False
+    tokens: Extent = NO_EXTENT
+    batch: Extent = NO_EXTENT
+    queries: Extent = NO_EXTENT
+    context: Extent = NO_EXTENT
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a key head serves."""
+        return self.q_heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def windowed(self) -> bool:
+        """A finite window on the left, or on the right of a call that is not causal."""
+        return self.window[0] >= 0 or (self.window[1] >= 0 and not self.causal)
+
+    def summary(self) -> str:
+        """One line for tables: the fields that differ from their defaults."""
+        skip = {"op", "target", "last_dim_contiguous", "sinks_dtype"}
+        shown = (f for f in fields(self) if f.name not in skip and getattr(self, f.name) != f.default)
+        return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)

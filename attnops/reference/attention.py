@@ -1,0 +1,229 @@
+"""Reference attention. One core serves dense, packed and paged calls: they differ in where keys lie, not in the formula.
+
+    s[i, j] = scale * q[i] . k[j];  s = softcap * tanh(s / softcap) if softcap;  s += mask
+    p = exp(s - lse),  lse = log(sum_j exp(s[i, j]) + exp(sink))
+    output[i] = sum_j p[i, j] v[j];  a query that sees no key gives 0, and lse = -inf (or the sink)
+
+Query i of a request stands at position i + offset; it sees key j when start <= j < end, j <= position (causal), and
+position - left <= j <= position + right (window, -1 unbounded). Softmax with sinks: https://arxiv.org/abs/2309.17453 as
+gpt-oss uses it (a learned logit in the denominator). Soft-capping: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rules(NamedTuple):
+    """The static part of a call."""
+
+    scale: float
+    causal: bool
+    left: int
+    right: int
+    softcap: float
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x` `[..., Hkv, D]` times its scale `[1]` or `[Hkv]`, in the accumulation dtype of `dtype`."""
+    out = x.double() if dtype == torch.float64 else x.float()
+    return out if scale is None else out * scale.to(out.dtype).reshape(-1, 1)
+
+
+def visible(
+    queries: int | torch.SymInt, keys: int | torch.SymInt, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
+) -> Tensor | None:
+    """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
+    if not (rules.causal or rules.left >= 0 or rules.right >= 0 or start is not None or end is not None):
+        return None
+    j = torch.arange(keys, device=offset.device)[None, None, :]
+    position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
+    see = torch.ones_like(j <= position)
+    if rules.causal:
+        see = see & (j <= position)
+    if rules.left >= 0:
+        see = see & (j >= position - rules.left)
+    if rules.right >= 0:
+        see = see & (j <= position + rules.right)
+    if start is not None:
+        see = see & (j >= start[:, None, None])
+    if end is not None:
+        see = see & (j < end[:, None, None])
+    return see
+
+
+def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules) -> Tensor:
+    """float `[B, Hq, S, K]` logits, -inf where unseen. query `[B, S, Hq, D]`, key `[B, K, Hkv, D]` already wide."""
+    b, s, hq, d = query.shape
+    hkv = key.shape[2]
+    logits = torch.einsum("bshgd,bkhd->bhgsk", query.reshape(b, s, hkv, hq // hkv, d), key).reshape(b, hq, s, key.shape[1])
+    logits = logits * rules.scale
+    if rules.softcap > 0:
+        logits = rules.softcap * torch.tanh(logits / rules.softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask.to(logits.dtype)
+    return logits if see is None else logits.masked_fill(~see[:, None], float("-inf"))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, see: Tensor | None, mask: Tensor | None, sinks: Tensor | None, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """(output `[B, S, Hq, Dv]`, lse `[B, Hq, S]`), both in the accumulation dtype; inputs already wide."""
+    logits = scores(query, key, see, mask, rules)
+    lse = logsumexp(logits, sinks)
+    p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    b, hq, s, k = p.shape
+    hkv = value.shape[2]
+    out = torch.einsum("bhgsk,bkhd->bshgd", p.reshape(b, hkv, hq // hkv, s, k), value)
+    return out.reshape(b, s, hq, value.shape[3]), lse
+
+
+def logsumexp(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """`[B, Hq, S]` over the last dim of `logits`, with the sink's logit `[Hq]` among them. No key at all gives -inf, or the sink."""
+    if logits.shape[-1] == 0:
+        lse = logits.new_full(logits.shape[:-1], float("-inf"))
+    else:
+        lse = torch.logsumexp(logits, -1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """Dense reference; see `attnops.attention`."""
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    see = dense_visible(query, key, kv_start, kv_end, rules)
+    values = dequantise(value, v_scale, query.dtype)
+    if kv_start is not None or kv_end is not None:
+        values = _clean(values, kv_start, kv_end)
+    out, lse = attend(wide(query), dequantise(key, k_scale, query.dtype), values, see, mask, sinks, rules)
+    return out.to(query.dtype).contiguous(), lse.transpose(1, 2).float().contiguous() if return_lse else no_lse(query)
+
+
+def no_lse(query: Tensor) -> Tensor:
+    """The `[0]` float32 tensor that stands for "no lse asked for"."""
+    return query.new_empty(0, dtype=torch.float32)
+
+
+def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, rules: Rules) -> Tensor | None:
+    """`visible` for a dense call: the last query stands at the last visible key."""
+    queries, keys = query.shape[1], key.shape[1]
+    end = torch.full((1,), keys, device=query.device) if kv_end is None else kv_end
+    return visible(queries, keys, end - queries, kv_start, kv_end, rules)
+
+
+def _clean(values: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+    # What lies outside a request's keys may be anything, NaN too, and 0 * NaN is NaN.
+    j = torch.arange(values.shape[1], device=values.device)[None]
+    inside = torch.ones_like(j, dtype=torch.bool)
+    if start is not None:
+        inside = inside & (j >= start[:, None])
+    if end is not None:
+        inside = inside & (j < end[:, None])
+    return torch.where(inside[..., None, None], values, 0.0)
+
+
+def attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    mask_grad: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, mask and sinks (the last two `[0]` when there is none).
+
+    With p = exp(s - lse) and delta_i = sum_d dO_i O_i - dlse_i: dV = p^T dO, ds = p * (dO V^T - delta), dsink = -sum p_sink delta.
+    FlashAttention, https://arxiv.org/abs/2205.14135, appendix B; the soft cap adds the factor 1 - (s / softcap)^2.
+    """
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    see = dense_visible(query, key, kv_start, kv_end, rules)
+    q, k, v, g = wide(query), wide(key), wide(value), wide(grad_output)
+    if kv_start is not None or kv_end is not None:
+        v = _clean(v, kv_start, kv_end)
+        k = _clean(k, kv_start, kv_end)
+    bare = scores(q, k, None, None, rules)
+    logits = scores(q, k, see, mask, rules) if see is not None or mask is not None else bare
+    z = lse.transpose(1, 2).to(q.dtype)
+    if q.dtype == torch.float64:  # lse is stored as float32, too coarse for float64 gradients
+        z = logsumexp(logits, sinks)
+    z = torch.where(z == float("-inf"), torch.zeros_like(z), z)
+    p = torch.exp(logits - z[..., None])
+    b, hq, s, n = p.shape
+    hkv = k.shape[2]
+
+    def group(x: Tensor) -> Tensor:
+        return x.reshape(b, hkv, hq // hkv, s, n)
+
+    gg = g.reshape(b, s, hkv, hq // hkv, g.shape[-1])
+    delta = (g * wide(output)).sum(-1).transpose(1, 2)
+    if q.dtype == torch.float64 or output.dtype != q.dtype:  # a rounded output would round delta
+        delta = (g * torch.einsum("bhgsk,bkhd->bshgd", group(p), v).reshape(g.shape)).sum(-1).transpose(1, 2)
+    if grad_lse is not None:
+        delta = delta - grad_lse.transpose(1, 2).to(delta.dtype)
+    grad_v = torch.einsum("bhgsk,bshgd->bkhd", group(p), gg)
+    grad_p = torch.einsum("bshgd,bkhd->bhgsk", gg, v).reshape(p.shape)
+    grad_s = p * (grad_p - delta[..., None])
+    grad_mask = reduce_to(grad_s, mask) if mask_grad and mask is not None else query.new_empty(0)
+    if softcap > 0:
+        grad_s = grad_s * (1 - (bare / softcap) ** 2)
+    grad_s = grad_s * scale
+    grad_q = torch.einsum("bhgsk,bkhd->bshgd", group(grad_s), k).reshape(q.shape)
+    grad_k = torch.einsum("bhgsk,bshgd->bkhd", group(grad_s), q.reshape(b, s, hkv, hq // hkv, q.shape[-1]))
+    grad_sinks = query.new_empty(0)
+    if sinks is not None:
+        p_sink = torch.exp(sinks.to(z.dtype)[None, :, None] - z)
+        grad_sinks = -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
+    return (
+        grad_q.to(query.dtype).contiguous(),
+        grad_k.to(key.dtype).contiguous(),
+        grad_v.to(value.dtype).contiguous(),
+        grad_mask,
+        grad_sinks,
+    )
+
+
+def reduce_to(grad: Tensor, like: Tensor) -> Tensor:
+    """Sum `grad` over the dims that `like` broadcast over."""
+    dims = tuple(i for i, n in enumerate(like.shape) if n == 1 and grad.shape[i] != 1)
+    out = grad.sum(dims, keepdim=True) if dims else grad
+    return out.to(like.dtype).contiguous()
+
+

@@ -1,0 +1,150 @@
+"""Reference data movement: KV write, merging of partial results, and the metadata ops. All are plain, capturable torch ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.reference.packed import rows_of
+
+INT8_MAX = 127.0
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    policy: str = "",
+) -> None:
+    """KV write reference; see `attnops.write_kv`."""
+    _store(k_pages, quantise(key, k_scale, k_pages.dtype), slots)
+    _store(v_pages, quantise(value, v_scale, v_pages.dtype), slots)
+
+
+def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x` `[T, Hkv, D]` divided by its scale `[1]` or `[Hkv]`, saturated and rounded to `dtype`."""
+    if x.dtype == dtype and scale is None:
+        return x
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    scaled = wide if scale is None else wide / scale.to(wide.dtype).reshape(-1, 1)
+    if dtype == torch.int8:
+        return scaled.round().clamp(-INT8_MAX, INT8_MAX).to(dtype)
+    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return scaled.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    return scaled.to(dtype)
+
+
+def _store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
+    if slots.shape[0] == 0 or total == 0:
+        return
+    # Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
+    # that token's own row, and when no token is real, slot 0 with what slot 0 holds.
+    real = slots >= 0
+    at = torch.arange(slots.shape[0], device=slots.device)
+    source = torch.where(real, at, torch.where(real, at, -1).amax())
+    has = source >= 0
+    slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
+    view = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages  # index_put has no float8 kernel
+    data = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+    kept = view[slot // page, slot % page]
+    new = torch.where(has[:, None, None], data[source.clamp(min=0)], kept)
+    view.index_put_((slot // page, slot % page), new)
+
+
+def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+    """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
+    a, b = lse_a.float(), lse_b.float()
+    if output_a.dtype == torch.float64:
+        a, b = lse_a.double(), lse_b.double()
+    m = torch.maximum(a, b)
+    m = torch.where(m == float("-inf"), torch.zeros_like(m), m)
+    wa, wb = torch.exp(a - m), torch.exp(b - m)
+    total = wa + wb
+    safe = torch.where(total > 0, total, torch.ones_like(total))
+
+    def part(output: Tensor, weight: Tensor) -> Tensor:
+        # An empty side has weight 0 and may hold anything.
+        return torch.where((weight > 0)[..., None], output.to(weight.dtype), 0.0) * (weight / safe)[..., None]
+
+    merged = part(output_a, wa) + part(output_b, wb)
+    return merged.to(output_a.dtype).contiguous(), (m + torch.log(total)).float().contiguous()
+
+
+def cu_seqlens(lengths: Tensor, *, policy: str = "") -> Tensor:
+    """`[B + 1]` int32."""
+    total = torch.cumsum(lengths, 0, dtype=torch.int32)
+    return torch.cat([torch.zeros(1, dtype=torch.int32, device=lengths.device), total])
+
+
+def token_rows(cu_seqlens: Tensor, *, num_tokens: int, policy: str = "") -> Tensor:
+    """`[T]` int32."""
+    rows = rows_of(cu_seqlens, num_tokens)
+    return torch.where(rows < cu_seqlens.shape[0] - 1, rows, -1).to(torch.int32)
+
+
+def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_size: int, policy: str = "") -> Tensor:
+    """`[T]` int64."""
+    width = page_table.shape[1]
+    if page_table.numel() == 0:
+        return torch.full_like(positions, -1, dtype=torch.int64)
+    at = positions.long()
+    column = torch.div(at, page_size, rounding_mode="floor")
+    real = (at >= 0) & (rows >= 0) & (column < width)
+    page = page_table[torch.where(real, rows.long(), 0), torch.where(real, column, 0)].long()
+    return torch.where(real & (page >= 0), page * page_size + at % page_size, -1)
+
+
+def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> Tensor:
+    """`[B, ceil(N / page_size)]` int32."""
+    first = token_table[:, ::page_size][rows.long()]
+    used = torch.arange(first.shape[1], device=first.device)[None] * page_size < seq_lens[:, None]
+    return torch.where(used, torch.div(first, page_size, rounding_mode="floor"), 0).to(torch.int32)
+
+
+def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """(indptr `[B + 1]`, indices `[B * M]`, last_page_len `[B]`), all int32."""
+    batch, width = page_table.shape
+    lens = seq_lens.long()
+    counts = torch.div(lens + page_size - 1, page_size, rounding_mode="floor")
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=lens.device), torch.cumsum(counts, 0)])
+    last = torch.where(lens > 0, (lens - 1) % page_size + 1, 0)
+    if page_table.numel() == 0:
+        return indptr.to(torch.int32), page_table.new_zeros(batch * width, dtype=torch.int32), last.to(torch.int32)
+    at = torch.arange(batch * width, device=lens.device)
+    row = torch.searchsorted(indptr[1:].contiguous(), at, right=True)
+    real = row < batch
+    safe = torch.where(real, row, 0)
+    column = torch.where(real, at - indptr[safe], 0).clamp(0, width - 1)
+    indices = torch.where(real, page_table[safe, column], 0).to(torch.int32)
+    return indptr.to(torch.int32), indices, last.to(torch.int32)
+
+
+def num_kv_splits(
+    seq_lens: Tensor,
+    *,
+    rule: str,
+    max_splits: int,
+    tile: int = 256,
+    q_heads: int = 1,
+    kv_heads: int = 1,
+    num_sms: int = 1,
+    policy: str = "",
+) -> Tensor:
+    """`[B]` int32; the three rules are told in `attnops.num_kv_splits`."""
+    lens = seq_lens.long()
+    if rule == "static":
+        return torch.full_like(lens, max_splits, dtype=torch.int32)
+    tiles = torch.div(lens + tile - 1, tile, rounding_mode="floor").clamp(min=1)
+    if rule == "deterministic":
+        return tiles.clamp(max=max_splits).to(torch.int32)
+    # As many blocks as the GPU holds, shared among requests in proportion to their lengths: long requests get more splits.
+    blocks_per_split = kv_heads * -(-q_heads // kv_heads // 16)
+    total = lens.sum().clamp(min=1)
+    share = torch.div(lens * num_sms * 2 + total * blocks_per_split - 1, total * blocks_per_split, rounding_mode="floor")
+    return torch.minimum(share.clamp(min=1, max=max_splits), tiles).to(torch.int32)

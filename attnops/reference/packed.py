@@ -1,0 +1,199 @@
+"""Reference packed and paged attention: requests are padded to a rectangle, attended densely, and packed again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.reference.attention import Rules, attend, attention_backward, dequantise, no_lse, visible, wide
+
+
+def rows_of(cu_seqlens: Tensor, tokens: int | torch.SymInt) -> Tensor:
+    """`[T]` int64: the request of each token; tokens past the last request get B."""
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous().long(), at, right=True)
+
+
+def pad(x: Tensor, cu_seqlens: Tensor, width: int | torch.SymInt) -> Tensor:
+    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request (what lies there may be NaN)."""
+    start = cu_seqlens[:-1].long()
+    lengths = cu_seqlens[1:].long() - start
+    j = torch.arange(width, device=x.device)[None]
+    inside = j < lengths[:, None]
+    if x.shape[0] == 0:
+        return x.new_zeros((lengths.shape[0], width, *x.shape[1:]))
+    index = torch.where(inside, start[:, None] + j, 0)
+    padded = x[index]
+    return torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 1)), padded, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int | torch.SymInt, fill: float = 0.0) -> Tensor:
+    """`[B, width, ...]` -> `[T, ...]`; tokens past the last request get `fill`."""
+    rows = rows_of(cu_seqlens, tokens)
+    batch, width = x.shape[0], x.shape[1]
+    if batch == 0 or width == 0:
+        return x.new_full((tokens, *x.shape[2:]), fill)
+    real = rows < batch
+    row = torch.where(real, rows, 0)
+    column = torch.arange(tokens, device=x.device) - cu_seqlens.long()[row]
+    out = x[row, column.clamp(0, width - 1)]
+    return torch.where(real.reshape(-1, *[1] * (x.dim() - 2)), out, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def lengths_of(cu_seqlens: Tensor) -> Tensor:
+    """`[B]` int64 lengths of `[B + 1]` cumulative lengths."""
+    return cu_seqlens[1:].long() - cu_seqlens[:-1].long()
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """Packed reference; see `attnops.varlen_attention`."""
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    ends = lengths_of(cu_seqlens_k)
+    see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
+    out, lse = attend(
+        wide(pad(query, cu_seqlens_q, max_seqlen_q)),
+        dequantise(pad(key.to(query.dtype) if key.dtype != query.dtype else key, cu_seqlens_k, max_seqlen_k), k_scale, query.dtype),
+        dequantise(pad(value.to(query.dtype) if value.dtype != query.dtype else value, cu_seqlens_k, max_seqlen_k), v_scale, query.dtype),
+        see,
+        padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
+        sinks,
+        rules,
+    )
+    tokens = query.shape[0]
+    packed = unpad(out, cu_seqlens_q, tokens).to(query.dtype).contiguous()
+    if not return_lse:
+        return packed, no_lse(query)
+    return packed, unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float().contiguous()
+
+
+def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int | torch.SymInt, keys: int | torch.SymInt) -> Tensor | None:
+    """`[T, K]` -> `[B, 1, width, keys]`."""
+    return None if mask is None else pad(mask[:, :keys], cu_seqlens_q, width)[:, None]
+
+
+def varlen_attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks (`[0]` when there are none). Formula: see `attention_backward`."""
+    ends = lengths_of(cu_seqlens_k)
+    offset = ends - lengths_of(cu_seqlens_q)
+    see = visible(max_seqlen_q, max_seqlen_k, offset, None, ends, Rules(scale, causal, window_left, window_right, softcap))
+    dense_mask = padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    if see is not None:
+        hidden = ~see[:, None]
+        if dense_mask is None:
+            dense_mask = ~hidden
+        elif dense_mask.dtype == torch.bool:
+            dense_mask = dense_mask & ~hidden
+        else:
+            dense_mask = dense_mask.masked_fill(hidden, float("-inf"))
+    grads = attention_backward(
+        pad(grad_output, cu_seqlens_q, max_seqlen_q),
+        None if grad_lse is None else pad(grad_lse, cu_seqlens_q, max_seqlen_q),
+        pad(query, cu_seqlens_q, max_seqlen_q),
+        pad(key, cu_seqlens_k, max_seqlen_k),
+        pad(value, cu_seqlens_k, max_seqlen_k),
+        pad(output, cu_seqlens_q, max_seqlen_q),
+        pad(lse, cu_seqlens_q, max_seqlen_q),
+        dense_mask,
+        sinks,
+        scale=scale,
+        softcap=softcap,
+    )
+    return (
+        unpad(grads[0], cu_seqlens_q, query.shape[0]).contiguous(),
+        unpad(grads[1], cu_seqlens_k, key.shape[0]).contiguous(),
+        unpad(grads[2], cu_seqlens_k, value.shape[0]).contiguous(),
+        grads[4],
+    )
+
+
+def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
+    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries read page 0; their keys are past the end."""
+    picked = pages[page_table.long().clamp(min=0)]
+    return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """Paged reference; see `attnops.paged_attention`."""
+    rules = Rules(scale, causal, window_left, window_right, softcap)
+    ends = seq_lens.long()
+    keys = page_table.shape[1] * k_pages.shape[1]
+    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
+    inside = (torch.arange(keys, device=query.device)[None] < ends[:, None])[..., None, None]
+    zero = torch.zeros((), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32, device=query.device)
+    out, z = attend(
+        wide(pad(query, cu_seqlens_q, max_seqlen_q)),
+        torch.where(inside, dequantise(gather_pages(k_pages, page_table), k_scale, query.dtype), zero),
+        torch.where(inside, dequantise(gather_pages(v_pages, page_table), v_scale, query.dtype), zero),
+        see,
+        padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys),
+        sinks,
+        rules,
+    )
+    tokens = query.shape[0]
+    output.copy_(unpad(out, cu_seqlens_q, tokens))
+    if lse is not None:
+        lse.copy_(unpad(z.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")))

@@ -1,0 +1,187 @@
+"""`select(problem, policy) -> Decision`: the one place that chooses. Pure: no imports, no device, no logging of its own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from attnops.env import default_policy_key
+from attnops.errors import InvalidInput, NoKernel, UnknownKernel
+from attnops.kernel import Kernel, generation, kernel_names, kernels_of
+from attnops.problem import Problem, Refusal
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asks of selection.
+
+    kernel: force this kernel. `"fa3"` holds for every op that has an `fa3` and leaves the others alone;
+        `"paged_attention:fa3"` holds for one op. Several, comma separated, are allowed.
+    allow: only these may be chosen (empty: all). deny: these may not. prefer: these win, in this order, when they can run.
+    deterministic: results must not depend on batch mates; kernels that cannot promise it refuse.
+    """
+
+    kernel: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    prefer: tuple[str, ...] = ()
+    deterministic: bool = False
+
+    @property
+    def key(self) -> str:
+        """The policy as the string that goes into the graph. Empty for the default policy."""
+        parts = [f"{n}={','.join(v)}" for n in ("kernel", "allow", "deny", "prefer") if (v := getattr(self, n))]
+        return ";".join(parts + ["deterministic"] * self.deterministic)
+
+    def forced(self, op: str) -> str | None:
+        """The kernel this policy forces on `op`, if any."""
+        for entry in self.kernel:
+            scope, _, name = entry.rpartition(":")
+            if scope == op or (not scope and name in kernels_of(op)):
+                return name
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_policy(key: str) -> Policy:
+    """The inverse of `Policy.key`. Raises InvalidInput on an unknown word, UnknownKernel on a name no kernel bears."""
+    values: dict[str, object] = {}
+    for part in filter(None, key.split(";")):
+        name, _, text = part.partition("=")
+        if name == "deterministic" and not text:
+            values[name] = True
+        elif name in ("kernel", "allow", "deny", "prefer") and text:
+            values[name] = tuple(text.split(","))
+        else:
+            raise InvalidInput("policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
+    policy = Policy(**values)  # type: ignore[arg-type]
+    _check_names(policy)
+    return policy
+
+
+def _check_names(policy: Policy) -> None:
+    known = kernel_names()
+    for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
+        scope, _, name = entry.rpartition(":")
+        if name not in known:
+            raise UnknownKernel(name, scope or "any", known)
+        if scope and name not in kernels_of(scope):
+            raise UnknownKernel(name, scope, tuple(kernels_of(scope)))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The kernel chosen for a problem, and every refusal of the others."""
+
+    problem: Problem
+    policy: Policy
+    kernel: Kernel | None
+    refused: Mapping[str, tuple[Refusal, ...]]
+    passed_over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}"
+        lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
+        slower = [f"  not {n}: can run, {'not preferred' if self.policy.prefer else 'estimated slower'}" for n in self.passed_over]
+        return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
+
+
+def select(problem: Problem, policy: Policy | str = "") -> Decision:
+    """Choose a kernel for `problem` under `policy` (a Policy or its key). Memoised. Never raises for want of a kernel."""
+    return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation())
+
+
+def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
+    """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
+    decision = select(problem, policy)
+    if decision.kernel is None:
+        forced = decision.policy.forced(problem.op)
+        raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
+    return decision.kernel
+
+
+@functools.lru_cache(maxsize=8192)
+def _select(problem: Problem, policy: Policy, registered: int) -> Decision:
+    _check_names(policy)
+    forced = policy.forced(problem.op)
+    fits: list[Kernel] = []
+    refused: dict[str, tuple[Refusal, ...]] = {}
+    for kernel in kernels_of(problem.op).values():
+        reasons = kernel.refusals(problem) + tuple(_policy_refusals(kernel, policy, forced))
+        if reasons:
+            refused[kernel.name] = reasons
+        else:
+            fits.append(kernel)
+    order = {name: i for i, name in enumerate(policy.prefer)}
+    fits.sort(key=lambda k: (order.get(k.name, len(order)), k.cost_us(problem)))
+    return Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]))
+
+
+def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iterator[Refusal]:
+    if forced is not None and kernel.name != forced:
+        yield Refusal("policy.kernel", forced, kernel.name)
+    # `reference` is what makes every problem answerable on ops with no second kernel, so allow= narrows only ops it speaks of.
+    if policy.allow and kernel.name not in policy.allow and any(n in kernels_of(kernel.op) for n in policy.allow):
+        yield Refusal("policy.allow", ",".join(policy.allow), f"to hold {kernel.name}")
+    if kernel.name in policy.deny:
+        yield Refusal("policy.deny", kernel.name, "not to be denied")
+
+
+# The policy in force --------------------------------------------------------------------------------------------------
+
+
+class _Active(threading.local):
+    # A plain attribute read, because Dynamo guards on it: code compiled under one policy is not reused under another.
+    key: str = default_policy_key()
+
+
+_ACTIVE = _Active()
+
+
+def active_policy() -> str:
+    """The key of the policy in force in this thread."""
+    return _ACTIVE.key
+
+
+@contextmanager
+def use(
+    kernel: str | Mapping[str, str] | None = None,
+    *,
+    allow: tuple[str, ...] = (),
+    deny: tuple[str, ...] = (),
+    prefer: tuple[str, ...] = (),
+    deterministic: bool = False,
+) -> Iterator[None]:
+    """Within the block (and this thread) calls are selected under this policy, eager and compiled alike.
+
+    kernel: a name, or a mapping of op to name. See Policy for the rest. The policy becomes an argument of every op called
+    in the block, so it is part of the graph, of Dynamo's guards and of the compile caches' keys.
+    Raises UnknownKernel for a name that no kernel bears.
+    """
+    forced = (kernel,) if isinstance(kernel, str) else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
+    before = _ACTIVE.key
+    _ACTIVE.key = policy_key(forced, allow, deny, prefer, deterministic)
+    try:
+        yield
+    finally:
+        _ACTIVE.key = before
+
+
+def policy_key(
+    kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str, ...], prefer: tuple[str, ...], deterministic: bool
+) -> str:
+    """The checked key of a Policy with these fields."""
+    key = Policy(kernel, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
+    parse_policy(key)
+    return key
+
+
+def key_for(op: str, kernel: str | None) -> str:
+    """The policy key of one call: the policy in force, with `kernel=` of the call put before what the region forces."""
+    if kernel is None:
+        return _ACTIVE.key
+    rest = ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel="))
+    return f"kernel={op}:{kernel}" + (f";{rest}" if rest else "")
