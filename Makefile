@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all a fresh clone needs: both make the environment first.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+
+# One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
+export OMP_NUM_THREADS ?= 1
+# Beside the code, so that a second run finds what the first one compiled.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs gpu-test gpu-bench
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: .venv/.ready ## two small models: patch, compile, generate, compare, explain
+	$(BIN)/attnops demo
+
+test: lint ## lint, types and every test that needs no GPU
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: .venv/.ready ## ruff, mypy, pyright
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+docs: .venv/.ready ## write the generated tables of README and docs
+	$(BIN)/python docs/generate.py
+
+# A GPU host brings its own torch and often has no network, so the two targets below use its python3, not .venv.
+gpu-test: ## tests on a CUDA device, with the system's python3
+	$(PYTHON) -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+
+gpu-bench: ## measurements on a CUDA device, with the system's python3
+	$(PYTHON) benchmarks/run.py --device cuda
+
+# torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
+# installed the same way, because pip applies no constraints inside an isolated build.
+.venv/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,cli,bench,triton,dev]"
+	touch $@

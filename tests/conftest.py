@@ -1,0 +1,44 @@
+"""One seed, one thread, one clean compiler for every test."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+# Read by OpenMP and by Inductor when torch is loaded, hence before any test module.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # The first example of a test may compile; a time limit for each would fail on it.
+    settings.register_profile("attnops", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("attnops")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} finds none")
+        for item in on_gpu:
+            item.add_marker(skip)
+
+
+# Only what is loaded is seeded and reset: a test of data alone shall not wait for torch.
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()

@@ -1,0 +1,73 @@
+"""What several tests need: where the code lies, how it names itself, and a Python that has imported nothing yet."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"attnops": "attnops", "lowering": "attnops.lowering", "graphs": "attnops.graphs"}
+
+# The path finder answers "not found" for the blocked names. A finder that raised would also break
+# importlib.util.find_spec, which a package that is truly absent does not.
+_BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+def _block(names, find):
+    def find_spec(fullname, path=None, target=None):
+        return None if fullname.partition(".")[0] in names else find(fullname, path, target)
+    return staticmethod(find_spec)
+PathFinder.find_spec = _block({names!r}, PathFinder.find_spec)
+"""
+
+
+@cache
+def sources() -> Mapping[str, Path]:
+    """Module name -> file, for every file of attnops, lowering and graphs (links are not followed twice)."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT / folder)
+            if folder == "attnops" and relative.parts[0] in FOLDERS:
+                continue
+            found[".".join([package, *relative.with_suffix("").parts]).removesuffix(".__init__")] = path
+    return found
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node of a syntax tree except the bodies of ``if TYPE_CHECKING:``, which never run."""
+    yield tree
+    children: Iterable[ast.AST] = ast.iter_child_nodes(tree)
+    if isinstance(tree, ast.If) and ast.unparse(tree.test).rpartition(".")[2] == "TYPE_CHECKING":
+        children = tree.orelse
+    for child in children:
+        yield from runtime_nodes(child)
+
+
+def fresh_process(code: str, *, block: Iterable[str] = (), env: Mapping[str, str] | None = None, timeout_s: float = 240) -> str:
+    """Run code in a new Python at the repository's root and return what it printed.
+
+    Args:
+        code: Python source.
+        block: top-level modules that this process shall not find, as if they were not installed.
+        env: variables set on top of this process's own.
+        timeout_s: seconds until the process is ended.
+
+    Raises:
+        AssertionError: the process failed; the text is what it wrote to stderr.
+    """
+    prelude = _BLOCK.format(names=frozenset(block)) if block else ""
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise AssertionError(f"the process ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout

@@ -1,0 +1,88 @@
+"""`import attnops` needs torch alone, touches no device, is quick, and reads its two switches in one place."""
+
+import ast
+import re
+
+import pytest
+
+from tests.helpers import ROOT, fresh_process, runtime_nodes, sources
+
+OPTIONAL = ["triton", "transformers", "flashinfer", "sgl_kernel", "flash_attn", "typer", "rich", "numpy"]
+LIMIT_S = 0.3
+SWITCHES = 2
+
+
+def test_torch_alone_is_enough():
+    fresh_process("import attnops", block=OPTIONAL)
+
+
+def test_optional_packages_stay_unloaded():
+    """With everything installed, importing attnops still loads none of them beyond what torch itself loads."""
+    code = "import torch, sys; before = set(sys.modules); import attnops; print(*set(sys.modules) - before)"
+    assert not {name.partition(".")[0] for name in fresh_process(code).split()} & set(OPTIONAL)
+
+
+def test_a_blocked_module_looks_absent():
+    code = """
+from importlib.util import find_spec
+assert find_spec("rich") is None
+try:
+    import rich.table
+except ModuleNotFoundError as e:
+    print(e.name)
+"""
+    assert fresh_process(code, block=["rich"]).strip() == "rich"
+    with pytest.raises(AssertionError, match="NameError"):
+        fresh_process("no_such_name")
+
+
+def test_no_cuda_at_import():
+    assert fresh_process("import attnops, torch; print(torch.cuda.is_initialized())").strip() == "False"
+
+
+def test_import_is_quick():
+    code = "import torch, time; t = time.perf_counter(); import attnops; print(time.perf_counter() - t)"
+    # The best of three: the rest is the machine's other work.
+    assert min(float(fresh_process(code)) for _ in range(3)) < LIMIT_S
+
+
+@pytest.mark.parametrize("folder", ["lowering", "graphs"])
+def test_a_bare_name_is_refused(folder):
+    code = f"""
+try:
+    import {folder}
+except ImportError as e:
+    print(e)
+import attnops.{folder}
+"""
+    assert f"import attnops.{folder}, not {folder}" in fresh_process(code)
+
+
+def reads_environment(tree):
+    """The lines where a syntax tree reaches for environment variables."""
+    for node in runtime_nodes(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv"):
+                yield node.lineno
+            case ast.ImportFrom(module="os", names=names) if {name.name for name in names} & {"environ", "environb", "getenv"}:
+                yield node.lineno
+
+
+def test_only_env_py_reads_the_environment():
+    found = {module: lines for module, path in sources().items() if (lines := list(reads_environment(ast.parse(path.read_text()))))}
+    found.pop("attnops.env", None)
+    assert not found
+
+
+def test_there_are_at_most_two_switches():
+    path = ROOT / "attnops" / "env.py"
+    if not path.exists():
+        pytest.skip("attnops/env.py does not exist, and the test above shows that nothing else reads a variable")
+    constants = [node.value for node in runtime_nodes(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    names = {value for value in constants if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", value)}
+    assert len(names) <= SWITCHES, names
+
+
+@pytest.mark.parametrize("code", ["os.environ['X']", "os.getenv('X')", "from os import environ", "def f():\n    from os import getenv"])
+def test_the_check_sees(code):
+    assert list(reads_environment(ast.parse(code)))
