@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     from attnops.lowering.explain import explain as explain
     from attnops.lowering.regional import compile_layers as compile_layers
 
-__version__ = "0.1.0"
+from attnops.version import VERSION as __version__  # noqa: F401
 
 _kernels.load_own()
 _op.bind_all()
 _kernels.load_third_party()
+
+
+def _teach_inductor() -> None:
+    from attnops.lowering.install import install
+
+    install()
+
+
+_op.on_trace(_teach_inductor)
 
 _LAZY = {
     "patch": "attnops.hf",

@@ -119,6 +119,10 @@ class Kernel:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
         return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem)))
 
+    def absences_key(self) -> str:
+        """Is the kernel installed on the machine at hand, as a word for cache keys."""
+        return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
+
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, for cache keys and reports."""
         return tuple(f"{p.module}=={p.version()}" for p in self.packages)

@@ -47,8 +47,9 @@ class Extent:
         if (known := node.maybe_as_int()) is not None:
             return _bucket(known)
         bounds = node.shape_env.bound_sympy(node.expr)
-        lo = int(bounds.lower) if bounds.lower.is_finite else 0
-        hi = int(bounds.upper) if bounds.upper.is_finite and int(bounds.upper) < 2**62 else None
+        # An unbounded side is one of several infinities, none of them an Integer; the largest int64 stands for one too.
+        lo = int(bounds.lower) if bounds.lower.is_Integer else 0
+        hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None
         return cls(lo, hi, _bucket(int(hint)).hint if hint is not None else max(lo, 1))
 

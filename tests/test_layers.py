@@ -15,6 +15,7 @@ RANKS = {
     "attnops.problem": 0,
     "attnops.errors": 0,
     "attnops.env": 0,
+    "attnops.version": 0,
     "attnops.reference": 0,
     "attnops.kernel": 1,
     "attnops.select": 2,

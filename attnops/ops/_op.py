@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnops.errors import NoGradient, RegistrationError
-from attnops.kernel import Kernel, on_register
-from attnops.problem import Problem, Target
+from attnops.kernel import Capture, Kernel, generation, on_register
+from attnops.problem import Problem, Target, pretended
 from attnops.select import choose, parse_policy
 
 _LIB = torch.library.Library("attnops", "FRAGMENT")
@@ -22,6 +21,7 @@ OPS: dict[str, Op] = {}
 """Every op by name, in order of definition."""
 
 _WATCHERS: list[Callable[[Op, Problem, str], None]] = []
+_TRACE_HOOKS: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Op:
 def define(op: Op) -> Op:
     """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""
     OPS[op.name] = op
-    _define_overload(op, op.name, _eager(op), op.fake, check=op.check)
+    _define_overload(op, op.name, _eager(op), check=op.check)
     return op
 
 
@@ -61,7 +61,9 @@ def bind(kernel: Kernel) -> None:
     if kernel.op not in OPS:
         raise RegistrationError(f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
     op = OPS[kernel.op]
-    _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, op.fake, check=None)
+    # The partitioner of CUDA graphs splits around what bears this tag.
+    tags = (torch.Tag.cudagraph_unsafe,) if kernel.capture is Capture.NEVER else ()
+    _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, check=None, tags=tags)
 
 
 def bind_all() -> None:
@@ -76,28 +78,46 @@ def watch(watcher: Callable[[Op, Problem, str], None]) -> Callable[[], None]:
 
 
 def _define_overload(
-    op: Op, name: str, run: Callable[..., Any], fake: Callable[..., Any], check: Callable[..., None] | None
+    op: Op, name: str, run: Callable[..., Any], check: Callable[..., None] | None, tags: tuple[torch.Tag, ...] = ()
 ) -> None:
-    _LIB.define(f"{name}{op.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    # A custom lowering loses the default constraint on strides; the tag brings it back.
+    _LIB.define(f"{name}{op.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
     call = torch.no_grad()(run) if op.autograd is None and check is None else run
     _LIB.impl(name, _guard_grad(op, call) if op.autograd is None else call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"attnops::{name}", _fake(op, fake, check), lib=_FAKE_LIB)
+    torch.library.register_fake(f"attnops::{name}", _fake(op, check), lib=_FAKE_LIB)
     if op.autograd is not None:
         overload = getattr(op.packet, name.partition(".")[2] or "default")
         _LIB.impl(name, _autograd(op, overload), "Autograd")
 
 
 def _eager(op: Op) -> Callable[..., Any]:
+    # Checks and selection look at shapes, strides, dtypes, devices and numbers only, so a call like one seen before needs neither.
+    seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
     def run(*args: Any, policy: str = "", **kwargs: Any) -> Any:
-        op.check(*args, **kwargs)
-        kernel = choose(op.problem(*args, **kwargs), policy)
+        key = (policy, generation(), pretended(), *map(_likeness, args), *kwargs, *map(_likeness, kwargs.values()))
+        kernel_run = seen.get(key)
+        if kernel_run is None:
+            op.check(*args, **kwargs)
+            kernel_run = choose(op.problem(*args, **kwargs), policy).run
+            if len(seen) >= _SEEN_LIMIT:
+                seen.clear()
+            seen[key] = kernel_run
         with torch.no_grad():
-            return kernel.run(*args, policy=policy, **kwargs)
+            return kernel_run(*args, policy=policy, **kwargs)
 
     return run
 
 
-def _fake(op: Op, fake: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+_SEEN_LIMIT = 4096
+
+
+def _likeness(x: Any) -> Any:
+    # The type keeps 1, 1.0 and True apart.
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
+
+
+def _fake(op: Op, check: Callable[..., None] | None) -> Callable[..., Any]:
     def run(*args: Any, policy: str = "", **kwargs: Any) -> Any:
         if op.autograd is None:
             _refuse_grad(op, args, kwargs)
@@ -110,21 +130,24 @@ def _fake(op: Op, fake: Callable[..., Any], check: Callable[..., None] | None) -
                     watcher(op, problem, policy)
                 if not _WATCHERS:
                     choose(problem, policy)
-            _install_lowerings()
-        return fake(*args, **kwargs)
+            _notify_compiler()
+        return op.fake(*args, **kwargs)
 
     return run
 
 
-def _install_lowerings() -> None:
-    """Teach Inductor our ops, once, and only in a process that compiles."""
-    if "attnops.lowering.install" not in sys.modules and torch._guards.TracingContext.try_get() is not None:
+def on_trace(hook: Callable[[], None]) -> None:
+    """Call `hook` when a compiler first traces an op: what teaches Inductor our ops stands above this module."""
+    _TRACE_HOOKS.append(hook)
+
+
+def _notify_compiler() -> None:
+    if _TRACE_HOOKS and torch._guards.TracingContext.try_get() is not None:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
-            import importlib
-
-            importlib.import_module("attnops.lowering.install").install()
+            while _TRACE_HOOKS:
+                _TRACE_HOOKS.pop()()
 
 
 def _grad_fields(args: tuple[Any, ...], kwargs: dict[str, Any], op: Op) -> tuple[str, ...]:

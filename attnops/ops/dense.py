@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -233,15 +234,17 @@ def _fake_backward(
 
 
 def _problem_backward(*args: Any, mask_grad: bool = False, **statics: Any) -> Problem:
-    more = {"op": "attention_backward", "grad": True, "mask_grad": mask_grad, "lse_grad": args[1] is not None}
-    return _problem(*_backward_args(*args), **statics, **more)
+    more: dict[str, Any] = {"op": "attention_backward", "grad": True, "mask_grad": mask_grad, "lse_grad": args[1] is not None}
+    build: Callable[..., Problem] = _problem
+    return build(*_backward_args(*args), **statics, **more)
 
 
 BACKWARD = define(
     Op(
         name="attention_backward",
         schema="(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
-        f'Tensor? mask=None, Tensor? sinks=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool mask_grad=False, str policy="") '
+        f"Tensor? mask=None, Tensor? sinks=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool mask_grad=False, "
+        'str policy="") '
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_sinks)",
         check=_check_backward,
         fake=_fake_backward,

@@ -71,7 +71,7 @@ _metadata_op(
 
 
 def token_rows(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """int32 `[num_tokens]`: which request each packed token belongs to, -1 past the last. cu_seqlens: int32 `[B + 1]`. Raises InvalidInput."""
+    """int32 `[num_tokens]`: the request of each packed token, -1 past the last. cu_seqlens: int32 `[B + 1]`. Raises InvalidInput."""
     out: Tensor = torch.ops.attnops.token_rows.default(cu_seqlens, num_tokens=num_tokens)
     return out
 

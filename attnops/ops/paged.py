@@ -204,7 +204,13 @@ def paged_attention(
 
 
 def _check_write(
-    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+    key: Tensor,
+    value: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     check.tensor("key", key, 3, check.FLOATS, "[T, Hkv, D]")
     check.tensor("value", value, 3, check.FLOATS, "[T, Hkv, Dv]")
@@ -241,8 +247,8 @@ def _problem_write(
 WRITE_KV = define(
     Op(
         name="write_kv",
-        schema="(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None, "
-        '*, str policy="") -> ()',
+        schema="(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots, Tensor? k_scale=None, "
+        'Tensor? v_scale=None, *, str policy="") -> ()',
         check=_check_write,
         fake=_nothing,
         problem=_problem_write,

@@ -188,7 +188,8 @@ def _check_backward(*args: Any, **statics: Any) -> None:
                 check.equal(f"{field}.shape[{dim}]", got.shape[dim], size, "as the forward's lse")
 
 
-def _fake_backward(grad_output: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
+def _fake_backward(*args: Any, **_: Any) -> tuple[Tensor, ...]:
+    query, key, value, *rest = args[2:]
     sinks = rest[5] if len(rest) > 5 else None
     grad_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
@@ -201,8 +202,8 @@ def _problem_backward(*args: Any, **statics: Any) -> Problem:
 BACKWARD = define(
     Op(
         name="varlen_attention_backward",
-        schema="(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor cu_seqlens_q, "
-        f'Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, str policy="") '
+        schema="(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
+        f'Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, str policy="") '
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
         check=_check_backward,
         fake=_fake_backward,

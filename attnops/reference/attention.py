@@ -39,7 +39,7 @@ def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def visible(
-    queries: int | torch.SymInt, keys: int | torch.SymInt, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
+    queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
 ) -> Tensor | None:
     """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
     if not (rules.causal or rules.left >= 0 or rules.right >= 0 or start is not None or end is not None):

@@ -8,13 +8,13 @@ from torch import Tensor
 from attnops.reference.attention import Rules, attend, attention_backward, dequantise, no_lse, visible, wide
 
 
-def rows_of(cu_seqlens: Tensor, tokens: int | torch.SymInt) -> Tensor:
+def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """`[T]` int64: the request of each token; tokens past the last request get B."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous().long(), at, right=True)
 
 
-def pad(x: Tensor, cu_seqlens: Tensor, width: int | torch.SymInt) -> Tensor:
+def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
     """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request (what lies there may be NaN)."""
     start = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - start
@@ -27,7 +27,7 @@ def pad(x: Tensor, cu_seqlens: Tensor, width: int | torch.SymInt) -> Tensor:
     return torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 1)), padded, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int | torch.SymInt, fill: float = 0.0) -> Tensor:
+def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
     """`[B, width, ...]` -> `[T, ...]`; tokens past the last request get `fill`."""
     rows = rows_of(cu_seqlens, tokens)
     batch, width = x.shape[0], x.shape[1]
@@ -86,7 +86,7 @@ def varlen_attention(
     return packed, unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float().contiguous()
 
 
-def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int | torch.SymInt, keys: int | torch.SymInt) -> Tensor | None:
+def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
     """`[T, K]` -> `[B, 1, width, keys]`."""
     return None if mask is None else pad(mask[:, :keys], cu_seqlens_q, width)[:, None]
 

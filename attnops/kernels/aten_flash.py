@@ -1,0 +1,170 @@
+"""`aten_flash`: the FlashAttention inside torch, called below autograd, for what SDPA's public function hides: lse and the gradient.
+
+CPU: any mask, float32, float64 and half types; heads are repeated for grouped queries. CUDA: half types, no mask.
+Both return the natural log-sum-exp of the scaled logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel, Need, dtypes, register, without
+from attnops.problem import Problem, Refusal
+from attnops.reference.attention import Rules, dense_visible, wide
+
+_ATEN = torch.ops.aten
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.attention`."""
+    if query.numel() == 0 or key.numel() == 0:
+        lse = query.new_full(query.shape[:3] if return_lse else (0,), float("-inf"), dtype=torch.float32)
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+    q, k, v = _heads_first(query, key, value)
+    if query.device.type == "cpu":
+        top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
+        output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=scale)
+    else:
+        output, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal and query.shape[1] > 1, False, scale=scale)[:2]
+    lse = lse.transpose(1, 2).float().contiguous() if return_lse else query.new_empty(0, dtype=torch.float32)
+    return output.transpose(1, 2).contiguous(), lse
+
+
+def attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    mask_grad: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
+    none = query.new_empty(0)
+    if query.numel() == 0 or key.numel() == 0:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), none, none.clone()
+    q, k, v = _heads_first(query, key, value)
+    g, o, z = grad_output.transpose(1, 2), output.transpose(1, 2), lse.transpose(1, 2).contiguous()
+    if query.device.type == "cpu":
+        top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
+        z = z.to(torch.float64) if query.dtype == torch.float64 else z
+        grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            g.contiguous(), q, k, v, o, z, 0.0, top_left, attn_mask=bias, scale=scale
+        )
+    else:
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout is on
+        sizes = (query.shape[1], key.shape[1])
+        grads = _ATEN._scaled_dot_product_flash_attention_backward(
+            g.contiguous(), q, k, v, o, z, None, None, *sizes, 0.0, causal and query.shape[1] > 1, seed, seed, scale=scale
+        )
+    grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+    return grad_q.contiguous(), _sum_groups(grad_k, key), _sum_groups(grad_v, value), none, none.clone()
+
+
+def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    group = query.shape[2] // key.shape[2]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """`[B, K, Hq, D]` -> `[B, K, Hkv, D]`: the repeated heads' gradients belong to one head."""
+    b, n, hkv, d = like.shape
+    if grad.shape[2] == hkv:
+        return grad.contiguous()
+    return wide(grad.reshape(b, n, hkv, -1, d)).sum(3).to(like.dtype)
+
+
+def _bias(query: Tensor, key: Tensor, mask: Tensor | None, rules: Rules) -> tuple[bool, Tensor | None]:
+    """(use the kernel's own top-left causal mask, additive `[B or 1, Hq or 1, S, K]` bias)."""
+    square = query.shape[1] == key.shape[1]
+    plain = rules.left < 0 and (rules.right < 0 or rules.causal)
+    if mask is None and plain and (not rules.causal or square):
+        return rules.causal, None
+    see = dense_visible(query, key, None, None, rules)
+    bias = query.new_zeros((1, 1, query.shape[1], key.shape[1]))
+    if see is not None:
+        bias = bias.masked_fill(~see[:, None], float("-inf"))
+    if mask is not None:
+        bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
+    return False, bias
+
+
+def _cost_us(p: Problem) -> float:
+    logits = p.q_heads * max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    return 25.0 + logits * 0.6 * p.head_dim / 1e6
+
+
+def _cuda_limits(p: Problem) -> Refusal | None:
+    if p.target.device != "cuda":
+        return None
+    if p.target.arch < 80:
+        return Refusal("target", p.target, ">= sm80")
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return Refusal("dtype", p.dtype, "float16 | bfloat16 (CUDA)")
+    if p.head_dim % 8 or p.head_dim > 256:
+        return Refusal("head_dim", p.head_dim, "a multiple of 8, <= 256 (CUDA)")
+    if p.mask != "none" or p.windowed:
+        return Refusal("mask", p.mask if p.mask != "none" else f"window {p.window}", "none (CUDA)")
+    if p.causal and not p.sizes_equal and p.queries.hi != 1:
+        return Refusal("sizes_equal", p.sizes_equal, "as many keys as queries for causal (CUDA)")
+    return None
+
+
+def _one_head_dim(p: Problem) -> Refusal | None:
+    return None if p.v_head_dim == p.head_dim else Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the query's")
+
+
+def _all_rows_see(p: Problem) -> Refusal | None:
+    # A row that sees nothing comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
+    if p.mask != "none" or (p.window[1] >= 0 and not p.causal):
+        return Refusal("mask", p.mask if p.mask != "none" else f"window {p.window}", "none (a query might see no key)")
+    if (p.causal or p.windowed) and not p.sizes_equal and p.queries.hi != 1:
+        return Refusal("sizes_equal", p.sizes_equal, "as many keys as queries (a query might see no key)")
+    return None
+
+
+HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+NEEDS: tuple[Need, ...] = (
+    *without("softcap", "sinks", "kv_scales", "kv_range", "mask_grad", "lse_grad"),
+    _one_head_dim,
+    _all_rows_see,
+    _cuda_limits,
+)
+ABOUT = "torch's own FlashAttention, with lse and gradient"
+FORWARD_NEEDS = (dtypes(*HALF_AND_SINGLE, torch.float64), *NEEDS)
+register(Kernel("aten_flash", "attention", attention, needs=FORWARD_NEEDS, cost_us=_cost_us, about=ABOUT))
+# The saved lse is float32, too coarse for a float64 gradient.
+BACKWARD_NEEDS = (dtypes(*HALF_AND_SINGLE), *NEEDS)
+register(Kernel("aten_flash", "attention_backward", attention_backward, needs=BACKWARD_NEEDS, cost_us=_cost_us, about=ABOUT))

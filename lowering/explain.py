@@ -1,0 +1,203 @@
+"""`explain`: which kernel every attention call of a model would get, on this machine or another, and why the others would not."""
+
+if __name__ != "attnops.lowering.explain":
+    raise ImportError("import attnops.explain, not lowering.explain")
+
+import contextlib
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from attnops.kernel import all_kernels
+from attnops.ops import Op
+from attnops.ops._op import watch
+from attnops.problem import Problem, Target, pretend
+from attnops.select import Decision, select
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One or more calls with the same decision. `where`: module paths, runs of numbers folded into `*`; `count`: how many calls."""
+
+    where: str
+    count: int
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` is the table; `sites` are the call sites in order of first use."""
+
+    target: str
+    assumed: tuple[str, ...] | None
+    sites: tuple[CallSite, ...]
+
+    def __str__(self) -> str:
+        assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
+        lines = [f"target {self.target}{assumed}"]
+        for site in self.sites:
+            lines.append(f"\n{site.where}  x{site.count}")
+            lines.extend("  " + line for line in str(site.decision).splitlines())
+        return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
+
+    def chosen(self) -> tuple[str, ...]:
+        """`op.kernel` of every call site, in order."""
+        return tuple(f"{s.decision.problem.op}.{s.decision.kernel.name if s.decision.kernel else 'none'}" for s in self.sites)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The table as plain data, for JSON."""
+        return {
+            "target": self.target,
+            "assumed": self.assumed,
+            "calls": [
+                {
+                    "where": s.where,
+                    "count": s.count,
+                    "op": s.decision.problem.op,
+                    "problem": s.decision.problem.summary(),
+                    "kernel": s.decision.kernel.name if s.decision.kernel else None,
+                    "can_run": list(s.decision.passed_over),
+                    "refused": {
+                        name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons]
+                        for name, reasons in s.decision.refused.items()
+                    },
+                }
+                for s in self.sites
+            ],
+        }
+
+
+def packages_of_kernels() -> tuple[str, ...]:
+    """Every module some kernel needs, sorted."""
+    return tuple(sorted({p.module for k in all_kernels() for p in k.packages}))
+
+
+def explain(
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    target: str | Target | None = None,
+    assume: tuple[str, ...] | None = None,
+    quiet: bool = False,
+    **kwargs: Any,
+) -> Explanation:
+    """Run `model(*args, **kwargs)` on fake tensors and say, per call site, what would be chosen and why nothing else was.
+
+    No kernel runs and no weight is read; Python state of the arguments (lengths counted by a cache object, say) changes as in a call.
+    A compiled model or function is explained as its uncompiled self: selection sees the same Problems.
+
+    Args:
+        model: a module or function. args, kwargs: its inputs, real or fake tensors.
+        target: None for this machine, or "cpu", "sm80", "sm90", "sm100", ...: answered on any machine.
+        assume: modules taken to be installed on a named target; default every module some kernel needs. With target=None: not allowed.
+        quiet: do not print.
+
+    Returns:
+        An Explanation; it is printed too unless quiet.
+
+    Raises:
+        InvalidInput: an unknown target, or assume without a target. Whatever the call itself raises on bad input.
+    """
+    from attnops.errors import InvalidInput
+
+    if target is None and assume is not None:
+        raise InvalidInput("assume", assume, "None, unless a target is named (this machine's packages are looked up)")
+    goal = Target.parse(target, assume) if isinstance(target, str) else target
+    if goal is not None and goal.assume is None:
+        goal = dataclasses.replace(goal, assume=packages_of_kernels())
+    found: dict[tuple[str, Problem, str], int] = {}
+    path = _ModulePath(model)
+
+    def watcher(op: Op, problem: Problem, policy: str) -> None:
+        site = (path.current(), problem, policy)
+        found[site] = found.get(site, 0) + 1
+
+    call = getattr(model, "_orig_mod", model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pretend(goal))
+        stack.enter_context(path.tracked())
+        stack.callback(watch(watcher))
+        stack.enter_context(_eager_stance())
+        stack.enter_context(_fake_mode(args, kwargs))
+        if isinstance(call, nn.Module) and not call.training:
+            stack.enter_context(torch.no_grad())
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, _fake, (args, kwargs))
+        call(*fake_args, **fake_kwargs)
+        here = str(goal) if goal is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
+        sites = _fold([(where, count, select(problem, policy)) for (where, problem, policy), count in found.items()])
+    explanation = Explanation(here, goal.assume if goal else None, sites)
+    if not quiet:
+        print(explanation)
+    return explanation
+
+
+def _fold(calls: list[tuple[str, int, Decision]]) -> tuple[CallSite, ...]:
+    """Join calls with the same decision whose paths differ in numbers only."""
+    folded: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
+    for where, count, decision in calls:
+        spot = (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", where), decision.problem, decision.policy.key)
+        folded[spot] = (folded.get(spot, (0, decision))[0] + count, decision)
+    return tuple(CallSite(where, count, decision) for (where, _, _), (count, decision) in folded.items())
+
+
+class _ModulePath:
+    """The dotted path of the innermost module being called."""
+
+    def __init__(self, model: Any) -> None:
+        root = getattr(model, "_orig_mod", model)
+        self._names = {id(m): n or type(m).__name__ for n, m in root.named_modules()} if isinstance(root, nn.Module) else {}
+        self._stack: list[str] = []
+
+    def current(self) -> str:
+        return self._stack[-1] if self._stack else "(function)"
+
+    @contextlib.contextmanager
+    def tracked(self) -> Iterator[None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self._stack.pop()
+
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _fake(x: torch.Tensor) -> torch.Tensor:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    mode = detect_fake_mode()
+    return x if isinstance(x, FakeTensor) or mode is None else mode.from_tensor(x)
+
+
+@contextlib.contextmanager
+def _fake_mode(args: Any, kwargs: Any) -> Iterator[None]:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode()
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def _eager_stance() -> contextlib.AbstractContextManager[Any]:
+    # Compiled submodules run as they are; a process that never loaded the compiler has none.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

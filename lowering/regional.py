@@ -1,0 +1,41 @@
+"""Regional compilation: identical layers compile once, whatever their number."""
+
+if __name__ != "attnops.lowering.regional":
+    raise ImportError("import attnops.compile_layers, not lowering.regional")
+
+from typing import Any
+
+from torch import nn
+
+from attnops.errors import InvalidInput
+
+
+def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
+    """Compile every repeated block of `model` in place with `torch.compile(**options)`, so that N identical layers give one graph.
+
+    A block is a child of an outermost nn.ModuleList with two or more children of one class. Nothing but the blocks is compiled.
+    Compile time no longer grows with depth; what lies between blocks runs eagerly.
+
+    Returns:
+        The dotted names of the compiled blocks.
+
+    Raises:
+        InvalidInput: the model has no repeated blocks.
+    """
+    names = tuple(_blocks(model))
+    if not names:
+        raise InvalidInput("model", type(model).__name__, "a module with an nn.ModuleList of two or more blocks of one class")
+    for name in names:
+        model.get_submodule(name).compile(**options)
+    return names
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
+    out: list[str] = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(c) for c in child}) == 1:
+            out += [f"{path}.{i}" for i in range(len(child))]
+        else:
+            out += _blocks(child, path + ".")
+    return out
