@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import Rules, dense_visible, wide
+from attnops.reference.attention import Rules, compact, dense_visible, wide
 
 _ATEN = torch.ops.aten
 
@@ -45,8 +45,8 @@ def attention(
         output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=scale)
     else:
         output, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal and query.shape[1] > 1, False, scale=scale)[:2]
-    lse = lse.transpose(1, 2).float().contiguous() if return_lse else query.new_empty(0, dtype=torch.float32)
-    return output.transpose(1, 2).contiguous(), lse
+    lse = compact(lse.transpose(1, 2).float()) if return_lse else query.new_empty(0, dtype=torch.float32)
+    return compact(output.transpose(1, 2)), lse
 
 
 def attention_backward(
@@ -73,7 +73,7 @@ def attention_backward(
     """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     none = query.new_empty(0)
     if query.numel() == 0 or key.numel() == 0:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), none, none.clone()
+        return *(x.new_zeros(x.shape) for x in (query, key, value)), none, none.clone()
     q, k, v = _heads_first(query, key, value)
     g, o, z = grad_output.transpose(1, 2), output.transpose(1, 2), lse.transpose(1, 2).contiguous()
     if query.device.type == "cpu":
@@ -89,7 +89,7 @@ def attention_backward(
             g.contiguous(), q, k, v, o, z, None, None, *sizes, 0.0, causal and query.shape[1] > 1, seed, seed, scale=scale
         )
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-    return grad_q.contiguous(), _sum_groups(grad_k, key), _sum_groups(grad_v, value), none, none.clone()
+    return compact(grad_q), _sum_groups(grad_k, key), _sum_groups(grad_v, value), none, none.clone()
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,8 +102,8 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     """`[B, K, Hq, D]` -> `[B, K, Hkv, D]`: the repeated heads' gradients belong to one head."""
     b, n, hkv, d = like.shape
     if grad.shape[2] == hkv:
-        return grad.contiguous()
-    return wide(grad.reshape(b, n, hkv, -1, d)).sum(3).to(like.dtype)
+        return compact(grad)
+    return compact(wide(grad.reshape(b, n, hkv, -1, d)).sum(3).to(like.dtype))
 
 
 def _bias(query: Tensor, key: Tensor, mask: Tensor | None, rules: Rules) -> tuple[bool, Tensor | None]:

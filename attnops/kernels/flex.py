@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import Rules, no_lse
+from attnops.reference.attention import Rules, compact, no_lse
 from attnops.reference.packed import lengths_of, rows_of
 
 
@@ -57,8 +57,8 @@ def attention(
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     output, lse = _flex(*heads_first, _score(rules, mask, visible), rules)
     output, lse = _with_sinks(output, lse, sinks)
-    lse = lse.transpose(1, 2).float().contiguous() if return_lse else no_lse(query)
-    return output.transpose(1, 2).to(query.dtype).contiguous(), lse
+    lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
+    return compact(output.transpose(1, 2).to(query.dtype)), lse
 
 
 def varlen_attention(
@@ -94,14 +94,17 @@ def varlen_attention(
         safe = torch.clamp(row, max=batch - 1)
         return (row == row_k[j]) & (row < batch) & _near(i + shift[safe], j - starts_k[safe], rules)
 
+    value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and nobody's keys may hold anything
+    if batch == 0:
+        key, value = key[:0], value[:0]
     heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
     output, lse = _flex(*heads_first, _score(rules, None, visible), rules)
     output, lse = _with_sinks(output, lse, sinks)
     padding = (row_q >= batch)[None, None]
     output = output.masked_fill(padding[..., None], 0.0)
     lse = lse.masked_fill(padding, float("-inf"))
-    packed_lse = lse[0].transpose(0, 1).float().contiguous() if return_lse else no_lse(query)
-    return output[0].transpose(0, 1).to(query.dtype).contiguous(), packed_lse
+    packed_lse = compact(lse[0].transpose(0, 1).float()) if return_lse else no_lse(query)
+    return compact(output[0].transpose(0, 1).to(query.dtype)), packed_lse
 
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
 from attnops.problem import Problem
-from attnops.reference.attention import Rules, dense_visible, no_lse, visible
+from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 
@@ -27,18 +27,21 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
         rows = query.reshape(b, key.shape[2], hq // key.shape[2], d)
         return scaled_dot_product_attention(rows, k, v, scale=scale).reshape(b, 1, hq, value.shape[3])
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[2] != key.shape[2])
-    return out.transpose(1, 2).contiguous()
+    return compact(out.transpose(1, 2))
 
 
 def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """One mask of `see` `[B, S, K]` and the caller's mask `[B, H, S, K]`."""
+    if mask is not None and mask.dtype not in (torch.bool, dtype):
+        # SDPA takes the query's dtype or float32; a position bias of a long context does not survive the query's rounding.
+        mask = mask.to(torch.promote_types(dtype, torch.float32))
     if see is None:
-        return mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        return mask
     if mask is None:
         return see[:, None]
     if mask.dtype == torch.bool:
         return mask & see[:, None]
-    return mask.to(dtype).masked_fill(~see[:, None], float("-inf"))
+    return mask.masked_fill(~see[:, None], float("-inf"))
 
 
 def _silence(output: Tensor, mask: Tensor | None) -> Tensor:
@@ -121,7 +124,7 @@ def varlen_attention(
     joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k), query.dtype)
     padded = (pad(query, cu_seqlens_q, max_seqlen_q), pad(key, cu_seqlens_k, max_seqlen_k), pad(value, cu_seqlens_k, max_seqlen_k))
     out = _silence(_sdpa(*padded, joined, scale, False), joined)
-    return unpad(out, cu_seqlens_q, query.shape[0]).contiguous(), no_lse(query)
+    return compact(unpad(out, cu_seqlens_q, query.shape[0])), no_lse(query)
 
 
 def paged_attention(

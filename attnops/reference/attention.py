@@ -32,6 +32,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def compact(x: Tensor) -> Tensor:
+    """Contiguous with the very strides of a new tensor; `contiguous()` alone leaves odd ones where a size is 0 or 1."""
+    return x.contiguous().flatten().view(x.shape)
+
+
 def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`x` `[..., Hkv, D]` times its scale `[1]` or `[Hkv]`, in the accumulation dtype of `dtype`."""
     out = x.double() if dtype == torch.float64 else x.float()
@@ -121,7 +126,7 @@ def attention(
     if kv_start is not None or kv_end is not None:
         values = _clean(values, kv_start, kv_end)
     out, lse = attend(wide(query), dequantise(key, k_scale, query.dtype), values, see, mask, sinks, rules)
-    return out.to(query.dtype).contiguous(), lse.transpose(1, 2).float().contiguous() if return_lse else no_lse(query)
+    return compact(out.to(query.dtype)), compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
 
 
 def no_lse(query: Tensor) -> Tensor:
@@ -212,9 +217,9 @@ def attention_backward(
         p_sink = torch.exp(sinks.to(z.dtype)[None, :, None] - z)
         grad_sinks = -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
     return (
-        grad_q.to(query.dtype).contiguous(),
-        grad_k.to(key.dtype).contiguous(),
-        grad_v.to(value.dtype).contiguous(),
+        compact(grad_q.to(query.dtype)),
+        compact(grad_k.to(key.dtype)),
+        compact(grad_v.to(value.dtype)),
         grad_mask,
         grad_sinks,
     )
@@ -224,6 +229,6 @@ def reduce_to(grad: Tensor, like: Tensor) -> Tensor:
     """Sum `grad` over the dims that `like` broadcast over."""
     dims = tuple(i for i, n in enumerate(like.shape) if n == 1 and grad.shape[i] != 1)
     out = grad.sum(dims, keepdim=True) if dims else grad
-    return out.to(like.dtype).contiguous()
+    return compact(out.to(like.dtype))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnops.reference.attention import compact
 from attnops.reference.packed import rows_of
 
 INT8_MAX = 127.0
@@ -50,8 +51,9 @@ def _store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     source = torch.where(real, at, torch.where(real, at, -1).amax())
     has = source >= 0
     slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
-    view = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages  # index_put has no float8 kernel
-    data = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+    float8 = pages.dtype.itemsize == 1 and pages.dtype.is_floating_point  # index_put has no float8 kernel
+    view = pages.view(torch.uint8) if float8 else pages
+    data = rows.view(torch.uint8) if float8 else rows
     kept = view[slot // page, slot % page]
     new = torch.where(has[:, None, None], data[source.clamp(min=0)], kept)
     view.index_put_((slot // page, slot % page), new)
@@ -73,7 +75,7 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
         return torch.where((weight > 0)[..., None], output.to(weight.dtype), 0.0) * (weight / safe)[..., None]
 
     merged = part(output_a, wa) + part(output_b, wb)
-    return merged.to(output_a.dtype).contiguous(), (m + torch.log(total)).float().contiguous()
+    return compact(merged.to(output_a.dtype)), compact((m + torch.log(total)).float())
 
 
 def cu_seqlens(lengths: Tensor, *, policy: str = "") -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import Rules, attend, attention_backward, dequantise, no_lse, visible, wide
+from attnops.reference.attention import Rules, attend, attention_backward, compact, dequantise, no_lse, visible, wide
 
 
 def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -80,10 +80,10 @@ def varlen_attention(
         rules,
     )
     tokens = query.shape[0]
-    packed = unpad(out, cu_seqlens_q, tokens).to(query.dtype).contiguous()
+    packed = compact(unpad(out, cu_seqlens_q, tokens).to(query.dtype))
     if not return_lse:
         return packed, no_lse(query)
-    return packed, unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float().contiguous()
+    return packed, compact(unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float())
 
 
 def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
@@ -140,15 +140,17 @@ def varlen_attention_backward(
         softcap=softcap,
     )
     return (
-        unpad(grads[0], cu_seqlens_q, query.shape[0]).contiguous(),
-        unpad(grads[1], cu_seqlens_k, key.shape[0]).contiguous(),
-        unpad(grads[2], cu_seqlens_k, value.shape[0]).contiguous(),
+        compact(unpad(grads[0], cu_seqlens_q, query.shape[0])),
+        compact(unpad(grads[1], cu_seqlens_k, key.shape[0])),
+        compact(unpad(grads[2], cu_seqlens_k, value.shape[0])),
         grads[4],
     )
 
 
 def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
     """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries read page 0; their keys are past the end."""
+    if pages.shape[0] == 0:
+        return pages.new_zeros((page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:]))
     picked = pages[page_table.long().clamp(min=0)]
     return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
 
