@@ -134,8 +134,10 @@ def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iter
 
 
 class _Active(threading.local):
-    # A plain attribute read, because Dynamo guards on it: code compiled under one policy is not reused under another.
-    key: str = default_policy_key()
+    # Dynamo guards on reads of an instance's attribute, and not on one found on the class: code compiled under one policy must not
+    # be reused under another.
+    def __init__(self) -> None:
+        self.key = default_policy_key()
 
 
 _ACTIVE = _Active()

@@ -17,15 +17,19 @@ from attnops.problem import pretended
 from attnops.version import VERSION
 
 
+def code_files() -> list[Path]:
+    """attnops' own sources, lowering and graphs among them; in a checkout these are links, which a plain rglob would not follow."""
+    root = Path(problem.__file__).parent
+    folders = sorted(folder for folder, _, _ in os.walk(root, followlinks=True))
+    return [file for folder in folders for file in sorted(Path(folder).glob("*.py"))]
+
+
 @functools.cache
 def code_digest() -> str:
-    """A digest of attnops' own sources: another cost function or reference is another circumstance."""
+    """A digest of `code_files()`: another cost function or reference is another circumstance."""
     digest = hashlib.sha256()
-    root = Path(problem.__file__).parent
-    folders = sorted(folder for folder, _, _ in os.walk(root, followlinks=True) if "__pycache__" not in folder)
-    for folder in folders:
-        for file in sorted(Path(folder).glob("*.py")):
-            digest.update(file.read_bytes())
+    for file in code_files():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

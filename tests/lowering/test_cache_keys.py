@@ -1,0 +1,87 @@
+"""The compile caches never return a graph chosen under other circumstances: several processes share one cache folder."""
+
+import json
+
+from tests.helpers import fresh_process
+
+PROGRAM = """
+import json, torch
+from torch._dynamo.utils import counters
+import attnops
+from attnops.problem import Target, pretend
+from tests.lowering.models import Dense, HQ, D, compiled_code, kernel_calls
+torch.manual_seed(0)
+model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
+with torch.no_grad(), {context}:
+    _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x))
+print(json.dumps([kernel_calls(code), counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+NEWCOMER = """
+from dataclasses import replace
+from attnops.kernel import kernels_of, register
+def run(*args, **kwargs):
+    return kernels_of("attention")["sdpa"].run(*args, **kwargs)
+register(replace(kernels_of("attention")["sdpa"], name="newcomer", run=run, cost_us=lambda p: 0.0))
+"""
+
+
+def run(tmp_path, context="torch.no_grad()", path=""):
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if path:
+        env["PYTHONPATH"] = path
+    kernels, fx, aot = json.loads(fresh_process(PROGRAM.format(context=context), env=env).splitlines()[-1])
+    return kernels, bool(fx or aot)
+
+
+def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
+    assert run(tmp_path) == (["attention.sdpa"], False)
+    assert run(tmp_path, "attnops.use(kernel='reference')") == (["attention.reference"], False)
+    assert run(tmp_path) == (["attention.sdpa"], True), "same circumstances, the graph is reused"
+    # The same graph and policy, on a machine that has one more kernel.
+    site = tmp_path / "site"
+    info = site / "newcomer-0.1.dist-info"
+    info.mkdir(parents=True)
+    (site / "newcomer.py").write_text(NEWCOMER)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: newcomer\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[attnops.kernels]\nnewcomer = newcomer\n")
+    assert run(tmp_path, path=str(site)) == (["attention.newcomer"], False)
+    assert run(tmp_path) == (["attention.sdpa"], True), "and without it again"
+
+
+def test_circumstances_follow_target_registry_and_code():
+    from attnops.lowering import key
+    from attnops.problem import Target, pretend
+
+    here = key.circumstances()
+    with pretend(Target("cuda", 90)):
+        assert key.circumstances() != here
+    assert key.circumstances() == here
+    assert len(key.code_digest()) == 64
+
+
+def test_the_digest_reads_the_linked_folders():
+    from attnops.lowering import key
+
+    assert any("lowering" in str(file) for file in key.code_files()), "a changed lowering must change the key"
+
+
+def test_a_policy_reaches_dynamo_guards():
+    import torch
+
+    import attnops
+
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(next(n.kwargs["policy"] for n in gm.graph.nodes if "attnops" in str(n.target)))
+        return gm.forward
+
+    compiled = torch.compile(lambda q: attnops.attention(q, q, q), backend=backend)
+    q = torch.randn(1, 3, 2, 8)
+    compiled(q)
+    with attnops.use(deny=("flex",)):
+        compiled(q)
+        compiled(q)
+    compiled(q)
+    assert graphs == ["", "deny=flex"]
