@@ -1,0 +1,16 @@
+"""What tests a kernel against its contract, for kernels of attnops and of anyone else. Needs torch alone.
+
+`for case in CASES[kernel.op]: print(check_kernel(kernel, case.call(seed=0, device="cuda")))` is the whole of a numerics test.
+"""
+
+from attnops.testing.budget import allowance as allowance
+from attnops.testing.cases import CASES as CASES
+from attnops.testing.check import Figures as Figures
+from attnops.testing.check import Mismatch as Mismatch
+from attnops.testing.check import check_kernel as check_kernel
+from attnops.testing.check import oracle as oracle
+from attnops.testing.check import refusals as refusals
+from attnops.testing.inputs import Call as Call
+from attnops.testing.inputs import Case as Case
+from attnops.testing.inputs import Features as Features
+from attnops.testing.inputs import Source as Source

@@ -1,0 +1,193 @@
+"""The problem grid, `CASES[op]`: features on one shape, the telling ones on many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnops.testing import builders
+from attnops.testing.data_cases import DATA_CASES
+from attnops.testing.inputs import Call, Case, Features, Source
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+
+
+# One feature at a time, then together; the last rows have the head dims and dtypes that GPU kernels are built for.
+FEATURES: dict[str, Features] = {
+    "plain": Features(),
+    "causal": Features(causal=True),
+    "window_left": Features(window=(3, -1)),
+    "window_right": Features(window=(-1, 1)),
+    "window_both": Features(window=(2, 1)),
+    "window_self": Features(window=(0, 0)),
+    "causal_window": Features(causal=True, window=(3, -1)),
+    "causal_window_right": Features(causal=True, window=(3, 2)),
+    "softcap": Features(softcap=1.5),
+    "sinks": Features(sinks=F32),
+    "sinks_narrow": Features(sinks=BF16, dtype=BF16),
+    "mask_bool": Features(mask="bool"),
+    "mask_additive": Features(mask="additive"),
+    "mask_biases": Features(mask="biases"),
+    "mask_biases_bfloat16": Features(mask="biases", dtype=BF16, causal=True),
+    "mask_causal": Features(mask="bool", causal=True),
+    "mask_softcap": Features(mask="additive", softcap=2.0, window=(4, -1)),
+    "lse": Features(lse=True),
+    "lse_causal": Features(lse=True, causal=True),
+    "lse_sinks": Features(lse=True, sinks=F32, causal=True),
+    "lse_mask": Features(lse=True, mask="bool"),
+    "lse_softcap": Features(lse=True, softcap=1.5),
+    "scale": Features(scale=0.7),
+    "loud": Features(loud=True, lse=True),
+    "loud_sdpa": Features(loud=True),
+    "mha": Features(kv_heads=4),
+    "one_head": Features(q_heads=1, kv_heads=1),
+    "group_3": Features(q_heads=6, kv_heads=2, causal=True),
+    "group_8": Features(q_heads=8, kv_heads=1, causal=True, lse=True),
+    "v_wider": Features(v_head_dim=24, causal=True),
+    "v_narrower": Features(v_head_dim=8, lse=True),
+    "head_dim_1": Features(head_dim=1),
+    "head_dim_odd": Features(head_dim=17, causal=True),
+    "float16": Features(dtype=F16),
+    "float64": Features(dtype=F64),
+    "float64_lse": Features(dtype=F64, causal=True, lse=True),
+    "bfloat16_lse": Features(dtype=BF16, lse=True, causal=True),
+    "bfloat16_mask": Features(dtype=BF16, mask="additive", causal=True),
+    "float16_all": Features(dtype=F16, causal=True, window=(4, -1), softcap=2.0, sinks=F16, lse=True, q_heads=8),
+    "all": Features(causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, q_heads=8, v_head_dim=24),
+    "all_mask": Features(causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, mask="additive"),
+    "float8": Features(dtype=BF16, kv_dtype=E4M3, causal=True, head_dim=64),
+    "float8_one_scale": Features(dtype=F32, kv_dtype=E4M3, scale_per_head=False, lse=True),
+    "float8_e5m2": Features(dtype=F16, kv_dtype=E5M2, causal=True),
+    "int8": Features(dtype=BF16, kv_dtype=INT8, causal=True),
+    "int8_all": Features(dtype=F32, kv_dtype=INT8, causal=True, window=(4, -1), softcap=2.0, sinks=F32, lse=True, v_head_dim=8),
+    "bfloat16_d64": Features(dtype=BF16, head_dim=64, q_heads=8, causal=True),
+    "float16_d128": Features(dtype=F16, head_dim=128, q_heads=8, causal=True),
+    "bfloat16_d128_lse": Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True),
+    "bfloat16_d64_window_sinks": Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1, causal=True, window=(7, -1), sinks=BF16),
+    "bfloat16_d128_softcap": Features(dtype=BF16, head_dim=128, softcap=30.0, causal=True, scale=0.2),
+}
+
+# The shapes below are tried with these besides the plain one.
+TELLING = ("plain", "lse_causal", "window_both", "all", "mask_additive", "bfloat16_d64")
+
+Build = Callable[[Source, Features], Call]
+
+
+def _grid(op: str, main: Build, shapes: dict[str, Build], skip: Sequence[str] = ()) -> tuple[Case, ...]:
+    """Every feature on the main shape, the telling ones on the other shapes."""
+    out = [Case(op, name, _bound(main, f)) for name, f in FEATURES.items() if name not in skip]
+    out += [Case(op, f"{shape}-{name}", _bound(build, FEATURES[name])) for shape, build in shapes.items() for name in TELLING]
+    return tuple(out)
+
+
+def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
+    return lambda source: build(source, f)
+
+
+def _dense(batch: int, queries: int, keys: int, **more: Any) -> Build:
+    return lambda source, f: builders.dense(source, batch, queries, keys, f, **more)
+
+
+def _varlen(q_lens: Sequence[int], k_lens: Sequence[int], **more: Any) -> Build:
+    return lambda source, f: builders.varlen(source, q_lens, k_lens, f, **more)
+
+
+def _paged(q_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, **more: Any) -> Build:
+    return lambda source, f: builders.paged(source, q_lens, seq_lens, page_size, f, **more)
+
+
+DENSE_SHAPES: dict[str, Build] = {
+    "square": _dense(2, 9, 9),
+    "tall": _dense(2, 7, 4),
+    "decode": _dense(3, 1, 13),
+    "one": _dense(1, 1, 1),
+    "long": _dense(1, 33, 130),
+    "no_keys": _dense(2, 3, 0),
+    "no_queries": _dense(2, 0, 5),
+    "no_batch": _dense(0, 3, 5),
+    "range": _dense(3, 4, 11, start=(0, 2, 5), end=(11, 9, 5)),
+    "range_end": _dense(2, 3, 8, end=(8, 4), range_dtype=torch.int64),
+    "range_start": _dense(2, 8, 8, start=(3, 0)),
+}
+VARLEN_SHAPES: dict[str, Build] = {
+    "self": _varlen((5, 1, 8), (5, 1, 8), padding=(0, 0)),
+    "self_padded": _varlen((5, 1, 8), (5, 1, 8), padding=(4, 4)),
+    "decode": _varlen((1, 1, 1), (6, 1, 12), slack=3),
+    "fewer_keys": _varlen((5, 3), (2, 0)),
+    "one": _varlen((1,), (1,), padding=(0, 0)),
+    "long": _varlen((40, 3), (70, 130)),
+    "all_empty": _varlen((0, 0), (0, 0)),
+    "no_keys": _varlen((3, 1), (0, 0), padding=(0, 0)),
+    "no_requests": _varlen((), ()),
+    "nothing": _varlen((), (), padding=(0, 0)),
+}
+PAGED_SHAPES: dict[str, Build] = {
+    "page_1": _paged((1, 3, 2), (5, 3, 9), 1),
+    "page_3": _paged((1, 3, 0, 2), (5, 3, 0, 7), 3, interleaved=True),
+    "page_64": _paged((2, 1), (3, 70), 64),
+    "decode": _paged((1, 1, 1, 1), (5, 1, 40, 16), 16, padding=0),
+    "decode_padded": _paged((1, 1, 1), (5, 0, 33), 16, padding=3),
+    "prefill": _paged((6, 11), (6, 11), 4, slack=2),
+    "shared": _paged((2, 2), (9, 13), 4, shared=True),
+    "no_table": _paged((1, 1), (0, 0), 4, wider=0),
+    "no_pages": _paged((1, 2), (0, 0), 4, spare=0),
+    "no_requests": _paged((), (), 4),
+    "nothing": _paged((), (), 4, padding=0, spare=0, wider=0),
+}
+_MASKS = {
+    f"mask_{kind}_{shape or 'keys'}": replace(FEATURES["plain"], mask=kind, mask_shape=shape)
+    for kind in ("bool", "additive")
+    for shape in ("b", "h", "bq", "q", "")
+}
+
+
+def _attention() -> tuple[Case, ...]:
+    main = _dense(2, 5, 11)
+    masks = [Case("attention", name, _bound(main, f)) for name, f in _MASKS.items()]
+    return (*_grid("attention", main, DENSE_SHAPES), *masks)
+
+
+def _backward(op: str, forward: dict[str, tuple[Build, Features]], **flags: Any) -> list[Case]:
+    def build(make: Build, f: Features) -> Callable[[Source], Call]:
+        return lambda source: builders.backward(source, make(source, f), **flags)
+
+    suffix = "".join(f"-{name}" for name in flags)
+    return [Case(f"{op}_backward", name + suffix, build(make, f)) for name, (make, f) in forward.items()]
+
+
+def _attention_backward() -> tuple[Case, ...]:
+    main = _dense(2, 5, 11)
+    plain = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
+    shaped = {f"{s}-{n}": (b, FEATURES[n]) for s, b in DENSE_SHAPES.items() for n in ("plain", "causal", "mask_additive")}
+    additive = {n: (main, f) for n, f in FEATURES.items() if f.mask == "additive"} | {
+        n: (main, f) for n, f in _MASKS.items() if f.mask == "additive"
+    }
+    with_lse = {n: (main, FEATURES[n]) for n in ("plain", "causal", "all", "float16_all", "float64_lse")}
+    return (
+        *_backward("attention", plain | shaped),
+        *_backward("attention", with_lse, lse_grad=True),
+        *_backward("attention", additive, mask_grad=True),
+    )
+
+
+def _varlen_backward() -> tuple[Case, ...]:
+    main = _varlen((3, 0, 5, 1), (7, 2, 5, 4))
+    plain = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
+    shaped = {f"{s}-{n}": (b, FEATURES[n]) for s, b in VARLEN_SHAPES.items() for n in ("plain", "causal")}
+    with_lse = {n: (main, FEATURES[n]) for n in ("plain", "causal", "all", "float16_all", "float64_lse")}
+    return (*_backward("varlen_attention", plain | shaped), *_backward("varlen_attention", with_lse, lse_grad=True))
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "attention": _attention(),
+    "attention_backward": _attention_backward(),
+    "varlen_attention": _grid("varlen_attention", _varlen((3, 0, 5, 1), (7, 2, 5, 4)), VARLEN_SHAPES),
+    "varlen_attention_backward": _varlen_backward(),
+    "paged_attention": _grid("paged_attention", _paged((1, 4, 0, 2), (6, 4, 0, 21), 16), PAGED_SHAPES),
+    **DATA_CASES,
+}
+"""The grid of every op by name."""

@@ -1,0 +1,192 @@
+"""`check_kernel`: does a kernel keep its op's contract on this call, and how close does it come?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel
+from attnops.ops import OPS
+from attnops.problem import Refusal
+from attnops.testing import budget
+from attnops.testing.inputs import Call
+
+
+class Mismatch(AssertionError):
+    """The kernel broke the contract. The text names the kernel, the result and the figures."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came out. refused: why the kernel did not run. errors: by result, (worst error, what is allowed there)."""
+
+    kernel: str
+    op: str
+    refused: tuple[Refusal, ...] = ()
+    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> float:
+        """The largest error as a share of what is allowed."""
+        return max((e / a if a else (0.0 if e == 0 else float("inf")) for e, a in self.errors.values()), default=0.0)
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.op}.{self.kernel} refused: {'; '.join(map(str, self.refused))}"
+        return f"{self.op}.{self.kernel}: " + ", ".join(f"{n} {e:.2e} of {a:.2e}" for n, (e, a) in self.errors.items())
+
+
+def refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
+    """Why `kernel` does not take `call`."""
+    return kernel.refusals(call.problem)
+
+
+def check_kernel(kernel: Kernel, call: Call) -> Figures:
+    """Run `kernel` on `call` and compare with the reference in float64.
+
+    Before the run, outputs and entries that nobody may read are filled with NaN. Checked besides the numbers: the call itself
+    keeps the contract; results have the fake's shapes, strides and dtypes, alias no input, and what is not declared written is
+    left alone. A kernel that refuses the call is not run. The kernel need not be registered. `call` is not changed.
+
+    Raises Mismatch, and InvalidInput when the call breaks the contract.
+    """
+    op = OPS[kernel.op]
+    op.check(*call.args, **call.kwargs)
+    if refused := refusals(kernel, call):
+        return Figures(kernel.name, kernel.op, refused)
+    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else clone(t))
+    given = call.map(lambda n, t: _poisoned(call, n, t))
+    before = given.map(lambda _, t: clone(t))
+    with torch.no_grad():
+        returned = kernel.run(*given.args, **given.kwargs)
+    where = f"{kernel.op}.{kernel.name}"
+    results = _results(given, returned, where)
+    _check_layout(results, given, where)
+    for name, tensor in given.tensors().items():
+        if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
+            raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
+    if kernel.op == "write_kv":
+        return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
+    expected = oracle(clean)
+    allowed = budget.allowance(clean, expected)
+    errors = {}
+    for name, got in results.items():
+        errors[name] = compare(f"{where}: {name}", got, expected[name], allowed.get(name, 0.0), kernel.tolerance)
+    return Figures(kernel.name, kernel.op, errors=errors)
+
+
+def oracle(call: Call) -> dict[str, Tensor]:
+    """The exact results: the reference on inputs taken to float64. Free entries must be finite."""
+    wide = call.map(lambda n, t: clone(t) if n.startswith("lse") or not _is_float(t) else t.double())
+    with torch.no_grad():
+        return _results(wide, OPS[call.op].reference(*wide.args, **wide.kwargs), call.op)
+
+
+def compare(what: str, got: Tensor, want: Tensor, allowed: float | Tensor, tolerance: float) -> tuple[float, float]:
+    """(worst error, what is allowed there). Integers and infinities must be the same. Raises Mismatch."""
+    if got.shape != want.shape:
+        raise Mismatch(f"{what}: got shape {tuple(got.shape)}, want {tuple(want.shape)}")
+    if not got.is_floating_point():
+        if not torch.equal(got.long(), want.long()):
+            raise Mismatch(f"{what}: got {got.tolist()}, want {want.tolist()}")
+        return 0.0, 0.0
+    got, want = got.double(), want.double()
+    limit = torch.as_tensor(allowed, dtype=torch.float64, device=got.device).expand_as(want) * tolerance
+    odd = ~torch.isfinite(want)
+    if not torch.equal(got[odd], want[odd]) or not bool(torch.isfinite(got[~odd]).all()):
+        first = torch.nonzero((odd & (got != want)) | (~odd & ~torch.isfinite(got)))[0].tolist()
+        raise Mismatch(f"{what}{first}: got {float(got[tuple(first)])}, want {float(want[tuple(first)])}")
+    error, limit = (got - want).abs()[~odd], limit[~odd]
+    if error.numel() == 0:
+        return 0.0, 0.0
+    at = int(torch.argmax(torch.where(error == 0, -1.0, error / limit)))
+    worst, there = float(error[at]), float(limit[at])
+    if worst > there:
+        flat = torch.nonzero(~odd)[at].tolist()
+        raise Mismatch(f"{what}{flat}: got {float(got[~odd][at])}, want {float(want[~odd][at])}, off by {worst:.3e}, allowed {there:.3e}")
+    return worst, there
+
+
+def clone(t: Tensor) -> Tensor:
+    """A copy with the same strides and offset in a storage of its own, expanded tensors too."""
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage().clone(), t.storage_offset(), t.size(), t.stride())
+
+
+def fill(t: Tensor, where: Tensor, poison: bool) -> Tensor:
+    """`t` with the entries at `where` set to NaN (the largest int8 for int8), or to 0. In place."""
+    if t.dtype.itemsize == 1 and t.dtype != torch.bool:
+        t.view(torch.uint8).masked_fill_(where, 0x7F if poison else 0)  # 0x7f is NaN in both float8 formats
+    elif t.is_floating_point():
+        t.masked_fill_(where, float("nan") if poison else 0.0)
+    return t
+
+
+def _poisoned(call: Call, name: str, tensor: Tensor) -> Tensor:
+    if name in call.writes:
+        return fill(clone(tensor), torch.ones((), dtype=torch.bool, device=tensor.device), True)
+    return fill(clone(tensor), call.free[name], True) if name in call.free else clone(tensor)
+
+
+def _is_float(t: Tensor) -> bool:
+    return t.is_floating_point() and t.dtype.itemsize > 1 and t.dtype != torch.float64
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.flatten().clone().view(torch.uint8), b.flatten().clone().view(torch.uint8))
+
+
+def _results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
+    """The results by name: what is returned, or what is written."""
+    names = [r.name or "result" for r in OPS[call.op].packet.default._schema.returns]
+    if not names:
+        if returned is not None:
+            raise Mismatch(f"{where}: returned {type(returned).__name__}, want None (it writes its arguments)")
+        return {n: call.arguments[n] for n in call.mutated}
+    values = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if len(values) != len(names):
+        raise Mismatch(f"{where}: returned {len(values)} results, want {', '.join(names)}")
+    return dict(zip(names, values, strict=True))
+
+
+def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> None:
+    fake = OPS[given.op].fake(*given.args, **given.kwargs)
+    if fake is None:
+        return
+    storages = {t.untyped_storage().data_ptr() for t in given.tensors().values() if t.numel()}
+    for want, (name, got) in zip(fake if isinstance(fake, tuple) else (fake,), results.items(), strict=True):
+        for field_, a, b in (
+            ("shape", tuple(got.shape), tuple(want.shape)),
+            ("strides", got.stride(), want.stride()),
+            ("dtype", got.dtype, want.dtype),
+            ("device", got.device, want.device),
+        ):
+            if a != b:
+                raise Mismatch(f"{where}: {name} has {field_} {a}, want {b}")
+        if got.numel() and got.untyped_storage().data_ptr() in storages:
+            raise Mismatch(f"{where}: {name} shares memory with an input")
+
+
+def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Every slot of the pages: written ones hold the row within half a step, the others what they held."""
+    errors = {}
+    slots = call.arguments["slots"].long()
+    real = slots[slots >= 0]
+    for pages, rows, scale in (("k_pages", "key", "k_scale"), ("v_pages", "value", "v_scale")):
+        got = results[pages]
+        exact = call.arguments[rows].double()[slots >= 0]
+        if call.arguments.get(scale) is not None:
+            exact = exact / call.arguments[scale].double().reshape(-1, 1)
+        if got.dtype.itemsize == 1:
+            top = 127.0 if got.dtype == torch.int8 else torch.finfo(got.dtype).max
+            exact = exact.clamp(-top, top)
+        want = call.arguments[pages].double().flatten(0, 1)
+        allowed = torch.zeros_like(want)
+        want[real] = exact
+        allowed[real] = budget.stored(exact, got.dtype)
+        what = f"{kernel.op}.{kernel.name}: {pages}"
+        errors[pages] = compare(what, got.double().flatten(0, 1), want, allowed, 1.0)
+    return errors

@@ -1,0 +1,109 @@
+"""The problem grid of what moves data: KV write, merging, metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from attnops.testing import builders
+from attnops.testing.inputs import Call, Case, Features, Source
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+
+
+def _write() -> tuple[Case, ...]:
+    mixed, ragged = (7, -1, 0, 11, -1, 5), (3, 8, 1)
+    rows: dict[str, tuple[tuple[int, ...], int, int, Features, dict[str, Any]]] = {
+        "plain": (mixed, 4, 3, Features(), {}),
+        "page_1": (ragged, 9, 1, Features(v_head_dim=8), {}),
+        "page_16": (ragged, 2, 16, Features(dtype=BF16, head_dim=64), {"slot_dtype": torch.int32}),
+        "float16": (mixed, 4, 3, Features(dtype=F16), {"slot_dtype": torch.int32}),
+        "float64": (mixed, 4, 3, Features(dtype=F64), {}),
+        "interleaved": (mixed, 4, 3, Features(), {"interleaved": True}),
+        "all_skipped": ((-1, -1, -1), 4, 3, Features(), {}),
+        "first_slot_skipped": ((-1, 5, -2), 4, 3, Features(), {}),
+        "last_slot": ((11,), 4, 3, Features(), {}),
+        "one_page": ((2, 0), 1, 4, Features(q_heads=1, kv_heads=1), {}),
+        "no_tokens": ((), 4, 3, Features(), {}),
+        "no_pages": ((-1, -1), 0, 3, Features(), {}),
+        "float8": (mixed, 4, 3, Features(kv_dtype=E4M3), {}),
+        "float8_bfloat16": (mixed, 4, 3, Features(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), {"interleaved": True}),
+        "float8_e5m2": (mixed, 4, 3, Features(dtype=F32, kv_dtype=E5M2), {}),
+        "float8_skipped": ((-1, -1), 4, 3, Features(kv_dtype=E4M3), {}),
+        "int8": (mixed, 4, 3, Features(dtype=BF16, kv_dtype=INT8), {}),
+        "int8_float16": (mixed, 4, 3, Features(dtype=F16, kv_dtype=INT8, scale_per_head=False), {"interleaved": True}),
+        "int8_float64": (mixed, 4, 3, Features(dtype=F64, kv_dtype=INT8), {}),
+    }
+
+    def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:
+        return lambda source: builders.write(source, slots, pages, page, f, **more)
+
+    return tuple(Case("write_kv", name, build(*row)) for name, row in rows.items())
+
+
+def _merge() -> tuple[Case, ...]:
+    rows = {
+        "plain": (5, 4, 16, F32, 0.0, 0.0), "some_empty": (9, 4, 16, F32, 0.4, 0.4), "a_empty": (3, 2, 8, F32, 1.0, 0.0),
+        "b_empty": (3, 2, 8, BF16, 0.0, 1.0), "both_empty": (3, 2, 8, F16, 1.0, 1.0), "float16": (5, 4, 64, F16, 0.2, 0.2),
+        "bfloat16": (5, 4, 128, BF16, 0.2, 0.2), "float64": (5, 4, 16, F64, 0.2, 0.2), "one": (1, 1, 1, F32, 0.0, 0.0),
+        "no_tokens": (0, 2, 8, F32, 0.0, 0.0),
+    }  # fmt: skip
+
+    def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
+        return lambda source: builders.merge(source, *row)
+
+    return tuple(Case("merge_state", name, build(row)) for name, row in rows.items())
+
+
+def _metadata() -> dict[str, tuple[Case, ...]]:
+    lengths = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}
+    ints = (torch.int32, torch.int64)
+
+    def case(op: str, label: str, make: Callable[[Source], dict[str, Any]]) -> Case:
+        return Case(op, label, lambda source: Call(op, make(source)))
+
+    def rows(source: Source, lens: tuple[int, ...], more: int) -> dict[str, Any]:
+        return {"cu_seqlens": source.cumulative(lens), "num_tokens": sum(lens) + more}
+
+    def slots(source: Source, page: int, dtype: torch.dtype) -> dict[str, Any]:
+        positions, rows = (0, 4, -1, 7, 2, 99, 5), (0, 1, 0, -1, 2, 1, 2)
+        table = source.ints((5, 2, -1, 0, 7, 3, 1, -1, 6)).reshape(3, 3)
+        return {"positions": source.ints(positions, dtype), "rows": source.ints(rows, dtype), "page_table": table, "page_size": page}
+
+    def pages(source: Source, page: int, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        table = builders.token_table(source, len(lens) + 2, 7, page, dtype)
+        rows = source.ints(source.permutation(len(lens) + 2)[: len(lens)], dtype)
+        return {"token_table": table, "rows": rows, "seq_lens": source.ints(lens, dtype), "page_size": page}
+
+    def indices(source: Source, page: int, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        table = source.ints(source.permutation(len(lens) * 5)).reshape(len(lens), 5)
+        return {"page_table": table, "seq_lens": source.ints(lens, dtype), "page_size": page}
+
+    def splits(source: Source, rule: str, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        more = {"tile": 64, "q_heads": 40, "kv_heads": 2, "num_sms": 13} if rule == "balanced" else {}
+        return {"seq_lens": source.ints([100 * n for n in lens], dtype), "rule": rule, "max_splits": 8, **more}
+
+    def grid(op: str, make: Callable[..., dict[str, Any]], **axes: Sequence[Any] | dict[str, Any]) -> tuple[Case, ...]:
+        named = [axis if isinstance(axis, dict) else {str(v).removeprefix("torch."): v for v in axis} for axis in axes.values()]
+        points = product(*(axis.items() for axis in named))
+        return tuple(
+            case(op, "-".join(n for n, _ in point), partial(make, **dict(zip(axes, (v for _, v in point), strict=True))))
+            for point in points
+        )
+
+    return {
+        "cu_seqlens": grid("cu_seqlens", lambda s, lens, dtype: {"lengths": s.ints(lens, dtype)}, lens=lengths, dtype=ints),
+        "token_rows": grid("token_rows", rows, lens=lengths, more=(0, 3)),
+        "slot_mapping": grid("slot_mapping", slots, page=(1, 3, 16), dtype=ints),
+        "page_table": grid("page_table", pages, lens=lengths, page=(1, 3, 16), dtype=ints),
+        "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
+        "num_kv_splits": grid("num_kv_splits", splits, rule=("static", "deterministic", "balanced"), lens=lengths, dtype=ints),
+    }
+
+
+DATA_CASES: dict[str, tuple[Case, ...]] = {"write_kv": _write(), "merge_state": _merge(), **_metadata()}

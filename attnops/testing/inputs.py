@@ -1,0 +1,198 @@
+"""`Call`: one call of an op with its inputs. `Features`: what an attention call asks for. `Source`: random inputs. `Case`: a grid point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops import OPS
+from attnops.problem import Problem
+
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, not yet made.
+
+    arguments: every argument that is not at its default, by the schema's name; without `policy`.
+    free: by argument, bool and of its shape (or broadcastable to it): entries that may hold anything, because the contract
+        says that nobody reads them: pages of no request, keys outside a range, padding.
+    writes: arguments that the op writes without reading them.
+    """
+
+    op: str
+    arguments: Mapping[str, Any]
+    free: Mapping[str, Tensor] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments, up to the last that is given."""
+        names = [a.name for a in self._schema if not a.kwarg_only]
+        while names and self.arguments.get(names[-1]) is None:
+            names.pop()
+        return tuple(self.arguments.get(n) for n in names)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword-only arguments that are given."""
+        return {a.name: self.arguments[a.name] for a in self._schema if a.kwarg_only and a.name in self.arguments}
+
+    @property
+    def _schema(self) -> Any:
+        return OPS[self.op].packet.default._schema.arguments
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Arguments given here that the schema declares written."""
+        return tuple(a.name for a in self._schema if a.alias_info is not None and self.arguments.get(a.name) is not None)
+
+    @property
+    def problem(self) -> Problem:
+        """The Problem that selection would see."""
+        return OPS[self.op].problem(*self.args, **self.kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments by name."""
+        return {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
+
+    def with_(self, **arguments: Any) -> Call:
+        """The same call with other arguments; None takes one away."""
+        merged = {n: v for n, v in {**self.arguments, **arguments}.items() if v is not None}
+        return replace(self, arguments=merged)
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Call:
+        """The same call with every tensor replaced by `change(name, tensor)`."""
+        return self.with_(**{n: change(n, t) for n, t in self.tensors().items()})
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an attention call asks for, apart from its lengths.
+
+    kv_dtype: a quantised dtype, or None for `dtype`. v_head_dim: None for head_dim. sinks: the sinks' dtype.
+    mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as position biases of long contexts.
+    mask_shape, dense only: which of batch, head and query the mask has ("bhq"), the others being 1.
+    loud: logits of several hundred, where a softmax that does not subtract its maximum overflows.
+    """
+
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int | None = None
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.dtype | None = None
+    mask: str = "none"
+    mask_shape: str = "bhq"
+    scale_per_head: bool = True
+    lse: bool = False
+    loud: bool = False
+
+    @property
+    def v_dim(self) -> int:
+        """The value's head dim."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def statics(self) -> dict[str, Any]:
+        """The scalar arguments of the op that are not at their defaults."""
+        out: dict[str, Any] = {"scale": self.head_dim**-0.5 if self.scale is None else self.scale, "causal": self.causal}
+        for name, value in (("window_left", self.window[0]), ("window_right", self.window[1])):
+            if value != -1:
+                out[name] = value
+        return out | ({"softcap": self.softcap} if self.softcap else {})
+
+
+class Source:
+    """Random inputs from one seed; the same numbers on every device."""
+
+    def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = torch.device(device)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
+        """Normal numbers, rounded to `dtype`."""
+        return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * spread).to(dtype).to(self.device)
+
+    def stored(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Keys or values as they lie in a cache of `dtype`."""
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, generator=self.generator).to(dtype).to(self.device)
+        return self.normal(*shape, dtype=dtype, spread=8.0 if dtype in QUANTISED else 1.0)
+
+    def scales(self, heads: int, dtype: torch.dtype) -> Tensor:
+        """float32 `[heads]` scales that bring `stored` to about one."""
+        low = 1 / 64 if dtype == torch.int8 else 1 / 8
+        return (low * (1 + torch.rand(heads, generator=self.generator))).float().to(self.device)
+
+    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        """These ints as a tensor."""
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def cumulative(self, lengths: Sequence[int]) -> Tensor:
+        """int32 `[B + 1]`: 0 and the running sums."""
+        return self.ints([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+
+    def permutation(self, n: int) -> list[int]:
+        """0 to n - 1 in random order."""
+        return torch.randperm(n, generator=self.generator).tolist()
+
+    def chance(self, *shape: int, p: float) -> Tensor:
+        """bool, True with probability `p`."""
+        return (torch.rand(shape, generator=self.generator) < p).to(self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An output to write into."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def qkv(self, queries: Sequence[int], keys: Sequence[int], f: Features) -> dict[str, Any]:
+        """query `[*queries, Hq, D]`, key and value `[*keys, Hkv, D or Dv]`, sinks and scales as `f` asks."""
+        kv = f.kv_dtype or f.dtype
+        out: dict[str, Any] = {
+            "query": self.normal(*queries, f.q_heads, f.head_dim, dtype=f.dtype, spread=60.0 if f.loud else 1.0),
+            "key": self.stored(*keys, f.kv_heads, f.head_dim, dtype=kv),
+            "value": self.stored(*keys, f.kv_heads, f.v_dim, dtype=kv),
+        }
+        if f.sinks is not None:
+            out["sinks"] = self.normal(f.q_heads, dtype=f.sinks)
+        if f.kv_dtype is not None:
+            heads = f.kv_heads if f.scale_per_head else 1
+            out["k_scale"], out["v_scale"] = self.scales(heads, kv), self.scales(heads, kv)
+        return out
+
+    def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:
+        """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every key."""
+        if f.mask == "none":
+            return None
+        hidden = self.chance(*shape, p=0.3)
+        if hidden.numel():
+            hidden[(0,) * (len(shape) - 1)] = True
+        if f.mask == "bool":
+            return ~hidden
+        dtype, spread = (torch.float32, 20.0) if f.mask == "biases" else (f.dtype, 1.0)
+        return self.normal(*shape, dtype=dtype, spread=spread).masked_fill(hidden, float("-inf"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid. `label` is unique within the op and says what is special about it."""
+
+    op: str
+    label: str
+    build: Callable[[Source], Call]
+
+    def call(self, seed: int = 0, device: torch.device | str = "cpu") -> Call:
+        """The call with fresh inputs from `seed`."""
+        return self.build(Source(seed, device))
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.label}"
