@@ -85,5 +85,13 @@ class RequestTooLong(CacheError, ValueError):
         self.request, self.got, self.limit = request, got, limit
 
 
+class TooManyRequests(CacheError):
+    """Every row of the cache's tables belongs to a live request."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"requests: got {limit} live, want fewer than max_requests = {limit}; free a request or build a larger PagedCache")
+        self.limit = limit
+
+
 class PatchError(AttnopsError, RuntimeError):
     """A model cannot be patched as asked."""

@@ -1,0 +1,4 @@
+"""The paged cache: pages of keys and values, who owns them, and what a step of a batch needs to know of them."""
+
+from attnops.cache.batch import PagedBatch as PagedBatch
+from attnops.cache.paged import PagedCache as PagedCache

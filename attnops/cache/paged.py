@@ -1,0 +1,228 @@
+"""`PagedCache`: keys and values of many requests in pages of fixed size, after https://arxiv.org/abs/2309.06180."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.ledger import Ledger, Plan
+from attnops.errors import InvalidInput
+from attnops.ops import cu_seqlens, slot_mapping, token_rows
+from attnops.ops._check import FLOATS, QUANTISED, name
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    # A tensor born in inference mode could not be written outside of it, and compiled code would tell the two kinds apart.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class PagedCache:
+    """Pages of keys and values, their owners, and the tables that attention reads. Host calls; none belongs inside a compiled function.
+
+    Args:
+        num_layers: layers, each with pages of its own; a page id means the same page in all of them.
+        num_pages: pages of the pool, the null page 0 included, which is handed out to nobody.
+        page_size: tokens a page holds.
+        num_kv_heads, head_dim, v_head_dim: shape of one token's key `[Hkv, D]` and value `[Hkv, Dv]`; Dv defaults to D.
+        max_requests: rows of the tables. max_pages_per_request: their width.
+        dtype: of the pages; float16, bfloat16, float32, float64, or float8_e4m3fn, float8_e5m2, int8 (with scales given to the ops).
+        device: where pages and tables lie.
+
+    Attributes:
+        k_pages, v_pages: a tuple of one `[num_pages, page_size, Hkv, D]` (`Dv`) tensor a layer, zero at first.
+        page_table: int32 `[max_requests, max_pages_per_request]`, seq_lens: int32 `[max_requests]`, tokens. Row `row(request)`
+            is the request's; unused entries are 0. All tensors are written in place and keep their addresses.
+
+    A call that raises leaves the cache as it was. Raises InvalidInput, and where said OutOfPages, TooManyRequests, RequestTooLong,
+    UnknownRequest (an id freed before or of another cache).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        max_requests: int,
+        max_pages_per_request: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        layers = _count("num_layers", num_layers, 1)
+        pages = _count("num_pages", num_pages, 2, "pages, the null page included")
+        self.page_size = _count("page_size", page_size, 1, "tokens")
+        heads = _count("num_kv_heads", num_kv_heads, 1)
+        k_dim = _count("head_dim", head_dim, 1)
+        v_dim = k_dim if v_head_dim is None else _count("v_head_dim", v_head_dim, 1)
+        rows = _count("max_requests", max_requests, 1)
+        width = _count("max_pages_per_request", max_pages_per_request, 1)
+        if dtype not in (*FLOATS, *QUANTISED):
+            raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
+        self.num_pages = pages
+        self._ledger = Ledger(pages, self.page_size, rows, width)
+        with _ordinary():
+            # Zero and not empty: kernels multiply what lies past a request's end by 0, and 0 * NaN is NaN.
+            shape = (pages, self.page_size, heads)
+            self.k_pages = tuple(torch.zeros((*shape, k_dim), dtype=dtype, device=device) for _ in range(layers))
+            self.v_pages = tuple(torch.zeros((*shape, v_dim), dtype=dtype, device=device) for _ in range(layers))
+            self.page_table = torch.zeros((rows, width), dtype=torch.int32, device=device)
+            self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """Ids of the live requests, oldest first."""
+        return tuple(self._ledger.requests)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages nobody owns."""
+        return len(self._ledger.free_pages)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages with an owner; a shared page counts once."""
+        return self._ledger.total - self.free_pages
+
+    def length(self, request: int) -> int:
+        """Tokens of a request. Raises UnknownRequest."""
+        return self._ledger.get(request).length
+
+    def row(self, request: int) -> int:
+        """The request's row in page_table and seq_lens, its own until it is freed. Raises UnknownRequest."""
+        return self._ledger.get(request).row
+
+    def slots(self, request: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """int64 `[stop - start]`: where the request's tokens `start` to `stop` (default: its end) lie, as `write_kv` takes it.
+
+        To be written only for tokens that alloc, extend or batch has just added: earlier ones may be shared with a fork.
+        Raises UnknownRequest, InvalidInput.
+        """
+        length = self.length(request)
+        end = length if stop is None else _count("stop", stop, 0, "tokens")
+        first = _count("start", start, 0, "tokens")
+        if end > length or first > end:
+            raise InvalidInput("start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
+        with _ordinary():
+            return self._upload(list(self._ledger.slots(request, first, end)))
+
+    def alloc(self, num_tokens: int = 0) -> int:
+        """A new request with room for `num_tokens` tokens, which count as its length. Returns its id, which no other request ever has.
+
+        Raises InvalidInput, TooManyRequests, RequestTooLong, OutOfPages.
+        """
+        return self._make(self._ledger.alloc(_count("num_tokens", num_tokens, 0, "tokens")))
+
+    def extend(self, request: int, num_tokens: int) -> None:
+        """Make a request `num_tokens` longer. A shared page that the new tokens fall on is copied first.
+
+        Raises InvalidInput, UnknownRequest, RequestTooLong, OutOfPages.
+        """
+        self._make(self._ledger.append([(request, _count("num_tokens", num_tokens, 0, "tokens"))]))
+
+    def fork(self, request: int) -> int:
+        """A new request with the tokens of `request`, whose pages it shares until one of the two writes. Returns its id.
+
+        Raises UnknownRequest, TooManyRequests.
+        """
+        return self._make(self._ledger.fork(request))
+
+    def truncate(self, request: int, length: int) -> None:
+        """Shorten a request to `length` tokens, e.g. when drafted tokens are rejected. Raises InvalidInput, UnknownRequest."""
+        self._make(self._ledger.truncate(request, _count("length", length, 0, "tokens")))
+
+    def free(self, request: int) -> None:
+        """End a request and give back the pages that no fork shares. Raises UnknownRequest."""
+        self._make(self._ledger.free(request))
+
+    def reset(self) -> None:
+        """End every request."""
+        with _ordinary():
+            self.page_table.zero_()
+            self.seq_lens.zero_()
+        self._ledger = Ledger(self.num_pages, self.page_size, *self.page_table.shape)
+
+    def batch(self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1) -> PagedBatch:
+        """Append new_tokens[i] tokens (an int: as many to each) to requests[i], for all or none, and describe the step.
+
+        The tensors are made once and serve every layer; they are new ones at each call.
+        Raises InvalidInput (no request, one named twice, counts that do not match), UnknownRequest, RequestTooLong, OutOfPages.
+        """
+        if not isinstance(requests, Sequence):
+            raise InvalidInput("requests", repr(requests), "a sequence of request ids")
+        ids = tuple(requests)
+        given = tuple(new_tokens) if isinstance(new_tokens, Sequence) else (new_tokens,) * len(ids)
+        if len(given) != len(ids):
+            raise InvalidInput("new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
+        counts = [_count(f"new_tokens[{i}]", n, 0, "tokens") for i, n in enumerate(given)]
+        rows = [self.row(request) for request in ids]
+        if not ids or len(set(ids)) != len(ids):
+            raise InvalidInput("requests", ids, "at least one request, each once")
+        plan = self._ledger.append(list(zip(ids, counts, strict=True)))
+        with _ordinary():
+            self._write(plan)
+            try:
+                found = self._describe(rows, counts)
+            except BaseException:
+                self._write(plan, undo=True)
+                raise
+        self._ledger.commit(plan)
+        return found
+
+    def _describe(self, rows: list[int], counts: list[int]) -> PagedBatch:
+        row, new = self._upload([rows, counts])
+        table, lengths = self.page_table[row], self.seq_lens[row]
+        starts = cu_seqlens(new)
+        owner = token_rows(starts, sum(counts))
+        positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
+        slots = slot_mapping(positions, owner, table, page_size=self.page_size)
+        return PagedBatch(table, lengths, starts, slots, positions, max(counts))
+
+    def _make(self, plan: Plan) -> int:
+        with _ordinary():
+            self._write(plan)
+        self._ledger.commit(plan)
+        return plan.steps[0].request
+
+    def _write(self, plan: Plan, undo: bool = False) -> None:
+        """Let the tensors follow `plan`, which the ledger has yet to commit. Copies go to free pages, so there is nothing to undo."""
+        table, lengths = self._ledger.edits(plan, undo)
+        flat = self._upload([number for edit in (*table, *lengths, *plan.copies) for number in edit])
+        cells, rows, copies = flat.split([3 * len(table), 2 * len(lengths), 2 * len(plan.copies)])
+        if plan.copies and not undo:
+            source, target = copies.view(-1, 2).unbind(1)
+            for pages in (*self.k_pages, *self.v_pages):
+                data = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages  # indexing has no float8 kernel
+                data[target] = data[source]
+        row, column, page = cells.view(-1, 3).unbind(1)
+        self.page_table[row, column] = page.int()
+        row, length = rows.view(-1, 2).unbind(1)
+        self.seq_lens[row] = length.int()
+
+    def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
+        """int64, on the cache's device, without waiting for it."""
+        device = self.page_table.device
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _count(field: str, value: object, least: int, unit: str = "") -> int:
+    """`value` as an int of at least `least`."""
+    want = f"an int >= {least}{' (' + unit + ')' if unit else ''}"
+    if isinstance(value, bool):
+        raise InvalidInput(field, value, want)
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInput(field, repr(value), want) from None
+    if number < least:
+        raise InvalidInput(field, number, want)
+    return number

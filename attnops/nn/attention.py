@@ -1,0 +1,159 @@
+"""`Attention`: query, key and value in, heads out, in any of the three forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch
+from attnops.errors import InvalidInput
+from attnops.nn import _check as check
+from attnops.ops import attention, paged_attention, varlen_attention, write_kv
+
+
+class Attention(nn.Module):
+    """Attention without projections. Dense, packed or paged: the arguments of the call say which.
+
+    Args:
+        num_heads: query heads, Hq. num_kv_heads: Hkv, a divisor of Hq; default Hq.
+        head_dim: D of query and key. v_head_dim: Dv of the value and the result; default D.
+        scale: factor on q.k; default `1 / sqrt(D)`.
+        causal: query i sees keys up to its own position.
+        window: (left, right) keys visible besides the query's own position; -1 is unbounded.
+        softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
+        sinks: learn one logit a query head that joins the softmax denominator: a parameter `sinks` `[Hq]`, zero at first.
+        kernel: force a kernel by name; None lets attnops choose.
+        device, dtype: of the sinks.
+
+    Raises:
+        InvalidInput: an argument is out of its range.
+    """
+
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: bool = False,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = check.size("num_heads", num_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else check.size("num_kv_heads", num_kv_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidInput("num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
+        self.head_dim = check.size("head_dim", head_dim)
+        self.v_head_dim = self.head_dim if v_head_dim is None else check.size("v_head_dim", v_head_dim)
+        self.scale = self.head_dim**-0.5 if scale is None else check.number("scale", scale, -3e38, 3e38)
+        self.causal = causal
+        self.window = check.window(window)
+        self.softcap = check.number("softcap", softcap, 0.0)
+        self.kernel = kernel
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        kv_end: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        batch: PagedBatch | None = None,
+        k_pages: Tensor | None = None,
+        v_pages: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Dense: query `[B, S, Hq, D]`, key `[B, K, Hkv, D]`, value `[B, K, Hkv, Dv]`; optional kv_start, kv_end: int `[B]`, keys outside
+        are invisible. Differentiable.
+
+        Packed: query `[T, Hq, D]`, key `[N, Hkv, D]`, value `[N, Hkv, Dv]` and cu_seqlens_q int32 `[B + 1]`, max_seqlen_q in tokens;
+        cu_seqlens_k, max_seqlen_k default to the queries'. Differentiable.
+
+        Paged: query `[T, Hq, D]`, key `[T, Hkv, D]`, value `[T, Hkv, Dv]` of the new tokens, `batch` as the cache made it, and this
+        layer's k_pages `[P, page, Hkv, D]`, v_pages `[P, page, Hkv, Dv]`, into which the new keys and values are written first.
+        k_scale, v_scale: float32 `[1]` or `[Hkv]`, for quantised pages. No gradient: to be called under torch.no_grad().
+
+        mask: as the op of the form takes it (`attnops.attention`, `varlen_attention`, `paged_attention`); a bool True is visible.
+
+        Returns:
+            `[B, S, Hq, Dv]` or `[T, Hq, Dv]`, the query's dtype.
+
+        Raises:
+            InvalidInput: the arguments are of no form or of two, or break the op's contract. NoGradient: paged, in grad mode with
+            inputs (or sinks) that require grad. UnknownKernel, NoKernel: `kernel` cannot run.
+        """
+        dense = cu_seqlens_q is None and batch is None
+        layout = "[B, S, H, D]" if dense else "[T, H, D] (packed or paged)"
+        dims = 4 if dense else 3
+        query = check.last("query", check.tensor("query", query, layout, dims), self.num_heads, self.head_dim)
+        key = check.last("key", check.tensor("key", key, layout, dims), self.num_kv_heads, self.head_dim)
+        value = check.last("value", check.tensor("value", value, layout, dims), self.num_kv_heads, self.v_head_dim)
+        if not dense:
+            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
+        if cu_seqlens_q is None:
+            check.absent("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        if batch is None:
+            check.absent("without batch", k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale)
+
+        if batch is not None:
+            check.absent("with batch", cu_seqlens_q=cu_seqlens_q)
+            if not isinstance(batch, PagedBatch):
+                raise InvalidInput("batch", type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
+            if k_pages is None or v_pages is None:
+                raise InvalidInput("k_pages, v_pages", None, "this layer's pages of the cache, because batch is given")
+            write_kv(key, value, k_pages, v_pages, batch.slots, k_scale=k_scale, v_scale=v_scale)
+            return paged_attention(
+                query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
+                scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks,
+                k_scale=k_scale, v_scale=v_scale, kernel=self.kernel,
+            )  # fmt: skip
+        if cu_seqlens_q is not None:
+            if max_seqlen_q is None:
+                raise InvalidInput("max_seqlen_q", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens_q is given")
+            if (cu_seqlens_k is None) != (max_seqlen_k is None):
+                raise InvalidInput("cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
+            return varlen_attention(
+                query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_q if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,
+                window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks, kernel=self.kernel,
+            )  # fmt: skip
+        return attention(
+            query, key, value, scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask,
+            sinks=self.sinks, kv_start=kv_start, kv_end=kv_end, kernel=self.kernel,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """What differs from the defaults."""
+        parts = [f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}"]
+        if self.v_head_dim != self.head_dim:
+            parts.append(f"v_head_dim={self.v_head_dim}")
+        if not self.causal:
+            parts.append("causal=False")
+        if self.window != (-1, -1):
+            parts.append(f"window={self.window}")
+        if self.softcap:
+            parts.append(f"softcap={self.softcap}")
+        if self.sinks is not None:
+            parts.append("sinks=True")
+        if self.kernel is not None:
+            parts.append(f"kernel={self.kernel!r}")
+        return ", ".join(parts)

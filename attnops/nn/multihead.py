@@ -1,0 +1,201 @@
+"""`MultiheadAttention`: torch.nn.MultiheadAttention with the attention between its projections done by attnops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnops.errors import InvalidInput
+from attnops.nn import _check as check
+from attnops.ops import attention
+
+MASKS = "bool (True: not to be seen) or float (added to the logits)"
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Drop-in for torch.nn.MultiheadAttention: same arguments, parameters, state_dict keys and results.
+
+    Where it differs: with need_weights=False and no dropout the attention is `attnops.attention`, under any kernel (`kernel=`
+    forces one). With need_weights=True, or dropout in training, it is plain torch, because kernels give no weights and have no
+    dropout. A query that may see no key gives 0 (and weights 0) where torch gives NaN. There is no separate inference path, and
+    nested tensors are not taken. Constructor and calls raise InvalidInput for arguments that torch refuses.
+
+    Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kernel: str | None = None,
+    ) -> None:
+        check.size("embed_dim", embed_dim)
+        if embed_dim % check.size("num_heads", num_heads):
+            raise InvalidInput("num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
+        check.number("dropout", dropout, 0.0, 1.0 + 1e-12)
+        for field, dim in (("kdim", kdim), ("vdim", vdim)):
+            if dim is not None:
+                check.size(field, dim)
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        self.kernel = kernel
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; L queries, S keys, N requests, E = embed_dim.
+
+        Args:
+            query: `[L, N, E]`, or `[N, L, E]` with batch_first, or `[L, E]`. key, value: likewise, `[S, N, kdim]`, `[S, N, vdim]`.
+            key_padding_mask: `[N, S]` or `[S]`, bool (True: not to be seen) or float (added to the logits).
+            need_weights: also return the weights. average_attn_weights: their mean over heads.
+            attn_mask: `[L, S]` or `[N * num_heads, L, S]`, bool or float likewise.
+            is_causal: a hint that attn_mask is the causal mask of as many queries as keys; needs attn_mask.
+
+        Returns:
+            As query; and weights `[N, L, S]` (`[N, num_heads, L, S]` if not averaged, no N without a batch) or None. S counts the keys
+            that add_bias_kv and add_zero_attn add.
+
+        Raises:
+            InvalidInput: a shape, dtype or combination breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
+        """
+        batched = self._check(query, key, value, is_causal, attn_mask)
+        alike = query is key and key is value
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        mask = self._mask(query, key, key_padding_mask, attn_mask)
+        # The hint spares the mask where both say the same: not with keys that only the mask leaves visible.
+        causal = is_causal and key_padding_mask is None and self.bias_k is None and not self.add_zero_attn
+        causal = causal and query.shape[1] == key.shape[1]
+        q, k, v = (x.view(*x.shape[:2], self.num_heads, self.head_dim) for x in self._project(query, key, value, alike))
+        k, v, mask = self._more_keys(k, v, mask)
+        weights = None
+        if need_weights or (self.dropout > 0 and self.training):
+            attended, weights = self._plain(q, k, v, mask)
+        else:
+            attended = attention(q, k, v, mask=None if causal else mask, causal=causal, kernel=self.kernel)
+        out: Tensor = self.out_proj(attended.reshape(*query.shape[:2], self.embed_dim))
+        out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
+        if weights is None or not need_weights:
+            return out, None
+        if average_attn_weights:
+            weights = weights.mean(1)
+        return out, weights if batched else weights[0]
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
+        """Whether the call is batched."""
+        seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
+        check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise InvalidInput("query, key, value", "a nested tensor", "plain tensors; attnops.varlen_attention takes ragged requests")
+        dims = query.dim()
+        for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)
+            if x.shape[-1] != width:
+                raise InvalidInput(f"{field}.shape[-1]", x.shape[-1], f"{width}, as the module was built")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise InvalidInput("value", f"shape {tuple(value.shape)}", f"as many values as keys {tuple(key.shape)}")
+        batch = 0 if self.batch_first else 1
+        if dims == 3 and query.shape[batch] != key.shape[batch]:
+            raise InvalidInput(f"key.shape[{batch}]", key.shape[batch], f"{query.shape[batch]}, the query's batch")
+        if is_causal and attn_mask is None:
+            raise InvalidInput("attn_mask", None, "the causal mask, because is_causal=True is a hint about it")
+        return dims == 3
+
+    def _mask(self, query: Tensor, key: Tensor, padding: Tensor | None, attn: Tensor | None) -> Tensor | None:
+        """Both masks as one, `[N or 1, H or 1, L or 1, S]`, as `attnops.attention` takes it. query `[N, L, E]`, key `[N, S, E]`."""
+        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        if padding is not None:
+            _mask_like("key_padding_mask", padding, (batch, keys))
+            padding = padding[:, None, None]
+        if attn is not None:
+            if isinstance(attn, Tensor) and attn.dim() == 3:
+                _mask_like("attn_mask", attn, (batch * self.num_heads, queries, keys))
+                attn = attn.reshape(batch, self.num_heads, queries, keys)
+            else:
+                _mask_like("attn_mask", attn, (queries, keys))
+                attn = attn[None, None]
+        if padding is None or attn is None:
+            one = attn if padding is None else padding
+            return one if one is None or one.dtype != torch.bool else ~one
+        if padding.dtype == attn.dtype == torch.bool:
+            return ~(padding | attn)
+        return _additive(padding, query.dtype) + _additive(attn, query.dtype)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if self._qkv_same_embed_dim and alike:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            return q, k, v
+        if self._qkv_same_embed_dim:
+            q_weight, k_weight, v_weight = self.in_proj_weight.chunk(3)
+        else:
+            q_weight, k_weight, v_weight = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        q_bias, k_bias, v_bias = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+
+    def _more_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The keys that add_bias_kv and add_zero_attn put behind the others, visible to all."""
+        ends = []
+        if self.bias_k is not None and self.bias_v is not None:
+            ends.append((self.bias_k, self.bias_v))
+        if self.add_zero_attn:
+            zero = k.new_zeros(self.embed_dim)
+            ends.append((zero, zero))
+        for end_k, end_v in ends:
+            shape = (k.shape[0], 1, self.num_heads, self.head_dim)
+            k = torch.cat((k, end_k.to(k.dtype).view(1, 1, *shape[2:]).expand(shape)), 1)
+            v = torch.cat((v, end_v.to(v.dtype).view(1, 1, *shape[2:]).expand(shape)), 1)
+            if mask is not None:
+                mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+        return k, v, mask
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`[N, L, H, D]`, weights `[N, H, L, S]`) in torch operators."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        logits = q * self.head_dim**-0.5 @ k.transpose(2, 3)
+        if mask is not None:
+            added = _additive(~mask, logits.dtype) if mask.dtype == torch.bool else mask
+            logits = logits + added
+            blind = (added == float("-inf")).all(-1, keepdim=True)
+            weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        else:
+            weights = logits.softmax(-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        return (weights @ v).transpose(1, 2), weights
+
+
+def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    check.tensor(field, mask, f"{list(shape)}, {MASKS}", len(shape))
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidInput(f"{field}.dtype", mask.dtype, MASKS)
+    if mask.shape != torch.Size(shape):
+        raise InvalidInput(field, f"shape {tuple(mask.shape)}", f"{list(shape)}")
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A torch mask as what is added to the logits."""
+    if hidden.dtype != torch.bool:
+        return hidden
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))

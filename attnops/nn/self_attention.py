@@ -1,0 +1,140 @@
+"""`SelfAttention`: a decoder layer's attention with its projections, as Llama, Qwen 3, Gemma 2 and gpt-oss have it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch
+from attnops.errors import InvalidInput
+from attnops.nn import _check as check
+from attnops.nn.attention import Attention
+from attnops.nn.rotary import RotaryEmbedding
+from attnops.ops import token_rows
+
+
+class SelfAttention(nn.Module):
+    """Projections, optional norm of query and key, optional RoPE, attention, projection back. Dense, packed or paged.
+
+    Args:
+        hidden_size: E of input and output. num_heads: Hq. num_kv_heads: Hkv; default Hq. head_dim: D; default E / Hq.
+        qk_norm: RMS norm of every query and key head before RoPE, epsilon `norm_eps`.
+        rope: a RotaryEmbedding of this head_dim, or None.
+        bias: of the query, key and value projections. out_bias: of the output projection.
+        scale, causal, window, softcap, sinks, kernel: as in `Attention`.
+        device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
+
+    Raises:
+        InvalidInput: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        rope: RotaryEmbedding | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        scale: float | None = None,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: bool = False,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = check.size("hidden_size", hidden_size)
+        check.size("num_heads", num_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise InvalidInput("head_dim", None, f"an int, because hidden_size {hidden_size} is no multiple of {num_heads} heads")
+            head_dim = hidden_size // num_heads
+        self.attention = Attention(
+            num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            kernel=kernel, device=device, dtype=dtype,
+        )  # fmt: skip
+        if rope is not None and not isinstance(rope, RotaryEmbedding):
+            raise InvalidInput("rope", type(rope).__name__, "a RotaryEmbedding or None")
+        if rope is not None and rope.head_dim != head_dim:
+            raise InvalidInput("rope.head_dim", rope.head_dim, f"{head_dim}, the layer's head_dim")
+        self.rope = rope
+        heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=out_bias, device=device, dtype=dtype)
+        eps = check.number("norm_eps", norm_eps, 0.0)
+        self.q_norm = nn.RMSNorm(head_dim, eps=eps, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=eps, device=device, dtype=dtype) if qk_norm else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        kv_end: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        batch: PagedBatch | None = None,
+        k_pages: Tensor | None = None,
+        v_pages: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with
+                batch, k_pages and v_pages).
+            positions: int `[S]` or `[B, S]`, or `[T]`; what RoPE turns by. Default: from 0 in each request, or the batch's.
+            the rest: as in `Attention.forward`.
+
+        Returns:
+            As hidden.
+
+        Raises:
+            InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
+        """
+        dense = cu_seqlens is None and batch is None
+        layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
+        hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
+        core = self.attention
+        lead = hidden.shape[:-1]
+        query = self.q_proj(hidden).view(*lead, core.num_heads, core.head_dim)
+        key = self.k_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
+        value = self.v_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Autocast norms in float32 and the ops take one dtype.
+            query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
+        if self.rope is not None:
+            query, key = self.rope(query, key, self._positions(hidden, positions, cu_seqlens, batch))
+        attended = core(
+            query, key, value, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
+            batch=batch, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        out: Tensor = self.o_proj(attended.reshape(*lead, core.num_heads * core.v_head_dim))
+        return out
+
+    def _positions(self, hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None, batch: PagedBatch | None) -> Tensor:
+        if given is not None:
+            dense = hidden.dim() == 3
+            check.tensor("positions", given, "[S] or [B, S]" if dense else "[T]", 1, *(2,) * dense)
+            if given.shape != hidden.shape[-1 - given.dim() : -1]:
+                raise InvalidInput("positions", f"shape {tuple(given.shape)}", f"one a token of hidden {tuple(hidden.shape)}")
+            return given
+        if batch is not None:
+            return batch.positions
+        at = torch.arange(hidden.shape[-2], device=hidden.device)
+        if cu_seqlens is None:
+            return at
+        owner = token_rows(cu_seqlens, hidden.shape[0])
+        return at - torch.where(owner >= 0, cu_seqlens[owner], 0)

@@ -1,0 +1,465 @@
+"""The paged cache: who owns which page, what the tables say, and that a call that raises changes nothing."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from attnops.cache import PagedBatch, PagedCache
+from attnops.errors import (
+    CacheError,
+    InvalidInput,
+    OutOfPages,
+    RequestTooLong,
+    TooManyRequests,
+    UnknownRequest,
+)
+
+
+def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
+    return PagedCache(
+        num_layers, num_pages, page_size, 1, 1, max_requests=max_requests, max_pages_per_request=max_pages_per_request, dtype=dtype,
+        device="cpu", **more,
+    )  # fmt: skip
+
+
+def snapshot(cache):
+    ledger = copy.deepcopy(vars(cache._ledger))
+    return ledger, [t.clone().view(torch.uint8) for t in tensors(cache)]  # as bytes, because NaN is not NaN
+
+
+def tensors(cache):
+    return [cache.page_table, cache.seq_lens, *cache.k_pages, *cache.v_pages]
+
+
+def same(a, b):
+    return a[0].keys() == b[0].keys() and all(a[0][k] == b[0][k] for k in a[0]) and all(map(torch.equal, a[1], b[1]))
+
+
+@contextlib.contextmanager
+def unchanged(cache, error):
+    before = snapshot(cache)
+    with pytest.raises(error) as caught:
+        yield caught
+    assert same(before, snapshot(cache))
+
+
+def write(cache, slots, tokens):
+    """Token t's key is t in layer 0, t + 0.5 in layer 1 ..., its value the negative."""
+    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
+        new = torch.tensor(tokens, dtype=k.dtype) + layer / 2
+        k.view(-1)[slots] = new
+        v.view(-1)[slots] = -new
+
+
+def read(cache, request):
+    """The tokens of a request, found as a kernel finds them: through its row of the tables."""
+    row = cache.row(request)
+    length = int(cache.seq_lens[row])
+    found = []
+    for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
+        keys = k[cache.page_table[row].long()].reshape(-1)[:length] - layer / 2
+        values = v[cache.page_table[row].long()].reshape(-1)[:length] + layer / 2
+        assert torch.equal(keys, -values)
+        found.append(keys.int().tolist())
+    assert all(tokens == found[0] for tokens in found)
+    return found[0]
+
+
+def append(cache, request, tokens):
+    start = cache.length(request)
+    cache.extend(request, len(tokens))
+    write(cache, cache.slots(request, start), tokens)
+
+
+# The machine ------------------------------------------------------------------------------------------------------------
+
+
+class Machine(RuleBasedStateMachine):
+    """Any sequence of calls, beside a plain dictionary of what each request should hold."""
+
+    @initialize(page_size=st.sampled_from((1, 3, 4)), pages=st.integers(6, 20), rows=st.integers(3, 6), width=st.integers(2, 5))
+    def start(self, page_size, pages, rows, width):
+        self.cache = make(pages, page_size, rows, width)
+        for pool in (*self.cache.k_pages, *self.cache.v_pages):
+            pool.fill_(float("nan"))
+        self.model: dict[int, list[int]] = {}
+        self.gone: list[int] = []
+        self.next = 1
+        self.addresses = [t.data_ptr() for t in tensors(self.cache)]
+        self.alloc(5)
+
+    def tokens(self, count):
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    @contextlib.contextmanager
+    def maybe(self, *errors):
+        """The call may raise one of `errors`, and then nothing has changed. Yields a list, filled if it raised."""
+        before = snapshot(self.cache)
+        raised: list[Exception] = []
+        try:
+            yield raised
+        except errors as error:
+            raised.append(error)
+            assert same(before, snapshot(self.cache))
+
+    def live(self, data):
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    @precondition(lambda self: len(self.model) < 4)
+    @rule(count=st.integers(0, 9))
+    def alloc(self, count):
+        with self.maybe(OutOfPages, TooManyRequests, RequestTooLong):
+            request = self.cache.alloc(count)
+            assert request not in self.model and request not in self.gone
+            self.model[request] = self.tokens(count)
+            write(self.cache, self.cache.slots(request), self.model[request])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), count=st.integers(0, 6))
+    def extend(self, data, count):
+        request = self.live(data)
+        with self.maybe(OutOfPages, RequestTooLong):
+            tokens = self.tokens(count)
+            append(self.cache, request, tokens)
+            self.model[request] += tokens
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def batch(self, data):
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
+        counts = [data.draw(st.integers(0, 4)) for _ in chosen]
+        with self.maybe(OutOfPages, RequestTooLong):
+            step = self.cache.batch(chosen, counts)
+            tokens = [self.tokens(n) for n in counts]
+            write(self.cache, step.slots, [t for new in tokens for t in new])
+            for request, new in zip(chosen, tokens, strict=True):
+                self.model[request] += new
+            self.describes(step, chosen, counts)
+
+    def describes(self, step, chosen, counts):
+        rows = [self.cache.row(r) for r in chosen]
+        assert torch.equal(step.page_table, self.cache.page_table[rows])
+        assert step.seq_lens.tolist() == [len(self.model[r]) for r in chosen]
+        assert step.cu_seqlens_q.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
+        assert step.max_seqlen_q == max(counts)
+        where = [(len(self.model[r]) - n + i) for r, n in zip(chosen, counts, strict=True) for i in range(n)]
+        assert step.positions.tolist() == where
+        slots = [self.cache.slots(r, len(self.model[r]) - n) for r, n in zip(chosen, counts, strict=True)]
+        assert torch.equal(step.slots, torch.cat(slots))
+        assert [t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)] == [torch.int32] * 3
+        assert step.slots.dtype == step.positions.dtype == torch.int64
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data):
+        request = self.live(data)
+        with self.maybe(TooManyRequests):
+            used = self.cache.used_pages
+            self.model[child := self.cache.fork(request)] = list(self.model[request])
+            assert child != request and self.cache.used_pages == used
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def truncate(self, data):
+        request = self.live(data)
+        length = data.draw(st.integers(0, len(self.model[request]) + 2))
+        with self.maybe(InvalidInput) as raised:
+            self.cache.truncate(request, length)
+            del self.model[request][length:]
+        assert bool(raised) == (length > len(self.model[request]))
+
+    @precondition(lambda self: len(self.model) > 2)
+    @rule(data=st.data())
+    def free(self, data):
+        request = self.live(data)
+        self.cache.free(request)
+        del self.model[request]
+        self.gone.append(request)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate"]))
+    def use_after_free(self, data, call):
+        request = data.draw(st.sampled_from(self.gone))
+        more = {"extend": (1,), "truncate": (0,)}.get(call, ())
+        with unchanged(self.cache, UnknownRequest):
+            getattr(self.cache, call)([*self.model, request] if call == "batch" else request, *more)
+
+    @precondition(lambda self: len(self.gone) > 5)
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.gone += self.model
+        self.model = {}
+        assert self.cache.used_pages == 0
+
+    @invariant()
+    def contents(self):
+        for request, tokens in self.model.items():
+            assert self.cache.length(request) == len(tokens)
+            assert read(self.cache, request) == tokens
+
+    @invariant()
+    def owners(self):
+        if not hasattr(self, "cache"):
+            return
+        cache, ledger = self.cache, self.cache._ledger
+        assert cache.requests == tuple(self.model)
+        owners = [page for entry in ledger.requests.values() for page in entry.pages]
+        assert 0 not in owners and 0 not in ledger.free_pages
+        assert ledger.refs == [owners.count(page) for page in range(cache.num_pages)]
+        assert sorted({*owners} | {*ledger.free_pages}) == list(range(1, cache.num_pages))
+        assert not {*owners} & {*ledger.free_pages} and len(ledger.free_pages) == len({*ledger.free_pages})
+        assert cache.free_pages + cache.used_pages == cache.num_pages - 1
+        rows = [entry.row for entry in ledger.requests.values()]
+        assert sorted(rows + ledger.free_rows) == list(range(cache.seq_lens.shape[0]))
+        for entry in ledger.requests.values():
+            assert len(entry.pages) == -(-entry.length // cache.page_size) and len(set(entry.pages)) == len(entry.pages)
+            line = cache.page_table[entry.row].tolist()
+            assert line == entry.pages + [0] * (len(line) - len(entry.pages))
+            assert cache.seq_lens[entry.row] == entry.length
+        for row in ledger.free_rows:
+            assert not cache.page_table[row].any() and cache.seq_lens[row] == 0
+
+    @invariant()
+    def tensors_stay(self):
+        if hasattr(self, "cache"):
+            assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
+            assert all(pool[0].isnan().all() for pool in (*self.cache.k_pages, *self.cache.v_pages)), "the null page was written"
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+# By hand ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_until_one_writes():
+    cache = make()
+    a = cache.alloc(0)
+    append(cache, a, [1, 2, 3, 4, 5, 6])
+    b = cache.fork(a)
+    assert cache.used_pages == 2
+    append(cache, b, [70])
+    assert cache.used_pages == 3, "the half-full page was copied, the full one is shared"
+    append(cache, a, [80])
+    assert cache.used_pages == 3, "what the copy left behind is nobody else's"
+    assert (read(cache, a), read(cache, b)) == ([1, 2, 3, 4, 5, 6, 80], [1, 2, 3, 4, 5, 6, 70])
+    cache.free(a)
+    assert read(cache, b) == [1, 2, 3, 4, 5, 6, 70] and cache.used_pages == 2
+
+
+def test_a_fork_at_a_page_end_copies_nothing():
+    cache = make()
+    a = cache.alloc(4)
+    write(cache, cache.slots(a), [1, 2, 3, 4])
+    b = cache.fork(a)
+    cache.batch([a, b], 1)
+    assert cache.used_pages == 3
+
+
+def test_of_three_that_outgrow_a_page_together_two_copy():
+    cache = make(page_size=4, num_pages=8)
+    a = cache.alloc(2)
+    write(cache, cache.slots(a), [1, 2])
+    family = [a, cache.fork(a), cache.fork(a)]
+    step = cache.batch(family, 1)
+    write(cache, step.slots, [10, 20, 30])
+    assert [read(cache, r) for r in family] == [[1, 2, 10], [1, 2, 20], [1, 2, 30]]
+    assert cache.used_pages == 3
+
+
+def test_truncate_into_a_shared_page_then_write():
+    cache = make()
+    a = cache.alloc(8)
+    write(cache, cache.slots(a), list(range(1, 9)))
+    b = cache.fork(a)
+    cache.truncate(b, 3)
+    append(cache, b, [50, 60])
+    assert (read(cache, a), read(cache, b)) == (list(range(1, 9)), [1, 2, 3, 50, 60])
+
+
+def test_a_copy_needs_a_page_too():
+    cache = make(num_pages=2)
+    a = cache.alloc(2)
+    b = cache.fork(a)
+    with unchanged(cache, OutOfPages) as caught:
+        cache.extend(b, 1)
+    assert (caught.value.needed, caught.value.free, caught.value.total) == (1, 0, 1)
+    cache.free(a)
+    cache.extend(b, 1)
+
+
+def test_float8_pages_are_copied():
+    cache = make(dtype=torch.float8_e4m3fn)
+    a = cache.alloc(2)
+    for pool in (*cache.k_pages, *cache.v_pages):
+        pool[1, :2, 0, 0] = torch.tensor([2.0, 3.0]).to(pool.dtype)
+    b = cache.fork(a)
+    cache.extend(b, 1)
+    page = int(cache.page_table[cache.row(b), 0])
+    assert page != 1
+    assert all(pool[page, :2].flatten().tolist() == [2.0, 3.0] for pool in (*cache.k_pages, *cache.v_pages))
+
+
+def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    cache = make()
+    a = cache.alloc(2)
+    b = cache.fork(a)
+    monkeypatch.setattr("attnops.cache.paged.slot_mapping", fail)
+    before = snapshot(cache)
+    free = cache._ledger.free_pages
+    with pytest.raises(MemoryError):
+        cache.batch([a, b], [3, 5])
+    after = snapshot(cache)
+    for pages in after[1][2:]:  # what free pages hold is nobody's
+        pages[free] = 0
+    assert same(before, after)
+    monkeypatch.undo()
+    cache.batch([a, b], [3, 5])
+
+
+def test_made_and_used_in_any_mode():
+    with torch.inference_mode():
+        cache = make()
+        a = cache.alloc(3)
+        step = cache.batch([a], 2)
+    assert not any(t.is_inference() for t in [*tensors(cache), step.page_table, step.slots, step.positions, cache.slots(a)])
+    with torch.enable_grad():
+        cache.extend(a, 1)
+    assert not any(t.requires_grad for t in tensors(cache))
+
+
+def test_shapes():
+    cache = PagedCache(
+        3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert [tuple(t.shape) for t in cache.k_pages] == [(5, 2, 4, 8)] * 3
+    assert [tuple(t.shape) for t in cache.v_pages] == [(5, 2, 4, 6)] * 3
+    assert cache.page_table.shape == (7, 9) and cache.seq_lens.shape == (7,)
+    assert not any(t.any() for t in tensors(cache))
+    assert (cache.free_pages, cache.used_pages, cache.requests) == (4, 0, ())
+
+
+def test_a_batch_is_frozen_and_a_pytree():
+    cache = make()
+    step = cache.batch([cache.alloc()], 3)
+    with pytest.raises(AttributeError):
+        step.max_seqlen_q = 4
+    leaves, spec = torch.utils._pytree.tree_flatten(step)
+    again = torch.utils._pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again, PagedBatch) and again.slots is step.slots
+
+
+# Errors -----------------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "num_layers": 1, "num_pages": 4, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, "max_requests": 2, "max_pages_per_request": 3,
+    "dtype": torch.float32, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "want"),
+    [
+        ("num_layers", 0, ">= 1"),
+        ("num_pages", 1, ">= 2 (pages, the null page included)"),
+        ("page_size", 0, ">= 1 (tokens)"),
+        ("page_size", 2.0, ">= 1 (tokens)"),
+        ("num_kv_heads", -1, ">= 1"),
+        ("head_dim", 0, ">= 1"),
+        ("v_head_dim", 0, ">= 1"),
+        ("max_requests", 0, ">= 1"),
+        ("max_pages_per_request", "3", ">= 1"),
+        ("max_requests", True, ">= 1"),
+        ("dtype", torch.int64, "bfloat16"),
+        ("dtype", "float32", "float32"),
+    ],
+    ids=str,
+)
+def test_bad_builds(field, value, want):
+    with pytest.raises(InvalidInput) as caught:
+        PagedCache(**{**GOOD, field: value})
+    assert caught.value.field == field and want in caught.value.want and str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "found"),
+    [
+        (lambda c, a: c.alloc(-1), InvalidInput, {"field": "num_tokens", "got": -1}),
+        (lambda c, a: c.alloc(2.5), InvalidInput, {"field": "num_tokens", "got": "2.5"}),
+        (lambda c, a: c.alloc(17), RequestTooLong, {"got": 17, "limit": 16}),
+        (lambda c, a: c.alloc(13), OutOfPages, {"needed": 4, "free": 3, "total": 4}),
+        (lambda c, a: (c.alloc(), c.alloc()), TooManyRequests, {"limit": 2}),
+        (lambda c, a: (c.fork(a), c.fork(a)), TooManyRequests, {"limit": 2}),
+        (lambda c, a: c.extend(a, -1), InvalidInput, {"field": "num_tokens", "got": -1}),
+        (lambda c, a: c.extend(a, 15), RequestTooLong, {"request": ..., "got": 17, "limit": 16}),
+        (lambda c, a: c.extend(10**9, 1), UnknownRequest, {"request": 10**9}),
+        (lambda c, a: c.extend("a", 1), UnknownRequest, {"request": "a"}),
+        (lambda c, a: c.extend([a], 1), UnknownRequest, {"request": ...}),
+        (lambda c, a: c.free(True), UnknownRequest, {"request": True}),
+        (lambda c, a: c.free(make().alloc()), UnknownRequest, {"request": ...}),
+        (lambda c, a: c.fork(None), UnknownRequest, {"request": None}),
+        (lambda c, a: c.truncate(a, 3), InvalidInput, {"field": "length", "got": 3}),
+        (lambda c, a: c.truncate(a, -1), InvalidInput, {"field": "length", "got": -1}),
+        (lambda c, a: c.slots(a, 0, 3), InvalidInput, {"field": "start, stop", "got": (0, 3)}),
+        (lambda c, a: c.slots(a, 2, 1), InvalidInput, {"field": "start, stop", "got": (2, 1)}),
+        (lambda c, a: c.batch([], []), InvalidInput, {"field": "requests", "got": ()}),
+        (lambda c, a: c.batch(a, 1), InvalidInput, {"field": "requests"}),
+        (lambda c, a: c.batch([a, a], 1), InvalidInput, {"field": "requests"}),
+        (lambda c, a: c.batch([a], [1, 2]), InvalidInput, {"field": "new_tokens", "got": "2 counts"}),
+        (lambda c, a: c.batch([a], [-3]), InvalidInput, {"field": "new_tokens[0]", "got": -3}),
+        (lambda c, a: c.batch([a], True), InvalidInput, {"field": "new_tokens[0]", "got": True}),
+        (lambda c, a: c.batch([a, 10**9], 1), UnknownRequest, {"request": 10**9}),
+        (lambda c, a: c.batch([a], [15]), RequestTooLong, {"got": 17, "limit": 16}),
+    ],
+)
+def test_bad_calls(call, error, found):
+    cache = make(num_pages=5, max_requests=2)
+    request = cache.alloc(2)
+    write(cache, cache.slots(request), [1, 2])
+    before = snapshot(cache)
+    with pytest.raises(error) as caught:
+        call(cache, request)
+    if error is not TooManyRequests:  # there the first of two calls went through
+        assert same(before, snapshot(cache))
+    assert isinstance(caught.value, CacheError | InvalidInput)
+    for name, value in found.items():
+        assert value is ... or getattr(caught.value, name) == value
+    assert str(found.get("got", "")) in str(caught.value)
+
+
+def test_a_batch_is_all_or_none():
+    cache = make(num_pages=5, max_requests=3)
+    a, b = cache.alloc(4), cache.alloc(4)
+    with unchanged(cache, OutOfPages) as caught:
+        cache.batch([a, b], [5, 4])
+    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
+    with unchanged(cache, RequestTooLong):
+        cache.batch([a, b], [1, 13])
+
+
+def test_double_free():
+    cache = make()
+    a = cache.alloc(3)
+    cache.free(a)
+    with unchanged(cache, UnknownRequest) as caught:
+        cache.free(a)
+    assert str(a) in str(caught.value) and "freed twice" in str(caught.value)
+
+
+def test_forks_beyond_the_rows():
+    cache = make(max_requests=1)
+    a = cache.alloc(3)
+    for call in (cache.alloc, lambda: cache.fork(a)):
+        with unchanged(cache, TooManyRequests):
+            call()

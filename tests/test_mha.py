@@ -1,0 +1,357 @@
+"""MultiheadAttention against torch.nn.MultiheadAttention: results, gradients and state_dict, argument by argument."""
+
+import copy
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnops.errors import InvalidInput, UnknownKernel
+from attnops.nn import MultiheadAttention
+
+E, H, L, S, N = 12, 3, 5, 7, 2
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    """In float64 a tolerance can be narrow enough to tell rounding from a mistake."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+def pair(**kwargs):
+    theirs = nn.MultiheadAttention(E, H, **kwargs)
+    with torch.no_grad():
+        for p in theirs.parameters():  # biases start at 0, which hides mistakes
+            p.normal_(std=0.5)
+    ours = MultiheadAttention(E, H, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def qkv(batch_first=False, batched=True, kdim=E, vdim=E, same=False, queries=L, keys=S):
+    def one(length, width):
+        shape = (length, width) if not batched else (N, length, width) if batch_first else (length, N, width)
+        return torch.randn(shape)
+
+    if same:
+        x = one(queries, E)
+        return x, x, x
+    return one(queries, E), one(keys, kdim), one(keys, vdim)
+
+
+def padding(kind, batched, keys=S):
+    hide = torch.zeros((N, keys), dtype=torch.bool)
+    hide[0, -2:] = True
+    hide[1, :1] = True
+    hide = hide if batched else hide[0]
+    return {"none": None, "bool": hide, "float": torch.randn(hide.shape)}[kind]
+
+
+def masking(kind, batched, keys=S, queries=L):
+    if kind == "none":
+        return None
+    dims, dtype = kind
+    shape = (queries, keys) if dims == 2 else ((N if batched else 1) * H, queries, keys)
+    if dtype == "float":
+        return torch.randn(shape)
+    hide = torch.rand(shape) < 0.4
+    hide[..., 2] = False  # every query sees a key: torch gives NaN where one does not
+    return hide
+
+
+def agree(theirs, ours, args, grads=True, **kwargs):
+    """Both give the same result and the same gradients, of inputs, float masks and parameters."""
+
+    def run(module):
+        module.zero_grad()
+        seen: dict[int, torch.Tensor] = {}
+
+        def leaf(x):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                return x
+            return seen.setdefault(id(x), x.clone().requires_grad_(grads))
+
+        leaves = [leaf(x) for x in args]
+        given = {name: leaf(x) for name, x in kwargs.items()}
+        torch.manual_seed(1)
+        out, weights = module(*leaves, **given)
+        if grads:
+            loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+            if weights is not None:
+                loss = loss + (weights**2).sum()
+            loss.backward()
+        return [out, weights, *(x.grad for x in seen.values()), *(p.grad for _, p in sorted(module.named_parameters()))]
+
+    for want, got in zip(run(theirs), run(ours), strict=True):
+        close(got, want)
+        assert got is None or got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("attn", ["none", (2, "bool"), (2, "float"), (3, "bool"), (3, "float")], ids=str)
+@pytest.mark.parametrize("pad", ["none", "bool", "float"])
+@pytest.mark.parametrize("form", ["seq_first", "batch_first", "unbatched"])
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_masks(form, pad, attn, need_weights):
+    batched = form != "unbatched"
+    theirs, ours = pair(batch_first=form == "batch_first")
+    args = qkv(form == "batch_first", batched)
+    agree(theirs, ours, args, key_padding_mask=padding(pad, batched), attn_mask=masking(attn, batched), need_weights=need_weights)
+
+
+BUILDS: list[dict[str, Any]] = [
+    dict(zip(("bias", "add_bias_kv", "add_zero_attn"), flags, strict=True), **dims)
+    for flags in itertools.product((True, False), (False, True), (False, True))
+    for dims in ({}, {"kdim": 6, "vdim": 10}, {"kdim": 6}, {"vdim": 10})
+]
+
+
+@pytest.mark.parametrize("masks", [("none", "none"), ("bool", (3, "bool")), ("float", (2, "float"))], ids=str)
+@pytest.mark.parametrize("build", BUILDS, ids=lambda b: ",".join(f"{k}={v}" for k, v in b.items()))
+def test_constructor_arguments(build, masks):
+    theirs, ours = pair(**build)
+    args = qkv(kdim=build.get("kdim", E), vdim=build.get("vdim", E))
+    for need_weights in (False, True):
+        agree(theirs, ours, args, key_padding_mask=padding(masks[0], True), attn_mask=masking(masks[1], True), need_weights=need_weights)
+
+
+@pytest.mark.parametrize("form", ["seq_first", "batch_first", "unbatched"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_self_attention(form, training, need_weights):
+    batched = form != "unbatched"
+    theirs, ours = pair(batch_first=form == "batch_first")
+    args = qkv(form == "batch_first", batched, same=True)
+    agree(theirs.train(training), ours.train(training), args, need_weights=need_weights)
+    with torch.no_grad():  # torch's own inference path
+        agree(theirs, ours, args, grads=False, need_weights=need_weights)
+
+
+def test_key_that_is_the_value():
+    theirs, ours = pair()
+    query, key, _ = qkv()
+    agree(theirs, ours, (query, key, key), need_weights=False)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+def test_weights(average, batched):
+    theirs, ours = pair()
+    args = qkv(batched=batched)
+    agree(theirs, ours, args, average_attn_weights=average)
+    want = ((L, S) if average else (H, L, S)) if not batched else (N, L, S) if average else (N, H, L, S)
+    assert ours(*args, average_attn_weights=average)[1].shape == want
+    assert inspect.signature(ours.forward).parameters["need_weights"].default is True
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("pad", ["none", "float"])
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_causal_hint(extra, pad, need_weights):
+    theirs, ours = pair(**extra)
+    args = qkv(same=True)
+    causal = nn.Transformer.generate_square_subsequent_mask(L)
+    # With more keys than queries torch's hint hides the added key, which its mask does not: there we follow the mask.
+    hint = not extra or need_weights or pad != "none"
+    mask = {"attn_mask": causal, "key_padding_mask": padding(pad, True, L), "need_weights": need_weights}
+    want = theirs(*args, **mask, is_causal=hint)
+    got = ours(*args, **mask, is_causal=True)
+    close(got, want)
+
+
+def test_causal_hint_of_another_shape_follows_the_mask():
+    _, ours = pair()
+    args = qkv()
+    mask = torch.ones(L, S, dtype=torch.bool).triu(1)
+    hinted = ours(*args, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    close(hinted, ours(*args, attn_mask=mask, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_draws_as_torch_does(need_weights):
+    theirs, ours = pair(dropout=0.4)
+    agree(theirs, ours, qkv(), need_weights=need_weights)
+    agree(theirs.eval(), ours.eval(), qkv(), need_weights=need_weights)
+
+
+def test_state_dict_goes_both_ways():
+    for build in BUILDS:
+        theirs, ours = nn.MultiheadAttention(E, H, **build), MultiheadAttention(E, H, **build)
+        assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in ours.state_dict().items()}
+        theirs.load_state_dict(ours.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+
+
+def test_weights_start_as_torchs():
+    for build in BUILDS:
+        torch.manual_seed(5)
+        theirs = nn.MultiheadAttention(E, H, **build).state_dict()
+        torch.manual_seed(5)
+        ours = MultiheadAttention(E, H, **build).state_dict()
+        assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_same_signatures():
+    def parameters(f):
+        return [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
+
+    assert parameters(MultiheadAttention.forward) == parameters(nn.MultiheadAttention.forward)
+    assert parameters(MultiheadAttention.__init__)[:-1] == parameters(nn.MultiheadAttention.__init__)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_query_that_sees_nothing_gives_0(need_weights):
+    _, ours = pair(bias=False)
+    hide = torch.zeros(L, S, dtype=torch.bool)
+    hide[1] = True
+    query, key, value = (x.requires_grad_() for x in qkv())
+    out, weights = ours(query, key, value, attn_mask=hide, need_weights=need_weights)
+    assert out[1].eq(0).all() and out.isfinite().all()
+    assert weights is None or weights[:, 1].eq(0).all()
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+def test_padded_keys_may_hold_large_values():
+    _, ours = pair()
+    query, key, value = qkv()
+    hide = padding("bool", True)
+    want = ours(query, key, value, key_padding_mask=hide, need_weights=False)[0]
+    far = hide.transpose(0, 1)[..., None]
+    got = ours(query, key.masked_fill(far, 1e4), value.masked_fill(far, -1e4), key_padding_mask=hide, need_weights=False)[0]
+    close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_rounding_is_as_torchs(dtype, need_weights):
+    theirs, ours = pair()
+    args = qkv()
+    exact = theirs(*args)[0]
+    args = [x.to(dtype) for x in args]
+    rounded = theirs.to(dtype)(*args, need_weights=need_weights)[0]
+    got = ours.to(dtype)(*args, need_weights=need_weights)[0]
+    assert got.dtype == dtype
+    assert (got - exact).abs().max() <= 2 * (rounded - exact).abs().max() + 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("build", [{}, {"add_bias_kv": True}], ids=str)
+def test_autocast(build):
+    theirs, ours = pair(**build, dtype=torch.float32)
+    args = [x.float() for x in qkv()]
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = theirs(*args, need_weights=False)[0], ours(*args, need_weights=False)[0]
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=8e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_in_torchs_transformer_layers(layer):
+    theirs = layer(E, H, 16, dropout=0.0, batch_first=True)
+    ours = copy.deepcopy(theirs)
+    for name in ("self_attn", "multihead_attn"):
+        if hasattr(ours, name):
+            setattr(ours, name, MultiheadAttention(E, H, batch_first=True))
+    ours.load_state_dict(theirs.state_dict())
+    x, causal = torch.randn(N, L, E), nn.Transformer.generate_square_subsequent_mask(L)
+    args = (x, causal) if layer is nn.TransformerEncoderLayer else (x, torch.randn(N, S, E), causal)
+    for training in (True, False):
+        close(ours.train(training)(*args), theirs.train(training)(*args))
+        with torch.no_grad():
+            close(ours(*args), theirs(*args))
+
+
+def test_compiles_whole():
+    _, ours = pair()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for need_weights in (False, True):
+        args = qkv()
+        mask = {"attn_mask": masking((2, "bool"), True), "key_padding_mask": padding("bool", True), "need_weights": need_weights}
+        close(compiled(*args, **mask), ours(*args, **mask))
+
+
+def test_lengths_change_without_recompiling():
+    _, ours = pair()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    for queries, keys in ((4, 6), (5, 8), (9, 9), (6, 4), (3, 17)):
+        args = qkv(queries=queries, keys=keys)
+        close(compiled(*args, need_weights=False), ours(*args, need_weights=False))
+    assert counter.frame_count == 2
+
+
+def call(*shapes, **kwargs):
+    args = [torch.randn(s) for s in shapes] if shapes else qkv()
+    return lambda m: m(*args, **kwargs)
+
+
+BAD_BUILDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"embed_dim": 0}, "embed_dim", "int >= 1"),
+    ({"embed_dim": 12.0}, "embed_dim", "int >= 1"),
+    ({"num_heads": 5}, "num_heads", "divisor of embed_dim = 12"),
+    ({"num_heads": -1}, "num_heads", "int >= 1"),
+    ({"dropout": 1.5}, "dropout", "number >= 0"),
+    ({"dropout": -0.1}, "dropout", "number >= 0"),
+    ({"kdim": 0}, "kdim", "int >= 1"),
+    ({"vdim": "6"}, "vdim", "int >= 1"),
+]
+BAD_CALLS = [
+    (call((E,), (S, E), (S, E)), "query", "[L, 12]"),
+    (call((L, N, E), (S, E), (S, N, E)), "key", "batched as the query"),
+    (call((L, E), (S, E), (S, N, E)), "value", "[S, 12]"),
+    (call((L, N, E + 1), (S, N, E), (S, N, E)), "query.shape[-1]", "12"),
+    (call((L, N, E), (S, N, E - 2), (S, N, E)), "key.shape[-1]", "12"),
+    (call((L, N, E), (S, N, E), (S + 1, N, E)), "value", "as many values as keys"),
+    (call((L, N, E), (S, N + 1, E), (S, N + 1, E)), "key.shape[1]", "2, the query's batch"),
+    (call(is_causal=True), "attn_mask", "is_causal"),
+    (call(attn_mask=torch.zeros(L, S + 1)), "attn_mask", "[5, 7]"),
+    (call(attn_mask=torch.zeros(N, L, S)), "attn_mask", "[6, 5, 7]"),
+    (call(attn_mask=torch.zeros(S)), "attn_mask", "[5, 7]"),
+    (call(attn_mask=torch.zeros(L, S, dtype=torch.int32)), "attn_mask.dtype", "bool"),
+    (call(attn_mask=[[0.0]]), "attn_mask", "a tensor"),
+    (call(key_padding_mask=torch.zeros(S)), "key_padding_mask", "[2, 7]"),
+    (call(key_padding_mask=torch.zeros(N, S + 1)), "key_padding_mask", "[2, 7]"),
+    (call(key_padding_mask=torch.zeros(N, S, dtype=torch.uint8)), "key_padding_mask.dtype", "bool"),
+    (lambda m: m("query", None, None), "query", "a tensor"),
+]
+
+
+@pytest.mark.parametrize(("build", "field", "want"), BAD_BUILDS, ids=str)
+def test_bad_builds(build, field, want):
+    with pytest.raises(InvalidInput) as caught:
+        MultiheadAttention(**{"embed_dim": E, "num_heads": H, **build})
+    assert caught.value.field == field and want in caught.value.want and caught.value.got is not None
+
+
+@pytest.mark.parametrize(("bad", "field", "want"), BAD_CALLS, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_calls(bad, field, want):
+    with pytest.raises(InvalidInput) as caught:
+        bad(MultiheadAttention(E, H))
+    assert caught.value.field == field and want in caught.value.want
+    assert str(caught.value.got) in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)])
+    with pytest.raises(InvalidInput, match="nested"):
+        MultiheadAttention(E, H, batch_first=True)(x, x, x)
+
+
+def test_kernel_is_forced():
+    args = qkv()
+    ours = MultiheadAttention(E, H, kernel="reference")
+    plain = MultiheadAttention(E, H)
+    plain.load_state_dict(ours.state_dict())
+    close(ours(*args, need_weights=False)[0], plain(*args, need_weights=False)[0])
+    with pytest.raises(UnknownKernel):
+        MultiheadAttention(E, H, kernel="nobody")(*args, need_weights=False)
