@@ -1,0 +1,493 @@
+"""Every kernel on every point of the grid, against the exact result; and the reference against loops that know nothing of it."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnops
+from attnops import ops
+from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.ops import OPS
+from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel, oracle
+from attnops.testing.check import clone, fill
+
+INF = float("inf")
+GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in CASES[k.op]]
+
+
+@pytest.mark.parametrize(("kernel", "case"), GRID)
+def test_kernel(kernel, case):
+    figures = check_kernel(kernel, case.call())
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_every_op_has_a_grid():
+    assert set(CASES) == set(OPS)
+    for op, cases in CASES.items():
+        labels = [c.label for c in cases]
+        assert len(set(labels)) == len(labels), op
+
+
+def test_every_grid_point_is_answered():
+    # An op whose reference refuses a point would leave it untested without a word.
+    for cases in CASES.values():
+        for case in cases:
+            assert not kernels_of(case.op)["reference"].refusals(case.call().problem), str(case)
+
+
+# The reference itself -------------------------------------------------------------------------------------------------
+
+
+def requests(call):
+    """(query [n, Hq, D], key [L, Hkv, D], value, mask [n, Hq, L] or None, start, where in the result) of every request."""
+    t = call.arguments
+
+    def scaled(x, scale):
+        return x.double() if scale is None else x.double() * scale.double().reshape(-1, 1)
+
+    if call.op == "attention":
+        for b in range(t["query"].shape[0]):
+            end = int(t["kv_end"][b]) if "kv_end" in t else t["key"].shape[1]
+            mask = t.get("mask")
+            if mask is not None:
+                mask = mask.expand(t["query"].shape[0], t["query"].shape[2], t["query"].shape[1], -1)[b].transpose(0, 1)[..., :end]
+            key, value = scaled(t["key"], t.get("k_scale"))[b, :end], scaled(t["value"], t.get("v_scale"))[b, :end]
+            yield t["query"][b], key, value, mask, int(t["kv_start"][b]) if "kv_start" in t else 0, b
+        return
+    starts = t["cu_seqlens_q"].tolist()
+    for b, (q0, q1) in enumerate(pairwise(starts)):
+        if call.op == "varlen_attention":
+            k0, k1 = t["cu_seqlens_k"].tolist()[b : b + 2]
+            key, value = scaled(t["key"], t.get("k_scale"))[k0:k1], scaled(t["value"], t.get("v_scale"))[k0:k1]
+        else:
+            page, length = t["k_pages"].shape[1], int(t["seq_lens"][b])
+            slots = [(int(t["page_table"][b, j // page]), j % page) for j in range(length)]
+            key, value = (
+                torch.stack([pages[p, o] for p, o in slots]) if slots else pages.new_zeros((0, *pages.shape[2:]))
+                for pages in (scaled(t["k_pages"], t.get("k_scale")), scaled(t["v_pages"], t.get("v_scale")))
+            )
+        mask = t.get("mask")
+        if mask is not None:
+            mask = mask[q0:q1, None, : key.shape[0]].expand(-1, t["query"].shape[1], -1)
+        yield t["query"][q0:q1], key, value, mask, 0, slice(q0, q1)
+
+
+def by_hand(query, key, value, mask, start, t):
+    """One request, one query, one head at a time, in Python floats."""
+    n, heads, _ = query.shape
+    keys, group = key.shape[0], heads // key.shape[1]
+    output = torch.zeros(n, heads, value.shape[2], dtype=torch.float64)
+    lse = torch.full((n, heads), -INF, dtype=torch.float64)
+    q, k, v = query.tolist(), key.tolist(), value.tolist()
+    left, right, cap = t.get("window_left", -1), t.get("window_right", -1), t.get("softcap", 0.0)
+    for i in range(n):
+        position = keys - n + i
+        for h in range(heads):
+            logits = {}
+            for j in range(start, keys):
+                if (t["causal"] and j > position) or (left >= 0 and j < position - left) or (right >= 0 and j > position + right):
+                    continue
+                s = t["scale"] * math.fsum(a * b for a, b in zip(q[i][h], k[j][h // group], strict=True))
+                s = cap * math.tanh(s / cap) if cap else s
+                if mask is not None and mask.dtype == torch.bool:
+                    s = s if mask[i, h, j] else -INF
+                elif mask is not None:
+                    s += float(mask[i, h, j])
+                if s > -INF:
+                    logits[j] = s
+            terms = [*logits.values()] + ([float(t["sinks"][h])] if "sinks" in t else [])
+            if terms:
+                top = max(terms)
+                total = math.fsum(math.exp(s - top) for s in terms)
+                lse[i, h] = top + math.log(total)
+                for j, s in logits.items():
+                    output[i, h] += math.exp(s - top) / total * torch.tensor(v[j][h // group], dtype=torch.float64)
+    return output, lse
+
+
+SMALL = [
+    c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op] if "d64" not in c.label and "d128" not in c.label
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in SMALL if "long" not in c.label and "64" not in c.label.split("-")[0]])
+def test_reference_equals_loops(case):
+    call = case.call()
+    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t)
+    got = oracle(clean)
+    wanted = torch.zeros_like(got["output"])
+    lse = torch.full(wanted.shape[:-1], -INF, dtype=torch.float64)
+    for *request, where in requests(clean):
+        wanted[where], lse[where] = by_hand(*request, clean.arguments)
+    torch.testing.assert_close(got["output"], wanted, rtol=1e-12, atol=1e-12)
+    if call.arguments.get("return_lse") or "lse" in got and call.op == "paged_attention":
+        torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
+
+
+# The check itself -----------------------------------------------------------------------------------------------------
+
+
+def spoilt(op, run):
+    return Kernel("spoilt", op, run)
+
+
+def typical_mistakes():
+    dense, packed, paged, write = (OPS[n].reference for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
+
+    def narrow_sum(query, key, value, *args, **kw):
+        # Weights and sum in the dtype itself: what a kernel without wide accumulation does.
+        p = torch.softmax((query.transpose(1, 2) @ key.repeat_interleave(2, 2).transpose(1, 2).mT) * kw["scale"], -1)
+        out = sum(p[..., j, None] * value.repeat_interleave(2, 2).transpose(1, 2)[:, :, j, None] for j in range(key.shape[1]))
+        return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
+
+    def reads_free(query, key, value, *args, **kw):
+        clean = [torch.nan_to_num(value)] if args else [value]
+        return dense(query, key, clean[0], *args[:4], **kw)
+
+    def leaves_padding(*args, output, **kw):
+        kept = output.clone()
+        paged(*args, output=output, **kw)
+        end = int(args[5][-1])
+        output[end:] = kept[end:]
+
+    def touches_skipped(key, value, k_pages, v_pages, slots, *scales, **kw):
+        write(key, value, k_pages, v_pages, slots, *scales, **kw)
+        k_pages[-1, -1] = 0
+
+    def wraps(key, value, k_pages, v_pages, slots, k_scale, v_scale, **kw):
+        for rows, pages, scale in ((key, k_pages, k_scale), (value, v_pages, v_scale)):
+            at = slots >= 0
+            stored = (rows / scale[:, None]).round().to(torch.int64).to(torch.int8)
+            pages[slots[at] // pages.shape[1], slots[at] % pages.shape[1]] = stored[at]
+
+    def scribbles(query, *args, **kw):
+        out = dense(query, *args, **kw)
+        query.zero_()
+        return out
+
+    yield "attention", "causal", lambda *a, **kw: dense(*a, **kw | {"causal": False})
+    yield "attention", "causal", lambda q, k, v, *a, **kw: dense(q, k, v, *a, **kw | {"causal": False, "window_right": 1})
+    yield "attention", "window_left", lambda *a, **kw: dense(*a, **kw | {"window_left": kw["window_left"] - 1})
+    yield "attention", "window_both", lambda *a, **kw: dense(*a, **kw | {"window_right": kw["window_right"] + 1})
+    yield "attention", "softcap", lambda *a, **kw: dense(*a, **kw | {"softcap": 0.0})
+    yield "attention", "scale", lambda *a, **kw: dense(*a, **kw | {"scale": 0.25})
+    yield "attention", "sinks", lambda q, k, v, mask, sinks, **kw: dense(q, k, v, **kw)
+    yield "attention", "mask_additive", lambda q, k, v, mask, **kw: dense(q, k, v, mask * 1.01, **kw)
+    yield "attention", "lse", lambda *a, **kw: (dense(*a, **kw)[0], dense(*a, **kw)[1] / math.log(2))
+    yield "attention", "tall-lse_causal", lambda *a, **kw: (dense(*a, **kw)[0], dense(*a, **kw)[1].nan_to_num(neginf=-1e9))
+    yield "attention", "group_3", lambda q, k, v, **kw: dense(q, k.flip(2), v.flip(2), **kw)
+    yield "attention", "float8", lambda q, k, v, m, s, ks, vs, **kw: dense(q, k, v, m, s, ks, ks, **kw)
+    yield "attention", "plain", lambda q, k, v, **kw: tuple(x.half().to(x.dtype) for x in dense(q, k, v, **kw))
+    yield "attention", "float64", lambda q, k, v, **kw: (dense(q.float(), k.float(), v.float(), **kw)[0].double(), dense(q, k, v, **kw)[1])
+    yield "attention", "long-bfloat16_d64", lambda q, k, v, **kw: narrow_sum(q[:, :, :4], k, v, **kw)
+    yield "attention", "plain", lambda q, k, v, **kw: (dense(q, k, v, **kw)[0].transpose(1, 2).contiguous().transpose(1, 2), q.new_empty(0))
+    yield "attention", "lse", lambda q, k, v, **kw: (dense(q, k, v, **kw)[0], dense(q, k, v, **kw)[1].double())
+    yield "attention", "plain", lambda q, k, v, **kw: (dense(q, k, v, **kw)[0], q.flatten()[:0].float())[:1]
+    yield "attention", "mha", lambda q, k, v, **kw: (q, dense(q, k, v, **kw)[1])
+    yield "attention", "plain", scribbles
+    yield "attention", "range-plain", reads_free
+    yield (
+        "varlen_attention",
+        "plain",
+        lambda q, k, v, *a, **kw: (packed(q, k, v, *a, **kw)[0].nan_to_num() + q.nan_to_num() * 1e-3, q.new_empty(0)),
+    )
+    yield (
+        "varlen_attention",
+        "causal",
+        lambda q, k, v, cq, ck, **kw: packed(q.nan_to_num(), k.nan_to_num(), v.nan_to_num(), cq, ck.roll(0) + 1, **kw),
+    )
+    yield "paged_attention", "plain", leaves_padding
+    yield "paged_attention", "lse", lambda *a, lse, **kw: paged(*a, **kw)
+    yield "paged_attention", "plain", lambda *a, **kw: kw["output"]
+    yield "write_kv", "plain", touches_skipped
+    yield "write_kv", "int8", wraps
+    yield "write_kv", "plain", lambda k, v, kp, vp, slots, **kw: write(k.nan_to_num(), v.nan_to_num(), kp, vp, slots.clamp(min=0), **kw)
+    yield "write_kv", "float8", lambda k, v, kp, vp, slots, ks, vs, **kw: write(k, v, kp, vp, slots, ks * 1.07, vs, **kw)
+    yield "merge_state", "plain", lambda oa, la, ob, lb, **kw: ((oa + ob) / 2, torch.logaddexp(la, lb))
+    yield "cu_seqlens", "ragged-int32", lambda lengths, **kw: torch.cumsum(lengths, 0).to(torch.int32)
+    yield "cu_seqlens", "ragged-int64", lambda lengths, **kw: torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+
+
+@pytest.mark.parametrize(("op", "label", "run"), [pytest.param(*m, id=f"{i}-{m[0]}-{m[1]}") for i, m in enumerate(typical_mistakes())])
+def test_the_check_sees(op, label, run):
+    [case] = [c for c in CASES[op] if c.label == label]
+    with pytest.raises(Mismatch):
+        check_kernel(spoilt(op, run), case.call())
+
+
+def test_the_check_reports_refusals_and_runs_nothing():
+    from attnops.kernel import without
+
+    kernel = Kernel("picky", "attention", lambda *a, **k: pytest.fail("ran"), needs=without("sinks", "softcap"))
+    [case] = [c for c in CASES["attention"] if c.label == "all"]
+    figures = check_kernel(kernel, case.call())
+    assert [r.field for r in figures.refused] == ["sinks", "softcap"]
+    assert "refused: sinks=True" in str(figures)
+
+
+def test_tolerance_multiplies_the_budget():
+    [case] = [c for c in CASES["attention"] if c.label == "plain"]
+
+    def rounded(*args, **kw):
+        return tuple(x.bfloat16().float() for x in OPS["attention"].reference(*args, **kw))
+
+    with pytest.raises(Mismatch, match="allowed"):
+        check_kernel(Kernel("rounded", "attention", rounded), case.call())
+    assert check_kernel(Kernel("rounded", "attention", rounded, tolerance=2.0**16), case.call()).worst < 1.0
+
+
+# merge_state ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+def test_merge_with_one_empty_side_is_the_other(kernel):
+    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
+    nothing, none = torch.full_like(out, float("nan")), torch.full_like(lse, -INF)
+    for merged in (
+        attnops.merge_state(out, lse, nothing, none, kernel=kernel),
+        attnops.merge_state(nothing, none, out, lse, kernel=kernel),
+    ):
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+def test_merge_of_nothing_is_nothing(kernel):
+    nothing, none = torch.full((3, 2, 4), float("nan")), torch.full((3, 2), -INF)
+    out, lse = attnops.merge_state(nothing, none, nothing, none, kernel=kernel)
+    assert torch.equal(out, torch.zeros(3, 2, 4))
+    assert torch.equal(lse, none)
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+def test_merge_of_far_apart_sides_does_not_overflow(kernel):
+    a, b = torch.ones(1, 1, 4), -torch.ones(1, 1, 4)
+    out, lse = attnops.merge_state(a, torch.tensor([[1e30]]), b, torch.tensor([[-1e30]]), kernel=kernel)
+    assert torch.equal(out, a)
+    assert lse.item() == pytest.approx(1e30)
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_merge_of_two_halves_is_the_whole(data):
+    tokens, keys = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 6))
+    cut = data.draw(st.integers(0, keys))
+    source = Source(data.draw(st.integers(0, 99)))
+    q = source.normal(1, tokens, 4, 8, dtype=torch.float64)
+    k, v = (source.normal(1, keys, 2, 8, dtype=torch.float64) for _ in range(2))
+    whole, lse = attnops.attention(q, k, v, return_lse=True)
+    a, la = attnops.attention(q, k[:, :cut], v[:, :cut], return_lse=True)
+    b, lb = attnops.attention(q, k[:, cut:], v[:, cut:], return_lse=True)
+    merged, merged_lse = attnops.merge_state(a[0], la[0], b[0], lb[0])
+    torch.testing.assert_close(merged, whole[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged_lse, lse[0], rtol=1e-6, atol=1e-6)
+
+
+# write_kv -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("write_kv")))
+@pytest.mark.parametrize(("dtype", "top"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.int8, 127.0)])
+def test_quantised_stores_saturate(kernel, dtype, top):
+    pages = torch.zeros(2, 2, 1, 2, dtype=torch.uint8).view(dtype)
+    values = torch.tensor([1e30, -1e30]).reshape(1, 1, 2)
+    one = torch.ones(1)
+    arguments = dict(key=values, value=values, k_pages=pages, v_pages=pages.clone(), slots=torch.tensor([3]), k_scale=one, v_scale=one)
+    from attnops.testing import Call
+
+    if refused := kernels_of("write_kv")[kernel].refusals(Call("write_kv", arguments).problem):
+        pytest.skip("; ".join(map(str, refused)))
+    attnops.write_kv(**arguments, kernel=kernel)
+    assert pages.double()[1, 1, 0].tolist() == [top, -top]
+    assert not pages.double()[0].any()
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("write_kv")))
+def test_nothing_is_written_when_all_is_skipped(kernel):
+    for dtype in (torch.float32, torch.bfloat16):
+        k_pages, v_pages = torch.randn(3, 2, 1, 4).to(dtype), torch.full((3, 2, 1, 4), float("nan"), dtype=dtype)
+        before = k_pages.clone()
+        rows = torch.full((3, 1, 4), float("nan"), dtype=dtype)
+        attnops.write_kv(rows, rows, k_pages, v_pages, torch.tensor([-1, -1, -5]), kernel=kernel)
+        assert torch.equal(k_pages, before)
+        assert v_pages.isnan().all()
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_written_keys_are_read_back(data):
+    """slot_mapping, write_kv and paged_attention agree on where a token lies."""
+    page = data.draw(st.sampled_from([1, 2, 3, 16]))
+    lens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    source = Source(data.draw(st.integers(0, 99)))
+    f = Features(dtype=torch.float64)
+    call = builders.paged(source, lens, lens, page, f, padding=0, spare=1)
+    t = dict(call.arguments)
+    total = sum(lens)
+    key, value = source.normal(total, 2, 16, dtype=torch.float64), source.normal(total, 2, 16, dtype=torch.float64)
+    rows = ops.token_rows(t["cu_seqlens_q"], total)
+    positions = torch.arange(total) - t["cu_seqlens_q"].long()[rows.long()]
+    slots = ops.slot_mapping(positions, rows, t["page_table"], page_size=page)
+    k_pages, v_pages = torch.full_like(t["k_pages"], float("nan")), torch.full_like(t["v_pages"], float("nan"))
+    attnops.write_kv(key, value, k_pages, v_pages, slots)
+    out = attnops.paged_attention(t["query"], k_pages, v_pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"], max_seqlen_q=max(lens))
+    want = attnops.varlen_attention(
+        t["query"], key, value, t["cu_seqlens_q"], t["cu_seqlens_q"], max_seqlen_q=max(lens), max_seqlen_k=max(lens), causal=True
+    )
+    torch.testing.assert_close(out, want)
+
+
+# Metadata against plain Python ----------------------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=6)
+DTYPES = st.sampled_from([torch.int32, torch.int64])
+PAGES = st.sampled_from([1, 2, 3, 16])
+
+
+@given(LENGTHS, DTYPES)
+@settings(max_examples=30)
+def test_cu_seqlens(lens, dtype):
+    got = ops.cu_seqlens(torch.tensor(lens, dtype=dtype))
+    assert (got.dtype, got.tolist()) == (torch.int32, [sum(lens[:i]) for i in range(len(lens) + 1)])
+
+
+@given(LENGTHS, st.integers(0, 5))
+@settings(max_examples=30)
+def test_token_rows(lens, more):
+    got = ops.token_rows(ops.cu_seqlens(torch.tensor(lens, dtype=torch.int32)), sum(lens) + more)
+    assert (got.dtype, got.tolist()) == (torch.int32, [b for b, n in enumerate(lens) for _ in range(n)] + [-1] * more)
+
+
+@given(LENGTHS)
+@settings(max_examples=15)
+def test_token_rows_of_fewer_tokens_than_the_requests_have(lens):
+    whole = [b for b, n in enumerate(lens) for _ in range(n)]
+    got = ops.token_rows(ops.cu_seqlens(torch.tensor(lens, dtype=torch.int32)), len(whole) // 2)
+    assert got.tolist() == whole[: len(whole) // 2]
+
+
+@given(st.data(), DTYPES, PAGES)
+@settings(max_examples=40)
+def test_slot_mapping(data, dtype, page):
+    batch, width, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 8))
+    table = [[data.draw(st.integers(-1, 9)) for _ in range(width)] for _ in range(batch)]
+    positions = [data.draw(st.integers(-2, page * 4)) for _ in range(tokens)]
+    rows = [data.draw(st.integers(-1, batch - 1)) for _ in range(tokens)]
+
+    def slot(position, row):
+        if position < 0 or row < 0 or position // page >= width or table[row][position // page] < 0:
+            return -1
+        return table[row][position // page] * page + position % page
+
+    got = ops.slot_mapping(
+        torch.tensor(positions, dtype=dtype),
+        torch.tensor(rows, dtype=dtype),
+        torch.tensor(table, dtype=torch.int32).reshape(batch, width),
+        page_size=page,
+    )
+    assert (got.dtype, got.tolist()) == (torch.int64, [slot(*pair) for pair in zip(positions, rows, strict=True)])
+
+
+@given(st.data(), DTYPES, PAGES)
+@settings(max_examples=40)
+def test_page_table(data, dtype, page):
+    width, known = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 4))
+    table = builders.token_table(Source(data.draw(st.integers(0, 99))), known, width, page, dtype)
+    rows = data.draw(st.lists(st.integers(0, known - 1), max_size=4))
+    lens = [data.draw(st.integers(0, width)) for _ in rows]
+    want = [
+        [int(table[r, p * page]) // page if p * page < n else 0 for p in range(-(-width // page))] for r, n in zip(rows, lens, strict=True)
+    ]
+    got = ops.page_table(table, torch.tensor(rows, dtype=dtype), torch.tensor(lens, dtype=dtype), page_size=page)
+    assert (got.dtype, got.shape) == (torch.int32, (len(rows), -(-width // page)))
+    assert got.tolist() == want
+
+
+@given(st.data(), DTYPES, PAGES)
+@settings(max_examples=40)
+def test_kv_indices(data, dtype, page):
+    batch, width = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+    table = [[data.draw(st.integers(0, 99)) for _ in range(width)] for _ in range(batch)]
+    lens = [data.draw(st.integers(0, width * page)) for _ in range(batch)]
+    counts = [-(-n // page) for n in lens]
+    used = [p for row, n in zip(table, counts, strict=True) for p in row[:n]]
+    indptr, indices, last = ops.kv_indices(
+        torch.tensor(table, dtype=torch.int32).reshape(batch, width), torch.tensor(lens, dtype=dtype), page_size=page
+    )
+    assert indptr.tolist() == [sum(counts[:i]) for i in range(batch + 1)]
+    assert indices.tolist() == used + [0] * (batch * width - len(used))
+    assert last.tolist() == [(n - 1) % page + 1 if n else 0 for n in lens]
+    assert {t.dtype for t in (indptr, indices, last)} == {torch.int32}
+
+
+@given(st.lists(st.integers(0, 100_000), max_size=6), st.integers(1, 16), st.sampled_from([64, 256]), DTYPES)
+@settings(max_examples=40)
+def test_num_kv_splits(lens, most, tile, dtype):
+    seq_lens = torch.tensor(lens, dtype=dtype)
+
+    def splits(rule, **more):
+        got = ops.num_kv_splits(seq_lens, rule=rule, max_splits=most, tile=tile, **more)
+        assert got.dtype == torch.int32
+        return got.tolist()
+
+    tiles = [min(most, max(1, -(-n // tile))) for n in lens]
+    assert splits("static") == [most] * len(lens)
+    assert splits("deterministic") == tiles
+    # Balanced: a request's share of twice the SMs, in blocks of 16 query heads of one key head, never more than one split a tile.
+    q_heads, kv_heads, sms = 40, 2, 132
+    blocks = kv_heads * math.ceil(q_heads / kv_heads / 16)
+    total = max(1, sum(lens))
+    want = [min(t, max(1, math.ceil(n * sms * 2 / (total * blocks)))) for n, t in zip(lens, tiles, strict=True)]
+    assert splits("balanced", q_heads=q_heads, kv_heads=kv_heads, num_sms=sms) == want
+
+
+@given(st.lists(st.integers(1, 5000), min_size=2, max_size=6), st.integers(1, 16))
+@settings(max_examples=20)
+def test_deterministic_splits_do_not_depend_on_batch_mates(lens, most):
+    together = ops.num_kv_splits(torch.tensor(lens), rule="deterministic", max_splits=most).tolist()
+    alone = [ops.num_kv_splits(torch.tensor([n]), rule="deterministic", max_splits=most).item() for n in lens]
+    assert together == alone
+
+
+# Other promises of the public functions -------------------------------------------------------------------------------
+
+
+def test_default_scale_is_one_over_root_d():
+    q, k, v = (torch.randn(1, 3, 2, 9) for _ in range(3))
+    assert torch.equal(attnops.attention(q, k, v), attnops.attention(q, k, v, scale=1 / 3))
+
+
+def test_paged_attention_writes_into_what_it_is_given():
+    [case] = [c for c in CASES["paged_attention"] if c.label == "lse"]
+    t = dict(case.call().arguments)
+    output, lse = t.pop("output"), t.pop("lse")
+    lse.fill_(float("nan"))
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    asked = {"max_seqlen_q": 4, "causal": False, "kernel": "reference"}
+    returned = attnops.paged_attention(*(t[n] for n in names), **asked, output=output, lse=lse)
+    assert returned.data_ptr() == output.data_ptr()
+    assert not lse.isnan().any()
+    assert torch.equal(output, attnops.paged_attention(*(t[n] for n in names), **asked))
+
+
+@pytest.mark.parametrize("kernel", list(kernels_of("paged_attention")))
+def test_a_request_does_not_depend_on_its_neighbours(kernel):
+    f = replace(Features(), dtype=torch.float64)
+    call = builders.paged(Source(3), (1, 2, 1), (5, 9, 3), 4, f, padding=0)
+    if refused := kernels_of("paged_attention")[kernel].refusals(call.problem):
+        pytest.skip("; ".join(map(str, refused)))
+    t = dict(call.arguments)
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    whole = attnops.paged_attention(*(t[n] for n in names), max_seqlen_q=2, kernel=kernel)
+    one = attnops.paged_attention(
+        t["query"][1:3], t["k_pages"], t["v_pages"], t["page_table"][1:2], t["seq_lens"][1:2], torch.tensor([0, 2], dtype=torch.int32),
+        max_seqlen_q=2, kernel=kernel,
+    )  # fmt: skip
+    torch.testing.assert_close(whole[1:3], one)
