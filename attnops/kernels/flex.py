@@ -149,9 +149,10 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, rules: Rul
         return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        output, lse = _call(query.device.type)(
-            query, key, value, score_mod=score, scale=rules.scale, enable_gqa=query.shape[1] != key.shape[1], return_lse=True
+        output, aux = _call(query.device.type)(
+            query, key, value, score_mod=score, scale=rules.scale, enable_gqa=query.shape[1] != key.shape[1], return_aux=_aux()
         )
+    lse = aux.lse
     seen = torch.isfinite(lse)
     return torch.where(seen[..., None], output, torch.zeros_like(output)), torch.where(seen, lse, -float("inf"))
 
@@ -162,6 +163,13 @@ def _call(device: str) -> Callable[..., Any]:
 
     call: Callable[..., Any] = torch.compile(flex_attention) if device == "cuda" else flex_attention
     return call
+
+
+@functools.cache
+def _aux() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
