@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils import _pytree as pytree
 
 from attnops.cache import PagedBatch, PagedCache
 from attnops.errors import (
@@ -354,9 +355,9 @@ def test_a_batch_is_frozen_and_a_pytree():
     cache = make()
     step = cache.batch([cache.alloc()], 3)
     with pytest.raises(AttributeError):
-        step.max_seqlen_q = 4
-    leaves, spec = torch.utils._pytree.tree_flatten(step)
-    again = torch.utils._pytree.tree_unflatten(leaves, spec)
+        setattr(step, "max_seqlen_q", 4)  # noqa: B010
+    leaves, spec = pytree.tree_flatten(step)
+    again = pytree.tree_unflatten(leaves, spec)
     assert isinstance(again, PagedBatch) and again.slots is step.slots
 
 

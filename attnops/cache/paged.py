@@ -77,6 +77,7 @@ class PagedCache:
             self.v_pages = tuple(torch.zeros((*shape, v_dim), dtype=dtype, device=device) for _ in range(layers))
             self.page_table = torch.zeros((rows, width), dtype=torch.int32, device=device)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        _tell_compiler(self.k_pages, self.v_pages)
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -212,6 +213,16 @@ class PagedCache:
         """int64, on the cache's device, without waiting for it."""
         device = self.page_table.device
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _tell_compiler(*pools: tuple[Tensor, ...]) -> None:
+    """Page size, heads and head dims are constants, and the pages never move (so a CUDA graph writes them in place)."""
+    # Imported late: it takes a second, and a process without a cache need not pay it.
+    from torch._dynamo import mark_static, mark_static_address
+
+    for pages in (pages for pool in pools for pages in pool):
+        mark_static(pages, [1, 2, 3])
+        mark_static_address(pages)
 
 
 def _count(field: str, value: object, least: int, unit: str = "") -> int:

@@ -56,9 +56,3 @@ def absent(why: str, **given: object) -> None:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise InvalidInput(field, got, f"None {why}")
 
-
-def present(why: str, **given: object) -> None:
-    """All of `given` are there."""
-    for field, value in given.items():
-        if value is None:
-            raise InvalidInput(field, None, f"a value {why}")
