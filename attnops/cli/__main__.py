@@ -1,0 +1,5 @@
+"""`python -m attnops.cli`."""
+
+from attnops.cli import main
+
+main()

@@ -1,0 +1,102 @@
+"""The commands and their arguments. Each is a few lines over a function that other code and the tests call directly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from attnops.cli import tables
+from attnops.errors import AttnopsError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+class Phase(str, Enum):
+    """What of a model is explained."""
+
+    prefill = "prefill"
+    decode = "decode"
+    both = "both"
+
+
+@contextmanager
+def _errors_end_it() -> Iterator[None]:
+    """A wrong argument is one line on stderr and exit code 2; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except AttnopsError as error:
+        typer.echo(f"attnops: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """This machine, and every kernel: usable, or why not and what to install."""
+    from attnops.cli.doctor import examine, show
+
+    with _errors_end_it():
+        report = examine()
+        if as_json:
+            _print_json(report)
+        else:
+            show(report, tables.new_console())
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="A config.json, a folder with one, or a bundled name (an unknown one lists them).")],
+    target: Annotated[str, typer.Option(help="cpu, sm80, sm90, sm100, ...; default this machine.")] = "",
+    assume: Annotated[
+        list[str] | None, typer.Option(help="Modules installed on the target: a,b or repeated; '' is none. Default: all.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    phase: Annotated[Phase, typer.Option(help="A prompt, one token more, or both.")] = Phase.both,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
+    """Which kernel each attention call of a model would get on a machine, and why no other. Needs no weights and no GPU."""
+    from attnops.cli.explain import as_dict, explain_model
+    from attnops.lowering.explain import packages_of_kernels
+
+    packages = None if assume is None else tuple(filter(None, ",".join(assume).split(",")))
+    if idle := set(packages or ()) - set(packages_of_kernels()):
+        typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
+    with _errors_end_it():
+        found = explain_model(
+            model, target=target, assume=packages, batch=batch, tokens=tokens, phase=phase.value, dtype=dtype
+        )  # fmt: skip
+        if as_json:
+            _print_json({"model": model, "batch": batch, "tokens": tokens, "dtype": dtype, "phases": as_dict(found)})
+        else:
+            console = tables.new_console()
+            for name, explanation in found.items():
+                tables.show_explanation(explanation, console, f"{model}, {name}")
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 24,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+) -> None:
+    """Two small models: patch, compile, generate, compare with eager, explain. Exit code 1 when a token differs."""
+    from attnops.cli.demo import run
+
+    with _errors_end_it():
+        report = run(tables.new_console(stderr=as_json), tokens=tokens, compiled=compiled)
+    if as_json:
+        _print_json(report)
+    if not report["equal"]:
+        raise typer.Exit(1)

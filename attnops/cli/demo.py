@@ -1,0 +1,154 @@
+"""`attnops demo`: two small Hugging Face models with random weights, from patch to tokens, checked against their own eager attention."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from attnops.cli import require
+from attnops.cli.explain import explain_config, quiet_transformers
+from attnops.cli.tables import show_explanation
+
+MODELS = ("llama-small", "gpt-oss-small")
+# "" is this machine. The dtypes are what one would use there.
+MACHINES = {"": torch.float32, "sm90": torch.bfloat16, "sm100": torch.bfloat16}
+BATCH, PROMPT, LAYERS = 2, 40, 2
+LINE_WIDTH = 110
+
+
+@dataclass
+class Clock:
+    """Seconds by what they were spent on, in order."""
+
+    spent_s: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - start)
+
+    def add(self, what: str, seconds: float) -> None:
+        self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
+
+
+class _Bar:
+    """A streamer of transformers: what `generate` calls with the prompt, then with every new token."""
+
+    def __init__(self, progress: Progress, task: Any, compiled: bool) -> None:
+        self.progress, self.task, self.compiled = progress, task, compiled
+        self.arrivals_s: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.arrivals_s.append(time.perf_counter())
+        seen = len(self.arrivals_s) - 1
+        # The prompt runs eagerly; the second token is the first that the compiled step makes.
+        doing = "compiling the decode step" if self.compiled and seen == 1 else "generating"
+        self.progress.update(self.task, completed=seen, description=doing)
+
+    def end(self) -> None:
+        self.progress.update(self.task, description="done")
+
+
+def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[str, Any]:
+    """Run the demo and print it on `console`. tokens: how many each prompt gets, at least 2.
+
+    Returns plain data: equal (all models), models (name, equal, tokens, kernels by target, graph lines), seconds by step.
+    Raises MissingExtra: transformers is not installed.
+    """
+    require(("transformers",), "hf")
+    start = time.perf_counter()
+    clock = Clock()
+    with quiet_transformers():
+        with clock.on("import transformers and attnops.hf"):
+            from attnops import hf  # noqa: F401
+        reports = [_one(name, console, clock, tokens, compiled) for name in MODELS]
+    equal = all(r["equal"] for r in reports)
+    total = time.perf_counter() - start
+    console.print(f"[bold]{'Tokens equal eager on both models' if equal else 'TOKENS DIFFER'}[/], {total:.1f} s:")
+    for what, seconds in clock.spent_s.items():
+        console.print(f"  {seconds:6.1f} s  {what}")
+    return {"equal": equal, "models": reports, "seconds": clock.spent_s, "total_s": total}
+
+
+def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> dict[str, Any]:
+    from attnops.hf import patch, tiny
+
+    console.rule(f"[bold]{name}[/]")
+    with clock.on("build the models"):
+        model = tiny.model(name, num_hidden_layers=LAYERS)
+        prompt = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
+    with clock.on("generate with eager attention"):
+        want = _generate(model, prompt, tokens)
+    with clock.on("patch"):
+        patch(model)
+    before = _loaded()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = _Bar(progress, progress.add_task("generating", total=tokens), compiled)
+        first = time.perf_counter()
+        got = _generate(model, prompt, tokens, bar, compiled)
+    steps = [b - a for a, b in pairwise((first, *bar.arrivals_s[1:]))]
+    # The second token waits for the compiler.
+    clock.add("compile the decode step, once a model" if compiled else "first decode step", steps[1])
+    clock.add("generate with attnops, the rest", sum(steps) - steps[1])
+    lines = kernel_lines(before)
+    equal = torch.equal(want, got) and (bool(lines) or not compiled)
+    console.print(f"{tokens} tokens for {BATCH} prompts: [{'green' if equal else 'red'}]{'equal to' if equal else 'NOT'} eager's[/]")
+    console.print(f"  {escape(str(got[0, PROMPT:].tolist()))}")
+    if compiled:
+        console.print("the compiled graph calls:")
+        for line, count in lines.items():
+            console.print(f"  {escape(line)}" + (f"  x{count}" if count > 1 else ""), soft_wrap=True)
+    kernels = {}
+    with clock.on("explain"):
+        for target, dtype in MACHINES.items():
+            config = tiny.config(name, num_hidden_layers=LAYERS)
+            explanation = explain_config(config, dtype=dtype, target=target, batch=BATCH, tokens=PROMPT)["decode"]
+            show_explanation(explanation, console, f"{name}, decode")
+            kernels[explanation.target] = list(explanation.chosen())
+    return {"name": name, "equal": equal, "tokens": got[:, PROMPT:].tolist(), "kernels": kernels, "graph": lines}
+
+
+def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Bar | None = None, compiled: bool = False) -> torch.Tensor:
+    from transformers import CompileConfig
+
+    options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    if compiled:
+        # generate compiles the decode step by itself where the cache is static; on a CPU only when told so.
+        config = CompileConfig(fullgraph=True, mode="default")
+        setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
+        options |= {"cache_implementation": "static", "compile_config": config}
+    out: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
+    return out
+
+
+def _loaded() -> set[str]:
+    from torch._inductor.codecache import PyCodeCache
+
+    return {str(module.__file__) for module in PyCodeCache.modules}
+
+
+def kernel_lines(before: set[str]) -> dict[str, int]:
+    """Calls of attnops in the code Inductor has loaded since `before`, shortened and without buffer numbers: how often each."""
+    found: dict[str, int] = {}
+    for file in sorted(_loaded() - before):
+        for line in Path(file).read_text().splitlines():
+            if match := re.search(r"torch\.ops\.attnops\.\w+\.\w+\(.*", line):
+                call = re.sub(r"\b(buf|arg|primals_)\d+(_\d+)?\b", r"\1*", match[0])
+                call = call if len(call) <= LINE_WIDTH else call[:LINE_WIDTH] + " ..."
+                found[call] = found.get(call, 0) + 1
+    return found

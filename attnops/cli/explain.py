@@ -1,0 +1,106 @@
+"""`attnops explain`: which kernel every attention call of a Hugging Face model would get on a machine, and why no other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from attnops.cli import models
+from attnops.errors import AttnopsError, InvalidInput
+from attnops.lowering.explain import Explanation, explain
+from attnops.problem import Target
+
+PHASES = ("prefill", "decode")
+
+
+class CannotExplain(AttnopsError, RuntimeError):
+    """A model's own code asks for the values of tensors, so it cannot run without data. `model` names its config."""
+
+    def __init__(self, model: str, cause: Exception) -> None:
+        super().__init__(f"model: got {model}, whose code needs the values of tensors, want one that runs on shapes alone\n{cause}")
+        self.model = model
+
+
+def explain_model(
+    model: str,
+    *,
+    target: str = "",
+    assume: tuple[str, ...] | None = None,
+    batch: int = 1,
+    tokens: int = 512,
+    phase: str = "both",
+    dtype: str = "bfloat16",
+) -> dict[str, Explanation]:
+    """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
+
+    model: as `models.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
+    be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
+
+    Raises InvalidInput: a model, target, phase, dtype or number that is none. CannotExplain: see there.
+    """
+    if phase not in (*PHASES, "both"):
+        raise InvalidInput("phase", repr(phase), " | ".join((*PHASES, "both")))
+    for field, value in (("batch", batch), ("tokens", tokens)):
+        if value < 1:
+            raise InvalidInput(field, value, ">= 1")
+    if target:
+        Target.parse(target)
+    elif assume is not None:
+        raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
+    with quiet_transformers():
+        config = models.config_of(model)
+        found = explain_config(config, dtype=models.dtype_of(dtype), target=target, assume=assume, batch=batch, tokens=tokens)
+    return {p: e for p, e in found.items() if phase in (p, "both")}
+
+
+def explain_config(
+    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512
+) -> dict[str, Explanation]:
+    """As `explain_model`, of a transformers config: both phases, with a static cache of `tokens + 1`."""
+    from transformers import StaticCache
+
+    from attnops.hf import patch
+
+    mode = FakeTensorMode()
+    here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
+    # On CUDA, patch hands kernels lengths where it would hand a CPU kernel a mask. For a named GPU the fake weights lie on the
+    # CPU, since a torch built without CUDA has no fake tensors of it, and patch has to be told.
+    elsewhere = bool(target) and Target.parse(target).device == "cuda"
+    found = {}
+    try:
+        with mode, here, torch.no_grad():
+            model = models.build_fake(config, dtype)
+            patch(model, mask="compact" if elsewhere else "auto")
+            cache = StaticCache(config=model.config, max_cache_len=tokens + 1)
+            for phase, length in zip(PHASES, (tokens, 1), strict=True):
+                ids = torch.zeros((batch, length), dtype=torch.int64)
+                found[phase] = explain(
+                    model, ids, past_key_values=cache, use_cache=True, target=target or None, assume=assume, quiet=True
+                )  # fmt: skip
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotExplain(type(config).__name__, error) from error
+    return found
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within the block transformers, and what it loads, reports errors only: its advice is for models with weights."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def as_dict(found: dict[str, Explanation]) -> dict[str, Any]:
+    """The explanations of all phases as plain data."""
+    return {phase: explanation.as_dict() for phase, explanation in found.items()}

@@ -1,0 +1,110 @@
+"""What a kernel takes, found by asking it: typical Problems of every op, and each feature put on top of them one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attnops.kernel import Kernel, all_kernels
+from attnops.problem import Extent, Problem, Refusal, Target
+
+TARGETS = ("cpu", "sm80", "sm90", "sm100")
+DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
+ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
+BF16, F32, E4M3, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32
+
+Change = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of the table: `change` turns a typical Problem of one of `ops` into one that asks for the feature."""
+
+    name: str
+    change: Change
+    ops: tuple[str, ...] = ATTENTION
+
+
+FEATURES = (
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, "write_kv", "merge_state")),
+    Feature("window", {"window": (1023, -1)}),
+    Feature("softcap", {"softcap": True}),
+    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}),
+    Feature("mask", {"mask": "additive"}),
+    Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
+    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED)),
+    Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
+    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, "write_kv")),
+    Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED,)),
+    *(Feature(f"page {n}", {"page_size": n}, (PAGED, "write_kv")) for n in (1, 16, 64, 128)),
+)
+
+_HEADS = {"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+_SIZES = {"tokens": Extent.of(4096), "batch": Extent.of(8), "queries": Extent.of(512), "context": Extent.of(512)}
+_PREFILL = {**_HEADS, **_SIZES, "causal": True}
+_DECODE = {"tokens": Extent(8, 8, 8), "queries": Extent(1, 1, 1), "context": Extent.of(4096)}
+_LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+_BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
+
+# The first that a kernel takes is what its features are put on: a kernel for latents refuses a Llama's heads.
+_BASES: dict[str, tuple[Change, ...]] = {
+    DENSE: ({**_PREFILL, "sizes_equal": True}, {**_PREFILL, **_DECODE}),
+    PACKED: (_PREFILL,),
+    PAGED: tuple({**_PREFILL, **more, "page_size": page} for page in (64, 16, 128) for more in ({}, _DECODE, {**_DECODE, **_LATENT})),
+    "attention_backward": (_BACKWARD,),
+    "varlen_attention_backward": ({**_PREFILL, "grad": True},),
+    "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
+    "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
+}
+_NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
+
+
+def problems(op: str, target: Target) -> tuple[Problem, ...]:
+    """Typical Problems of `op` on `target`, the most usual first. An op not known here gets the Problem of a table of integers."""
+    return tuple(Problem(op=op, target=target, **base) for base in _BASES.get(op, _NUMBERS))
+
+
+def columns(op: str) -> tuple[Feature, ...]:
+    """The features that make sense for `op`."""
+    return tuple(f for f in FEATURES if op in f.ops)
+
+
+@dataclass(frozen=True)
+class Support:
+    """`runs`: the targets on which the kernel takes a typical Problem. `takes`: by feature, the targets on which it takes that too."""
+
+    kernel: Kernel
+    runs: tuple[str, ...]
+    takes: Mapping[str, tuple[str, ...]]
+
+
+def support(kernel: Kernel, targets: tuple[str, ...] = TARGETS) -> Support:
+    """Ask `kernel` about every target and feature, its packages taken to be installed."""
+    assume = tuple(p.module for p in kernel.packages)
+    rows = zip(*(problems(kernel.op, Target.parse(t, assume)) for t in targets), strict=True)
+    bases = [dict(zip(targets, row, strict=True)) for row in rows]
+    base = next((b for b in bases if any(not kernel.refusals(p) for p in b.values())), bases[0])
+    takes = {f.name: tuple(t for t, p in base.items() if not kernel.refusals(replace(p, **f.change))) for f in columns(kernel.op)}
+    return Support(kernel, tuple(t for t, p in base.items() if not kernel.refusals(p)), takes)
+
+
+def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
+    """Why `kernel` takes no typical Problem on `target`: empty when it takes one, else what is absent or what all of them meet."""
+    if absent := kernel.absences(target):
+        return absent
+    asked = problems(kernel.op, target)
+    asked += tuple(replace(p, **f.change) for p in asked for f in columns(kernel.op))
+    answers = [kernel.refusals(p) for p in asked]
+    if not all(answers):
+        return ()
+    shared = set.intersection(*({r.field for r in reasons} for reasons in answers))
+    return tuple(r for r in answers[0] if r.field in shared) or answers[0]
+
+
+def ops_of_kernels() -> tuple[str, ...]:
+    """Every op that has a kernel: the attention ops first, then the others in order of registration."""
+    ops = dict.fromkeys(k.op for k in all_kernels())
+    return tuple(o for o in ATTENTION if o in ops) + tuple(o for o in ops if o not in ATTENTION)

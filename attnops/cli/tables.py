@@ -1,0 +1,56 @@
+"""How the commands print: one console, one style of table, and the table of an explanation."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from attnops.lowering.explain import Explanation
+from attnops.problem import Refusal
+from attnops.select import Decision
+
+SIMPLE = box.SIMPLE_HEAD
+PIPE_COLUMNS = 120
+
+
+def new_console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or of PIPE_COLUMNS characters in a pipe or a log."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_COLUMNS)
+
+
+def refusal(r: Refusal) -> dict[str, str]:
+    """A refusal as plain data."""
+    return {"field": r.field, "got": str(r.got).removeprefix("torch."), "want": r.want}
+
+
+def show_explanation(explanation: Explanation, console: Console, heading: str = "") -> None:
+    """One table a call site: the kernel chosen first, then every other kernel of the op with each of its reasons."""
+    assumed = "" if explanation.assumed is None else f", assuming packages: {', '.join(explanation.assumed) or 'none'}"
+    console.print(f"[bold]{escape(heading or 'explain')}[/] on {explanation.target}{assumed}")
+    for site in explanation.sites:
+        op = site.decision.problem.op
+        console.print(f"\n[bold]{escape(site.where)}[/]  x{site.count}  [bold]{op}[/]")
+        console.print(escape(site.decision.problem.summary()), style="dim")
+        console.print(_decision(site.decision))
+    if not explanation.sites:
+        console.print("no attnops call was made")
+    console.print()
+
+
+def _decision(decision: Decision) -> Table:
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in ("kernel", "", "field", "got", "wanted"):
+        table.add_column(column, overflow="fold", no_wrap=column == "kernel")
+    if decision.kernel is not None:
+        table.add_row(f"[bold green]{decision.kernel.name}[/]", "[green]chosen[/]")
+    else:
+        table.add_row("[bold red]none[/]", "[red]nothing fits[/]")
+    for name in decision.passed_over:
+        table.add_row(name, "not preferred" if decision.policy.prefer else "estimated slower")
+    for name, reasons in decision.refused.items():
+        for i, r in enumerate(map(refusal, reasons)):
+            table.add_row("" if i else name, "" if i else "[yellow]refuses[/]", r["field"], escape(r["got"]), escape(r["want"]))
+    return table

@@ -1,0 +1,216 @@
+"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops and errors, and the explain output.
+
+    python docs/generate.py            write what is stale
+    python docs/generate.py --check    write nothing; exit 1 and name what is stale
+
+A generated part lies between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attnops
+import attnops.ops
+from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, support
+from attnops.errors import AttnopsError
+from attnops.kernel import kernels_of
+from attnops.ops import OPS, Op
+
+ROOT = Path(__file__).resolve().parent.parent
+README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def where(targets: tuple[str, ...], of: tuple[str, ...]) -> str:
+    """A cell: `yes` for every target the kernel runs on, `-` for none, else their names."""
+    return "-" if not targets else "yes" if targets == of else ", ".join(targets)
+
+
+def supports(op: str) -> list[Support]:
+    return [support(kernel) for kernel in kernels_of(op).values()]
+
+
+def packages(found: Support) -> str:
+    return ", ".join(f"{p.module}{' >= ' + p.at_least if p.at_least else ''}" for p in found.kernel.packages) or "none"
+
+
+def kernels_full() -> str:
+    parts, plain = [], []
+    for op in ops_of_kernels():
+        features = [f.name for f in columns(op)]
+        if not features:
+            plain.append([f"`{op}`", OPS[op].about, ", ".join(f"`{s.kernel.name}` ({', '.join(s.runs)})" for s in supports(op))])
+            continue
+        head = ["kernel", *TARGETS, *features, "packages", "about"]
+        rows = []
+        for s in supports(op):
+            machine = ["yes" if t in s.runs else "-" for t in TARGETS]
+            rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
+        parts.append(f"### {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
+    parts.append(f"### The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
+    return "\n\n".join(parts)
+
+
+def kernels_short() -> str:
+    """One row a kernel; the ops that only `reference` answers share the last row."""
+    rows, rest = [], []
+    for op in ops_of_kernels():
+        found = supports(op)
+        if [s.kernel.name for s in found] == ["reference"]:
+            rest.append(f"`{op}`")
+            continue
+        for s in found:
+            some = {f: "" if at == s.runs else f" ({', '.join(at)})" for f, at in s.takes.items() if at}
+            cells = [listed(some), listed({f: "" for f in s.takes if f not in some})]
+            rows.append([f"`{op}`", f"`{s.kernel.name}`", ", ".join(s.runs), *cells, packages(s)])
+    rows.append([", ".join(rest), "`reference`", ", ".join(TARGETS), "everything", "-", "none"])
+    return table(["op", "kernel", "runs on", "takes", "refuses", "packages"], rows)
+
+
+def listed(features: dict[str, str]) -> str:
+    """Names with their remarks; page sizes without remarks are joined."""
+    pages = [f.split()[1] for f, remark in features.items() if f.startswith("page ") and not remark]
+    names = [f + remark for f, remark in features.items() if remark or not f.startswith("page ")]
+    return ", ".join(names + [f"pages of {'/'.join(pages)}"] * bool(pages)) or "-"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def ops_full() -> str:
+    return "\n\n".join(_op(op) for op in OPS.values())
+
+
+def _op(op: Op) -> str:
+    function = getattr(attnops.ops, op.name, None)
+    schema = op.packet.default._schema
+    writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    about = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split()) if function else "Called by autograd."
+    wrapped = textwrap.fill(str(schema), 118, subsequent_indent="    ", break_long_words=False)
+    return "\n".join(
+        [
+            f"### {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
+            f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
+            f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
+            f"- kernels: {', '.join(f'`{k}`' for k in kernels_of(op.name))}",
+        ]
+    )
+
+
+def errors_full() -> str:
+    rows = []
+    for error in _subclasses(AttnopsError):
+        bases = [f"`{b.__name__}`" for b in error.__bases__]
+        when = " ".join((error.__doc__ or "").split())
+        fields = ", ".join(f"`{f}`" for f in _fields(error)) or "-"
+        rows.append([f"`{error.__name__}`", ", ".join(bases), when, fields])
+    return table(["class", "is a", "when", "fields"], rows)
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for module in ("attnops.cli.explain", "attnops.hf", "attnops.nn", "attnops.cache", "attnops.testing"):
+        importlib.import_module(module)
+    for error in sorted(base.__subclasses__(), key=lambda e: (e.__module__ != base.__module__, inspect.getsourcelines(e)[1])):
+        if error.__module__.startswith("attnops"):
+            yield error
+            yield from _subclasses(error)
+
+
+def _fields(error: type) -> list[str]:
+    """The attributes that `__init__` sets, its own or an inherited one's."""
+    owner = next((c for c in error.__mro__ if "__init__" in vars(c) and issubclass(c, AttnopsError)), None)
+    if owner is None:
+        return []
+    body = ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))
+    return [n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+
+
+def explain_output() -> str:
+    from rich.console import Console
+
+    from attnops.cli import tables
+    from attnops.cli.explain import explain_model
+
+    model, _, target, _, phase = README_EXPLAIN
+    out = io.StringIO()
+    for name, explanation in explain_model(model, target=target, phase=phase).items():
+        tables.show_explanation(explanation, Console(file=out, width=tables.PIPE_COLUMNS), heading=f"{model}, {name}")
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip()
+    return f"```text\n$ attnops explain {' '.join(README_EXPLAIN)}\n{text}\n```"
+
+
+def graph_output() -> str:
+    """Runs the README's first Python block, which compiles."""
+    from attnops.cli.demo import kernel_lines
+
+    exec(python_blocks("README.md")[0], {})
+    lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines(set()).items()]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def python_blocks(name: str) -> list[str]:
+    """The ```python blocks of a file, in order."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/kernels.md": {"kernels": kernels_full},
+    "docs/ops.md": {"ops": ops_full},
+    "docs/errors.md": {"errors": errors_full},
+    "README.md": {"kernels": kernels_short, "explain": explain_output, "graph": graph_output},
+}
+# Left out of --check, because it compiles; tests/test_docs.py compares it with what the README's block compiles to.
+SLOW = ("graph",)
+
+
+def block(name: str, part: str) -> str:
+    """The text between a file's markers. Raises ValueError when a marker is missing."""
+    text = (ROOT / name).read_text()
+    begin, end = f"<!-- {part}:begin -->\n", f"<!-- {part}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{name}: want exactly one {begin.strip()} and one {end}")
+    return text.split(begin)[1].split(end)[0]
+
+
+def stale(check: bool) -> Iterator[str]:
+    """`file: part` of everything that is not as it should be; written unless `check`."""
+    for name, parts in PARTS.items():
+        for part, make in parts.items():
+            if check and part in SLOW:
+                continue
+            now, new = block(name, part), make() + "\n"
+            if now != new:
+                yield f"{name}: {part}"
+                if not check:
+                    begin = f"<!-- {part}:begin -->\n"
+                    text = (ROOT / name).read_text()
+                    (ROOT / name).write_text(text.replace(begin + now, begin + new))
+
+
+def main(arguments: list[str]) -> int:
+    from attnops.cli.explain import quiet_transformers
+
+    check = "--check" in arguments
+    with quiet_transformers():
+        found = list(stale(check))
+    for line in found:
+        print(line, "is stale: run `make docs`" if check else "written")
+    return 1 if check and found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

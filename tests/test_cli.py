@@ -1,0 +1,282 @@
+"""The command: every subcommand, its JSON, good and bad arguments, and what it says where packages are missing."""
+
+import json
+import re
+import time
+
+import pytest
+
+pytest.importorskip("typer", reason="the extra `cli` brings typer and rich")
+pytest.importorskip("transformers", reason="explain and demo build transformers models")
+
+from typer.testing import CliRunner
+
+from attnops.cli import features, models
+from attnops.cli.app import app
+from attnops.cli.shapes import SHAPES
+from attnops.hf import tiny
+from attnops.kernel import all_kernels, kernels_of
+from attnops.problem import Target
+from tests.helpers import fresh_process
+
+EXPLAIN_LIMIT_S = 30
+
+
+def attnops(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def explained(*arguments):
+    result = attnops("explain", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["phases"]
+
+
+def test_no_command_prints_help():
+    result = attnops()
+    assert all(name in result.output for name in ("doctor", "explain", "demo"))
+
+
+# doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_lists_every_kernel():
+    report = json.loads(attnops("doctor", "--json").stdout)
+    assert {(k["op"], k["kernel"]) for k in report["kernels"]} == {(k.op, k.name) for k in all_kernels()}
+    assert {"python", "torch", "triton", "transformers", "devices"} <= set(report["machine"])
+    assert all(k["usable"] != bool(k["reasons"]) for k in report["kernels"])
+    assert all(k["usable"] for k in report["kernels"] if k["kernel"] == "reference")
+
+
+def test_doctor_prints():
+    result = attnops("doctor")
+    assert result.exit_code == 0
+    assert all(k.name in result.stdout for k in all_kernels())
+
+
+def test_doctor_without_optional_packages():
+    code = "from attnops.cli import main; import sys; sys.argv = ['attnops', 'doctor', '--json']; main()"
+    report = json.loads(fresh_process(code, block=["transformers", "triton"]))
+    assert report["machine"]["triton"] is None and report["machine"]["transformers"] is None
+    assert any(k["usable"] for k in report["kernels"])
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+def test_without_the_extra(absent):
+    code = """
+import sys
+from attnops.cli import main
+sys.stderr = sys.stdout
+try:
+    main()
+except SystemExit as end:
+    print("exit", end.code)
+"""
+    printed = fresh_process(code, block=[absent])
+    assert re.search(rf"got no [\w, ]*{absent}.*pip install 'attnops\[cli\]'", printed) and "exit 2" in printed
+
+
+def test_explain_without_transformers():
+    code = """
+from typer.testing import CliRunner
+from attnops.cli.app import app
+result = CliRunner().invoke(app, ["explain", "llama", "--target", "sm90"])
+print(result.exit_code, result.stderr)
+"""
+    printed = fresh_process(code, block=["transformers"])
+    assert printed.startswith("2 attnops: ") and "attnops[hf]" in printed
+
+
+# A kernel of a package that is nowhere, and a third party's module that cannot be loaded.
+STRANGERS = """
+import json, sys
+from typer.testing import CliRunner
+from attnops.cli.app import app
+from attnops.kernel import Kernel, Package, arch, register, report_broken
+package = Package("far_away", ("far-away",))
+register(Kernel("far", "attention", lambda *a, **k: None, needs=(arch(90),), packages=(package,), cost_us=lambda p: 0.0))
+report_broken("theirs (their.module)", "ImportError: no such thing")
+def run(*arguments):
+    return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+report = run("doctor")
+[far] = [k for k in report["kernels"] if k["kernel"] == "far"]
+explain = ("explain", "llama", "--phase", "prefill", "--target")
+chosen = [run(*explain, *more)["phases"]["prefill"]["calls"][0] for more in (["sm90"], ["sm90", "--assume", ""], ["sm100"])]
+print(json.dumps({"far": far, "broken": report["broken"], "chosen": chosen}))
+print(CliRunner().invoke(app, ["doctor"]).stdout)
+"""
+
+
+def test_a_new_kernel_and_a_broken_one_are_shown():
+    first, _, text = fresh_process(STRANGERS).partition("\n")
+    found = json.loads(first)
+    assert not found["far"]["usable"]
+    assert found["far"]["reasons"] == [{"field": "package", "got": "far_away missing", "want": "pip install far-away"}]
+    assert list(found["broken"]) == ["theirs (their.module)"]
+    assert "no such thing" in text and "pip install far-away" in text
+    there, nowhere, wrong_machine = found["chosen"]
+    assert there["kernel"] == "far"
+    assert [r["field"] for r in nowhere["refused"]["far"]] == ["package"]
+    assert [r["field"] for r in wrong_machine["refused"]["far"]] == ["target"]
+
+
+# explain --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_llama_shape_names_every_kernel(target):
+    start = time.perf_counter()
+    text = attnops("explain", "llama-3-8b-shape", "--target", target).stdout
+    assert time.perf_counter() - start < EXPLAIN_LIMIT_S
+    tables = text.split("model.layers.*.self_attn  x32  attention")[1:]
+    assert len(tables) == 2
+    for table in tables:
+        for name in kernels_of("attention"):
+            assert re.search(rf"^{name} +(chosen|estimated slower|refuses +\S+ +\S+ +\S+)", table, re.M), (name, table)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_answered(shape):
+    for phase, found in explained(shape, "--target", "sm100", "--tokens", 300).items():
+        for call in found["calls"]:
+            told = {call["kernel"], *call["can_run"], *call["refused"]}
+            assert told == set(kernels_of(call["op"])), phase
+            assert all(r["field"] and r["want"] for reasons in call["refused"].values() for r in reasons)
+            assert "dtype=bfloat16" in call["problem"]
+
+
+@pytest.mark.parametrize("dtype", models.DTYPES)
+def test_the_problem_has_the_dtype(dtype):
+    [call] = explained("llama", "--target", "sm90", "--dtype", dtype, "--phase", "prefill")["prefill"]["calls"]
+    assert (f"dtype={dtype}" in call["problem"]) == (dtype != "float32")
+
+
+def test_sizes_and_phase_reach_the_problem():
+    found = explained("llama", "--target", "sm90", "--batch", 2, "--tokens", 100, "--phase", "decode")
+    assert list(found) == ["decode"]
+    [call] = found["decode"]["calls"]
+    assert "batch=2" in call["problem"] and "queries=1" in call["problem"] and "context=65..128" in call["problem"]
+
+
+def test_gpt_oss_has_sinks_and_a_window():
+    [windowed, full] = explained("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")["prefill"]["calls"]
+    assert "window=(127, -1)" in windowed["problem"] and windowed["count"] == full["count"] == 12
+    assert "sinks=True" in windowed["problem"] and "sinks=True" in full["problem"]
+
+
+def test_this_machine_is_the_default():
+    found = explained("llama", "--phase", "prefill")["prefill"]
+    assert found["target"].endswith("(this machine)") and found["assumed"] is None
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
+def test_a_config_file(tmp_path, folder):
+    config = {**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 3, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = explained(tmp_path if folder else tmp_path / "config.json", "--target", "cpu", "--phase", "prefill")
+    [call] = found["prefill"]["calls"]
+    assert call["count"] == 3
+
+
+def test_a_vision_model_gives_its_text_model():
+    assert explained("llava", "--target", "sm90", "--phase", "prefill")["prefill"]["calls"]
+
+
+BAD = {
+    "unknown model": (["nope"], "model: got 'nope'"),
+    "unknown target": (["llama", "--target", "gpu"], "target: got 'gpu'"),
+    "no sm": (["llama", "--target", "sm"], "target: got 'sm'"),
+    "unknown dtype": (["llama", "--dtype", "int8"], "dtype: got 'int8'"),
+    "no tokens": (["llama", "--tokens", 0], "tokens: got 0"),
+    "no batch": (["llama", "--batch", -1], "batch: got -1"),
+    "assume without a target": (["llama", "--assume", "flashinfer"], "assume: got flashinfer"),
+    "unknown phase": (["llama", "--phase", "all"], "phase"),
+    "no model": ([], "MODEL"),
+    "no number": (["llama", "--tokens", "many"], "tokens"),
+    "no decoder": (["t5"], "model_type: got 't5'"),
+    "nothing to patch": (["falcon"], "computes attention by itself"),
+}
+
+
+@pytest.mark.parametrize("arguments, says", BAD.values(), ids=BAD)
+def test_bad_arguments(arguments, says):
+    result = attnops("explain", *arguments)
+    assert result.exit_code == 2, result.output
+    assert says.lower() in result.stderr.lower()
+    assert "Traceback" not in result.output and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "want a JSON file"),
+        ("[1]", "model_type: got"),
+        ("{}", "model_type: got"),
+        ('{"model_type": "no-such-thing"}', "'no-such-thing'"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "a valid config of llama"),
+        ('{"model_type": "llama", "num_attention_heads": 3, "hidden_size": 64}', "a valid config of llama"),
+    ],
+)
+def test_bad_config_files(tmp_path, text, says):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    result = attnops("explain", path, "--target", "sm90")
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr and "Traceback" not in result.output
+
+
+def test_a_folder_without_a_config(tmp_path):
+    result = attnops("explain", tmp_path, "--target", "sm90")
+    assert result.exit_code == 2 and "a config.json" in result.stderr
+
+
+def test_an_idle_package_is_noted():
+    result = attnops("explain", "llama", "--target", "sm90", "--assume", "no_such_package", "--phase", "prefill")
+    assert result.exit_code == 0 and "no kernel needs no_such_package" in result.stderr
+
+
+def test_names_are_bundled():
+    assert set(models.names()) == {*SHAPES, *tiny.NAMES}
+
+
+# demo -----------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_without_compiling():
+    result = attnops("demo", "--no-compile", "--tokens", 3, "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["equal"]
+    for model in report["models"]:
+        assert {"sm90", "sm100"} <= set(model["kernels"]) and all(model["kernels"].values())
+        assert [len(row) for row in model["tokens"]] == [3, 3]
+    assert "explain" in result.stderr and "sm100" in result.stderr
+
+
+def test_demo_ends_with_1_when_a_token_differs(monkeypatch):
+    from attnops.cli import demo
+
+    honest = demo._generate
+    monkeypatch.setattr(demo, "_generate", lambda *a, **k: honest(*a, **k) + (len(a) > 3))
+    result = attnops("demo", "--no-compile", "--tokens", 2)
+    assert result.exit_code == 1 and "DIFFER" in result.stdout
+
+
+def test_demo_wants_two_tokens():
+    assert attnops("demo", "--no-compile", "--tokens", 1).exit_code == 2
+
+
+# features -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", features.ops_of_kernels())
+def test_reference_takes_everything(op):
+    found = features.support(kernels_of(op)["reference"])
+    assert found.runs == features.TARGETS
+    assert all(at == features.TARGETS for at in found.takes.values())
+
+
+def test_features_change_the_problem():
+    for op in features.ops_of_kernels():
+        for problem in features.problems(op, Target.parse("sm90")):
+            for feature in features.columns(op):
+                assert set(feature.change) <= set(problem.__dataclass_fields__)
