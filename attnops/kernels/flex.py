@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from attnops.kernel import Kernel, Need, dtypes, register, without
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import Rules, compact, no_lse
 from attnops.reference.packed import lengths_of, rows_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attention(
@@ -46,7 +50,7 @@ def attention(
     start = torch.zeros_like(full) if kv_start is None else kv_start.long()
     rules = Rules(scale, causal, window_left, window_right, softcap)
     if mask is not None:
-        mask = mask.expand(batch, query.shape[2], queries, keys)
+        mask = mask.detach().expand(batch, query.shape[2], queries, keys)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= start[b]) & (j < end[b]) & _near(i + end[b] - queries, j, rules)
@@ -55,7 +59,8 @@ def attention(
     value = value.masked_fill(_outside(keys, start, end), 0.0) if ranged else value
     key = key.masked_fill(_outside(keys, start, end), 0.0) if ranged else key
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    output, lse = _flex(*heads_first, _score(rules, mask, visible), rules)
+    blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
+    output, lse = _flex(*heads_first, _score(rules, mask, visible), rules, blocks)
     output, lse = _with_sinks(output, lse, sinks)
     lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
@@ -98,7 +103,11 @@ def varlen_attention(
     if batch == 0:
         key, value = key[:0], value[:0]
     heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-    output, lse = _flex(*heads_first, _score(rules, None, visible), rules)
+    blocks = None
+    if query.device.type != "cpu" and batch and query.shape[0] and key.shape[0]:
+        first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
+        blocks = _block_mask(starts_k[first][None], cu_seqlens_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
+    output, lse = _flex(*heads_first, _score(rules, None, visible), rules, blocks)
     output, lse = _with_sinks(output, lse, sinks)
     padding = (row_q >= batch)[None, None]
     output = output.masked_fill(padding[..., None], 0.0)
@@ -107,6 +116,7 @@ def varlen_attention(
     return compact(output[0].transpose(0, 1).to(query.dtype)), packed_lse
 
 
+BLOCK = 128
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -138,19 +148,63 @@ def _score(rules: Rules, mask: Tensor | None, visible: Mod) -> ScoreMod:
     return score
 
 
+def _edges(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last index of every block of BLOCK among `size` indices."""
+    first = torch.arange(0, size, BLOCK, device=device)
+    return first, (first + BLOCK - 1).clamp(max=size - 1)
+
+
+def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Rules) -> BlockMask | None:
+    """The key blocks that some query of a query block sees; none of the others is touched."""
+    if queries == 0 or keys == 0:
+        return None
+    first, last = _edges(queries, start.device)
+    shift = (end - queries)[:, None]
+    low = start[:, None].expand(-1, first.shape[0])
+    high = end[:, None].expand(-1, first.shape[0]) - 1
+    if rules.left >= 0:
+        low = torch.maximum(low, first + shift - rules.left)
+    if rules.causal or rules.right >= 0:
+        high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
+    return _block_mask(low, high, queries, keys)
+
+
+def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask:
+    """A BlockMask in which query block n of request b reads keys `low` to `high`, each `[B, query blocks]`, in whole blocks.
+
+    Written out, because torch's own constructors go through vmap, which fails to compile inside an op on CUDA with torch 2.11.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count = -(-keys // BLOCK)
+    low = torch.div(low.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
+    high = torch.div(high.clamp(0, keys - 1), BLOCK, rounding_mode="floor")
+    number = (high - low + 1).clamp(min=1).to(torch.int32)[:, None]
+    index = (low[..., None] + torch.arange(count, device=low.device)).clamp(max=count - 1).to(torch.int32)[:, None]
+    return BlockMask((queries, keys), number, index, None, None, None, None, None, None, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_every)
+
+
+def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j == j
+
+
 def _outside(keys: int, start: Tensor, end: Tensor) -> Tensor:
     j = torch.arange(keys, device=start.device)[None]
     return ((j < start[:, None]) | (j >= end[:, None]))[..., None, None]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, rules: Rules) -> tuple[Tensor, Tensor]:
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, rules: Rules, blocks: BlockMask | None
+) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`, 0 and -inf for a query that sees nothing."""
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
-    with warnings.catch_warnings():
+    # Detached: on CPU it refuses inputs that require grad, in no_grad mode too.
+    query, key, value, group = query.detach(), key.detach(), value.detach(), query.shape[1] != key.shape[1]
+    with warnings.catch_warnings(), _functorch_keys():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
-            query, key, value, score_mod=score, scale=rules.scale, enable_gqa=query.shape[1] != key.shape[1], return_aux=_aux()
+            query, key, value, score_mod=score, block_mask=blocks, scale=rules.scale, enable_gqa=group, return_aux=_aux()
         )
     lse = aux.lse
     seen = torch.isfinite(lse)
@@ -161,8 +215,21 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, rules: Rul
 def _call(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    call: Callable[..., Any] = torch.compile(flex_attention) if device == "cuda" else flex_attention
-    return call
+    call: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
+    return call  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _functorch_keys() -> Iterator[None]:
+    """A dispatch mode switches functorch off while it calls an op, and flex is made of torch.vmap.
+
+    AOTAutograd itself calls every custom op of a new graph under such a mode (runtime_wrappers.py, the check for aliasing).
+    """
+    off = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode, torch._C.DispatchKey.FuncTorchDynamicLayerBackMode):
+        off = off.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
+        yield
 
 
 @functools.cache
@@ -187,12 +254,18 @@ def _cost_us(p: Problem) -> float:
     return 60.0 + max(p.tokens.hint, 1) * max(p.context.hint, 1) * p.q_heads * p.head_dim / 1e7
 
 
+def _wide_heads(p: Problem) -> Refusal | None:
+    smallest = min(p.head_dim, p.v_head_dim)
+    return Refusal("head_dim", smallest, ">= 16 (CUDA)") if smallest < 16 and p.target.device == "cuda" else None
+
+
 def _power_of_two_group(p: Problem) -> Refusal | None:
     ok = p.group_size & (p.group_size - 1) == 0
     return None if ok or p.target.device != "cuda" else Refusal("group_size", p.group_size, "a power of two (CUDA)")
 
 
-COMMON: tuple[Need, ...] = (dtypes(torch.float16, torch.bfloat16, torch.float32), *without("kv_scales"), _power_of_two_group)
+SINGLE_AND_HALF = (torch.float16, torch.bfloat16, torch.float32)
+COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads)
 ABOUT = "torch flex_attention, a kernel compiled for the call's mask"
 register(Kernel("flex", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
 register(Kernel("flex", "varlen_attention", varlen_attention, needs=(*COMMON, *without("mask")), cost_us=_cost_us, about=ABOUT))
