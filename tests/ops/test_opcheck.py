@@ -1,0 +1,141 @@
+"""torch.library.opcheck on every overload of every op: the op's own dispatch, and each kernel as a compiled graph calls it."""
+
+import pytest
+import torch
+
+from attnops.kernel import all_kernels, kernels_of
+from attnops.ops import OPS
+from attnops.select import choose
+from attnops.testing import CASES, Call, Features, Source, builders, check_kernel
+
+# What opcheck says of itself is noise; what our own code is told must be an error.
+pytestmark = [
+    pytest.mark.filterwarnings("error::DeprecationWarning:attnops"),
+    pytest.mark.filterwarnings("error::FutureWarning:attnops"),
+    pytest.mark.filterwarnings("error:.*(autograd kernel|alias|requires_grad|non-leaf|not writable):UserWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+CALLS = 5
+"""Calls an overload is checked with."""
+
+CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+"""What opcheck runs; a version of torch that drops one shall be noticed."""
+
+BLIND = "not implemented for 'Float8"
+"""Where test_schema itself fails: torch.allclose, by which it sees mutation, knows no float8."""
+
+OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
+DIFFERENTIABLE = [(op, name) for op, name in OVERLOADS if OPS[op].autograd is not None]
+
+
+def telling(op, accepted, n):
+    """`n` of the cases that together show as many words of the labels, hence features, as possible."""
+    left, seen, out = [c for c in CASES[op] if accepted(c)], set(), []
+    while left and len(out) < n:
+        best = max(left, key=lambda c: len(set(words(c)) - seen))
+        left.remove(best)
+        seen |= set(words(best))
+        out.append(best)
+    return out
+
+
+def words(case):
+    return case.label.replace("_", "-").split("-")
+
+
+def accepts(op, name):
+    if name == "default":
+        return lambda case: True
+    return lambda case: not kernels_of(op)[name].refusals(case.call().problem)
+
+
+def check(op, name, call):
+    overload = getattr(OPS[op].packet, name)
+    results = torch.library.opcheck(overload, call.args, call.kwargs, raise_exception=False)
+    assert set(results) >= CHECKS
+    if BLIND in str(results["test_schema"]):
+        # check_kernel looks for undeclared mutation and aliasing too.
+        results["test_schema"] = "SUCCESS"
+        kernel = kernels_of(op)[name] if name != "default" else choose(call.problem)
+        assert not check_kernel(kernel, call.map(lambda _, t: t.detach())).refused
+    failed = {test: error for test, error in results.items() if error != "SUCCESS"}
+    if failed:
+        raise AssertionError(f"opcheck of {overload}: {', '.join(failed)}") from next(iter(failed.values()))
+
+
+@pytest.mark.parametrize("nth", range(CALLS))
+@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+def test_opcheck(op, name, nth):
+    cases = telling(op, accepts(op, name), CALLS)
+    if not cases:
+        why = kernels_of(op)[name].refusals(CASES[op][0].call().problem)
+        pytest.skip("; ".join(map(str, why)) or "refuses every case")
+    if nth >= len(cases):
+        pytest.skip(f"takes {len(cases)} cases of the grid only")
+    check(op, name, cases[nth].call())
+
+
+# An operator checked by opcheck may not have a view for an output of no elements, so lse is asked for.
+GRAD_FEATURES = {
+    "plain": Features(lse=True, head_dim=8),
+    "causal": Features(lse=True, causal=True, head_dim=8),
+    "all": Features(lse=True, causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, v_head_dim=12, head_dim=8),
+    "mask": Features(lse=True, mask="additive", head_dim=8),
+    "no_lse": Features(head_dim=8),
+    "bfloat16": Features(lse=True, causal=True, dtype=torch.bfloat16, head_dim=8),
+}
+
+
+def grad_call(op, features, square) -> Call:
+    source = Source(1)
+    if op == "attention":
+        call = builders.dense(source, 2, 5, 5 if square else 7, features)
+    else:
+        call = builders.varlen(source, (3, 2), (3, 2) if square else (4, 3), features, padding=(0, 0))
+    differentiable = ("query", "key", "value", "sinks") + (("mask",) if op == "attention" else ())
+    return call.map(lambda n, t: t.requires_grad_() if n in differentiable and t.is_floating_point() else t)
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["square", "oblong"])
+@pytest.mark.parametrize("features", GRAD_FEATURES, ids=str)
+@pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE, ids=lambda v: v)
+def test_opcheck_with_gradients(op, name, features, square):
+    call = grad_call(op, GRAD_FEATURES[features], square)
+    if name != "default":
+        # Training asks every kernel for lse: the backward needs it.
+        if refused := kernels_of(op)[name].refusals(call.with_(return_lse=True).problem):
+            pytest.skip("; ".join(map(str, refused)))
+    check(op, name, call)
+
+
+def test_opcheck_of_a_query_that_alone_requires_grad():
+    call = builders.dense(Source(0), 1, 3, 4, Features(lse=True))
+    check("attention", "default", call.map(lambda n, t: t.requires_grad_() if n == "query" else t))
+
+
+def test_every_overload_is_one_of_these():
+    for name, op in OPS.items():
+        assert set(op.packet.overloads()) == {n for o, n in OVERLOADS if o == name}
+
+
+def test_every_kernel_has_an_overload():
+    assert {(k.op, k.name) for k in all_kernels()} == {pair for pair in OVERLOADS if pair[1] != "default"}
+
+
+def test_ops_carry_a_layout_tag():
+    # A custom lowering loses the default constraint; without the tag inputs may arrive in other strides.
+    for op, name in OVERLOADS:
+        assert torch.Tag.needs_exact_strides in getattr(OPS[op].packet, name).tags, (op, name)
+
+
+def test_no_argument_is_called_out():
+    # Inductor takes an op with such an argument for an out= variant and refuses to lower it.
+    for op in OPS.values():
+        assert "out" not in {a.name for a in op.packet.default._schema.arguments}
+
+
+def test_overloads_share_one_schema():
+    for op, name in OVERLOADS:
+        schema = str(getattr(OPS[op].packet, name)._schema)
+        assert schema.replace(f"{op}.{name}(", f"{op}(") == str(OPS[op].packet.default._schema)
