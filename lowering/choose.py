@@ -84,9 +84,11 @@ def _inline(kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]], args
         for i, x in zip(dynamic, given, strict=True):
             filled[i] = x
         run_args, run_kwargs = pytree.tree_unflatten(filled, spec)
-        return kernel.run(*run_args, **run_kwargs)
+        # torch 2.11 takes an output of None for a missing output node.
+        return () if (out := kernel.run(*run_args, **run_kwargs)) is None else out
 
     with V.fake_mode:
         graph = make_fx(run, decomposition_table=select_decomp_table())(*[flat[i] for i in dynamic])
     lowered = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: x is None)
-    return inline_subgraph_to_ir_nodes(graph, [lowered[i] for i in dynamic], f"attnops_{kernel.op}")
+    out = inline_subgraph_to_ir_nodes(graph, [lowered[i] for i in dynamic], f"attnops_{kernel.op}")
+    return None if out == () else out

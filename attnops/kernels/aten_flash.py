@@ -73,7 +73,7 @@ def attention_backward(
     """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     none = query.new_empty(0)
     if query.numel() == 0 or key.numel() == 0:
-        return *(x.new_zeros(x.shape) for x in (query, key, value)), none, none.clone()
+        return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), none, none.clone()
     q, k, v = _heads_first(query, key, value)
     g, o, z = grad_output.transpose(1, 2), output.transpose(1, 2), lse.transpose(1, 2).contiguous()
     if query.device.type == "cpu":

@@ -21,13 +21,16 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if q.numel() == 0 or k.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and query.device.type != "cpu":
+        # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
+        q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     if query.shape[2] != key.shape[2] and query.device.type == "cpu" and query.shape[1] == 1 and mask is None:
         # One query token: a group's heads are rows of one head's query, and no key is repeated.
         b, _, hq, d = query.shape
         rows = query.reshape(b, key.shape[2], hq // key.shape[2], d)
         return scaled_dot_product_attention(rows, k, v, scale=scale).reshape(b, 1, hq, value.shape[3])
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[2] != key.shape[2])
-    return compact(out.transpose(1, 2))
+    return compact(out.transpose(1, 2).to(query.dtype))
 
 
 def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

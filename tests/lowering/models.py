@@ -80,7 +80,8 @@ def prefill() -> Step:
 
 def decode() -> Step:
     table = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
-    return Step(torch.randn(2, HQ * D), table, torch.tensor([4, 3], dtype=torch.int32), torch.ones(2, dtype=torch.int32), torch.tensor([3, 2]), 1)
+    lengths, new = torch.tensor([4, 3], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    return Step(torch.randn(2, HQ * D), table, lengths, new, torch.tensor([3, 2]), 1)
 
 
 def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:

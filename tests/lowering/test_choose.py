@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import attnops
-from tests.lowering.models import D, HQ, Dense, PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.lowering.models import HQ, D, Dense, PagedModel, compiled_code, decode, kernel_calls, prefill
 
 
 @pytest.mark.parametrize("step", [prefill, decode], ids=["prefill", "decode"])

@@ -4,7 +4,7 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from tests.lowering.models import D, HQ, Dense, compiled_code, kernel_calls
+from tests.lowering.models import HQ, D, Dense, compiled_code, kernel_calls
 
 
 class CountPass(CustomGraphPass):

@@ -10,7 +10,7 @@ from torch import nn
 import attnops
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from tests.lowering.models import D, HQ, Dense, PagedModel, decode
+from tests.lowering.models import HQ, D, Dense, PagedModel, decode
 
 
 def test_table_of_a_model_for_another_machine(capsys):

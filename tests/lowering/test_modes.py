@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.lowering.models import D, HQ, Dense, PagedModel, Step, compiled_code, decode, kernel_calls
+from tests.lowering.models import HQ, D, Dense, PagedModel, Step, compiled_code, decode, kernel_calls
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

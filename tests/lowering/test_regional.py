@@ -6,7 +6,7 @@ from torch import nn
 
 import attnops
 from attnops.errors import InvalidInput
-from tests.lowering.models import D, HQ, Dense, PagedModel, decode, prefill
+from tests.lowering.models import HQ, D, Dense, PagedModel, decode, prefill
 
 
 @pytest.mark.parametrize("layers", [2, 8, 24])
