@@ -3,14 +3,18 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the extra `cli` brings typer and rich")
 pytest.importorskip("transformers", reason="explain and demo build transformers models")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
+from attnops import problem
 from attnops.cli import features, models
 from attnops.cli.app import app
 from attnops.cli.shapes import SHAPES
@@ -52,6 +56,22 @@ def test_doctor_prints():
     result = attnops("doctor")
     assert result.exit_code == 0
     assert all(k.name in result.stdout for k in all_kernels())
+
+
+def test_doctor_on_a_gpu(monkeypatch):
+    """As on a machine with one SM90 device; only torch's answers are made up."""
+    device = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
+    for name, answer in {"is_available": True, "device_count": 1, "get_device_properties": device, "get_device_capability": (9, 0)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    problem._target_of.cache_clear()
+    try:
+        report = json.loads(attnops("doctor", "--json").stdout)
+        text = attnops("doctor").stdout
+    finally:
+        problem._target_of.cache_clear()
+    assert report["target"] == "sm90"
+    assert report["machine"]["devices"] == [{"name": "Some GPU", "arch": "sm90", "memory_bytes": 80 * 2**30}]
+    assert "Some GPU (sm90, 80 GiB)" in text
 
 
 def test_doctor_without_optional_packages():
@@ -252,6 +272,16 @@ def test_demo_without_compiling():
     assert "explain" in result.stderr and "sm100" in result.stderr
 
 
+@pytest.mark.slow
+def test_demo_compiles():
+    from attnops.cli.demo import Clock, _one
+
+    report = _one("llama-small", Console(quiet=True), Clock(), 3, True)
+    assert report["equal"] and report["graph"]
+    chosen = next(iter(report["kernels"].values()))
+    assert all(any(f"torch.ops.attnops.{name}(" in line for line in report["graph"]) for name in chosen)
+
+
 def test_demo_ends_with_1_when_a_token_differs(monkeypatch):
     from attnops.cli import demo
 
@@ -277,6 +307,6 @@ def test_reference_takes_everything(op):
 
 def test_features_change_the_problem():
     for op in features.ops_of_kernels():
-        for problem in features.problems(op, Target.parse("sm90")):
+        for base in features.problems(op, Target.parse("sm90")):
             for feature in features.columns(op):
-                assert set(feature.change) <= set(problem.__dataclass_fields__)
+                assert set(feature.change) <= set(base.__dataclass_fields__)

@@ -72,9 +72,9 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[st
     require(("transformers",), "hf")
     start = time.perf_counter()
     clock = Clock()
+    with clock.on("import transformers and attnops.hf"), quiet_transformers():
+        from attnops import hf  # noqa: F401
     with quiet_transformers():
-        with clock.on("import transformers and attnops.hf"):
-            from attnops import hf  # noqa: F401
         reports = [_one(name, console, clock, tokens, compiled) for name in MODELS]
     equal = all(r["equal"] for r in reports)
     total = time.perf_counter() - start

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -90,6 +92,9 @@ def explain_config(
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Within the block transformers, and what it loads, reports errors only: its advice is for models with weights."""
+    # It sets the level of its logger when it is imported, so that comes first.
+    if find_spec("transformers") is not None:
+        import_module("transformers.utils.logging")
     loggers = [logging.getLogger(name) for name in ("transformers", "torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
