@@ -18,9 +18,11 @@ from attnops.problem import Problem, Refusal
 class Policy:
     """What the user asks of selection.
 
-    kernel: force this kernel. `"fa3"` holds for every op that has an `fa3` and leaves the others alone;
-        `"paged_attention:fa3"` holds for one op. Several, comma separated, are allowed.
-    allow: only these may be chosen (empty: all). deny: these may not. prefer: these win, in this order, when they can run.
+    Every entry is a name, `"fa3"`, which speaks of every op that has a kernel of that name and leaves the others alone, or a name
+    with its op, `"paged_attention:fa3"`.
+
+    kernel: force these. allow: only these may be chosen, on the ops they speak of. deny: these may not be chosen.
+    prefer: these win, in this order, when they can run.
     deterministic: results must not depend on batch mates; kernels that cannot promise it refuse.
     """
 
@@ -115,8 +117,7 @@ def _select(problem: Problem, policy: Policy, registered: int) -> Decision:
             refused[kernel.name] = reasons
         else:
             fits.append(kernel)
-    order = {name: i for i, name in enumerate(policy.prefer)}
-    fits.sort(key=lambda k: (order.get(k.name, len(order)), k.cost_us(problem)))
+    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.cost_us(problem)))
     return Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]))
 
 
@@ -124,10 +125,23 @@ def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iter
     if forced is not None and kernel.name != forced:
         yield Refusal("policy.kernel", forced, kernel.name)
     # `reference` is what makes every problem answerable on ops with no second kernel, so allow= narrows only ops it speaks of.
-    if policy.allow and kernel.name not in policy.allow and any(n in kernels_of(kernel.op) for n in policy.allow):
+    if any(_speaks_of(n, kernel.op) for n in policy.allow) and not _named(kernel, policy.allow):
         yield Refusal("policy.allow", ",".join(policy.allow), f"to hold {kernel.name}")
-    if kernel.name in policy.deny:
-        yield Refusal("policy.deny", kernel.name, "not to be denied")
+    if _named(kernel, policy.deny):
+        yield Refusal("policy.deny", ",".join(policy.deny), f"not to hold {kernel.name}")
+
+
+def _named(kernel: Kernel, names: tuple[str, ...]) -> bool:
+    return kernel.name in names or f"{kernel.op}:{kernel.name}" in names
+
+
+def _speaks_of(name: str, op: str) -> bool:
+    scope, _, kernel = name.rpartition(":")
+    return scope == op if scope else kernel in kernels_of(op)
+
+
+def _rank(kernel: Kernel, prefer: tuple[str, ...]) -> int:
+    return next((i for i, name in enumerate(prefer) if name in (kernel.name, f"{kernel.op}:{kernel.name}")), len(prefer))
 
 
 # The policy in force --------------------------------------------------------------------------------------------------

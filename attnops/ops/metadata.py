@@ -11,6 +11,7 @@ from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem
 from attnops.reference import data
+from attnops.select import active_policy
 
 SPLIT_RULES = ("static", "deterministic", "balanced")
 
@@ -51,7 +52,7 @@ _metadata_op(
 
 def cu_seqlens(lengths: Tensor) -> Tensor:
     """int32 `[B + 1]`: 0 and the running sums of lengths `[B]` (int32 or int64, tokens). Raises InvalidInput."""
-    out: Tensor = torch.ops.attnops.cu_seqlens.default(lengths)
+    out: Tensor = torch.ops.attnops.cu_seqlens.default(lengths, policy=active_policy())
     return out
 
 
@@ -72,7 +73,7 @@ _metadata_op(
 
 def token_rows(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """int32 `[num_tokens]`: the request of each packed token, -1 past the last. cu_seqlens: int32 `[B + 1]`. Raises InvalidInput."""
-    out: Tensor = torch.ops.attnops.token_rows.default(cu_seqlens, num_tokens=num_tokens)
+    out: Tensor = torch.ops.attnops.token_rows.default(cu_seqlens, num_tokens=num_tokens, policy=active_policy())
     return out
 
 
@@ -100,7 +101,7 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     positions: `[T]` position of the token in its request. rows: `[T]` its request. page_table: int32 `[B, max_pages]`.
     A negative position or row, a position past the table's width, or a negative page id gives -1: not stored. Raises InvalidInput.
     """
-    out: Tensor = torch.ops.attnops.slot_mapping.default(positions, rows, page_table, page_size=page_size)
+    out: Tensor = torch.ops.attnops.slot_mapping.default(positions, rows, page_table, page_size=page_size, policy=active_policy())
     return out
 
 
@@ -132,7 +133,7 @@ def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size
     token_table: `[R, N]` slot of every token of every known request; each page's slots are contiguous and start at a multiple of
     page_size. rows: `[B]` the requests of the batch. seq_lens: `[B]` tokens. Entries past a request's end are 0. Raises InvalidInput.
     """
-    out: Tensor = torch.ops.attnops.page_table.default(token_table, rows, seq_lens, page_size=page_size)
+    out: Tensor = torch.ops.attnops.page_table.default(token_table, rows, seq_lens, page_size=page_size, policy=active_policy())
     return out
 
 
@@ -164,7 +165,8 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple
     Request b's pages are `indices[indptr[b]:indptr[b + 1]]`; what follows `indptr[B]` is 0. last_page_len is in tokens, 0 for an
     empty request. No host synchronisation: the length of `indices` is an upper bound. Raises InvalidInput.
     """
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.attnops.kv_indices.default(page_table, seq_lens, page_size=page_size)
+    policy = active_policy()
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.attnops.kv_indices.default(page_table, seq_lens, page_size=page_size, policy=policy)
     return out
 
 
@@ -197,6 +199,7 @@ def num_kv_splits(
     serves 16 query heads of one key head. The last two give at least 1 and at most max_splits. Raises InvalidInput.
     """
     out: Tensor = torch.ops.attnops.num_kv_splits.default(
-        seq_lens, rule=rule, max_splits=max_splits, tile=tile, q_heads=q_heads, kv_heads=kv_heads, num_sms=num_sms
+        seq_lens, rule=rule, max_splits=max_splits, tile=tile, q_heads=q_heads, kv_heads=kv_heads, num_sms=num_sms,
+        policy=active_policy(),
     )
     return out
