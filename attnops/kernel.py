@@ -92,6 +92,7 @@ class Kernel:
     needs: every demand on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only.
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
+    batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     """
 
@@ -104,6 +105,7 @@ class Kernel:
     cost_us: Callable[[Problem], float] = lambda problem: 1.0
     capture: Capture = Capture.WHOLE
     tolerance: float = 1.0
+    batch_invariant: bool = False
     inline: bool = False
     contract: int = CONTRACT
     about: str = ""

@@ -23,7 +23,7 @@ class Policy:
 
     kernel: force these. allow: only these may be chosen, on the ops they speak of. deny: these may not be chosen.
     prefer: these win, in this order, when they can run.
-    deterministic: results must not depend on batch mates; kernels that cannot promise it refuse.
+    deterministic: a request's result must not depend on its batch mates, bit for bit; kernels that do not promise it refuse.
     """
 
     kernel: tuple[str, ...] = ()
@@ -125,6 +125,8 @@ def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iter
     if forced is not None and kernel.name != forced:
         yield Refusal("policy.kernel", forced, kernel.name)
     # `reference` is what makes every problem answerable on ops with no second kernel, so allow= narrows only ops it speaks of.
+    if policy.deterministic and not kernel.batch_invariant:
+        yield Refusal("batch_invariant", False, "True (policy.deterministic)")
     if any(_speaks_of(n, kernel.op) for n in policy.allow) and not _named(kernel, policy.allow):
         yield Refusal("policy.allow", ",".join(policy.allow), f"to hold {kernel.name}")
     if _named(kernel, policy.deny):

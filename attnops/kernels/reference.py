@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
 from attnops.reference import attention, data, packed
@@ -13,8 +16,14 @@ def _cost_us(p: Problem) -> float:
     return 1000.0 + logits * 32 / 1e6
 
 
-def _reference(op: str, run: object, inline: bool = False) -> None:
-    register(Kernel(name="reference", op=op, run=run, cost_us=_cost_us, inline=inline, about="plain torch, float32 accumulation"))  # type: ignore[arg-type]
+def _reference(op: str, run: Callable[..., Any], inline: bool = False) -> None:
+    # A matrix product's order of summation may depend on the batch; what is pointwise or counts in integers does not.
+    invariant = op not in MATRIX_PRODUCTS
+    about = "plain torch, float32 accumulation"
+    register(Kernel("reference", op, run, cost_us=_cost_us, inline=inline, batch_invariant=invariant, about=about))
+
+
+MATRIX_PRODUCTS = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention")
 
 
 _reference("attention", attention.attention)

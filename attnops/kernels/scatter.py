@@ -23,6 +23,7 @@ register(
         write_kv,
         needs=(one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8),),
         cost_us=_cost_us,
+        batch_invariant=True,
         inline=True,
         about="index_put fused by the compiler",
     )

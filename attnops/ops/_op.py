@@ -82,8 +82,7 @@ def _define_overload(
 ) -> None:
     # A custom lowering loses the default constraint on strides; the tag brings it back.
     _LIB.define(f"{name}{op.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
-    call = torch.no_grad()(run) if op.autograd is None and check is None else run
-    _LIB.impl(name, _guard_grad(op, call) if op.autograd is None else call, "CompositeExplicitAutograd")
+    _LIB.impl(name, _without_grad(op, run) if op.autograd is None else run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnops::{name}", _fake(op, check), lib=_FAKE_LIB)
     if op.autograd is not None:
         overload = getattr(op.packet, name.partition(".")[2] or "default")
@@ -103,8 +102,7 @@ def _eager(op: Op) -> Callable[..., Any]:
             if len(seen) >= _SEEN_LIMIT:
                 seen.clear()
             seen[key] = kernel_run
-        with torch.no_grad():
-            return kernel_run(*args, policy=policy, **kwargs)
+        return kernel_run(*args, policy=policy, **kwargs)
 
     return run
 
@@ -161,11 +159,14 @@ def _refuse_grad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise NoGradient(op.name, fields)
 
 
-def _guard_grad(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+def _without_grad(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+    # Under grad mode a kernel's writes would make the cache require a gradient, and the next compile would clone it.
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_grad(op, args, kwargs)
-        return call(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        _refuse_grad(op, args, kwargs)
+        with torch.no_grad():
+            return call(*args, **kwargs)
 
     return run
 
