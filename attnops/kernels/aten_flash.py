@@ -94,7 +94,8 @@ def attention_backward(
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     group = query.shape[2] // key.shape[2]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    # The CPU kernel takes the value's last stride for 1 without looking.
+    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.contiguous().transpose(1, 2) for x in (query, key, value))
     return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 

@@ -94,19 +94,19 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     """`[T]` int64."""
     width = page_table.shape[1]
     if page_table.numel() == 0:
-        return torch.full_like(positions, -1, dtype=torch.int64)
+        return torch.full(positions.shape, -1, dtype=torch.int64, device=positions.device)
     at = positions.long()
     column = torch.div(at, page_size, rounding_mode="floor")
     real = (at >= 0) & (rows >= 0) & (column < width)
     page = page_table[torch.where(real, rows.long(), 0), torch.where(real, column, 0)].long()
-    return torch.where(real & (page >= 0), page * page_size + at % page_size, -1)
+    return compact(torch.where(real & (page >= 0), page * page_size + at % page_size, -1))
 
 
 def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> Tensor:
     """`[B, ceil(N / page_size)]` int32."""
     first = token_table[:, ::page_size][rows.long()]
     used = torch.arange(first.shape[1], device=first.device)[None] * page_size < seq_lens[:, None]
-    return torch.where(used, torch.div(first, page_size, rounding_mode="floor"), 0).to(torch.int32)
+    return compact(torch.where(used, torch.div(first, page_size, rounding_mode="floor"), 0).to(torch.int32))
 
 
 def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +115,7 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     lens = seq_lens.long()
     counts = torch.div(lens + page_size - 1, page_size, rounding_mode="floor")
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=lens.device), torch.cumsum(counts, 0)])
-    last = torch.where(lens > 0, (lens - 1) % page_size + 1, 0)
+    last = compact(torch.where(lens > 0, (lens - 1) % page_size + 1, 0))
     if page_table.numel() == 0:
         return indptr.to(torch.int32), page_table.new_zeros(batch * width, dtype=torch.int32), last.to(torch.int32)
     at = torch.arange(batch * width, device=lens.device)
@@ -141,12 +141,12 @@ def num_kv_splits(
     """`[B]` int32; the three rules are told in `attnops.num_kv_splits`."""
     lens = seq_lens.long()
     if rule == "static":
-        return torch.full_like(lens, max_splits, dtype=torch.int32)
+        return torch.full(lens.shape, max_splits, dtype=torch.int32, device=lens.device)
     tiles = torch.div(lens + tile - 1, tile, rounding_mode="floor").clamp(min=1)
     if rule == "deterministic":
-        return tiles.clamp(max=max_splits).to(torch.int32)
+        return compact(tiles.clamp(max=max_splits).to(torch.int32))
     # As many blocks as the GPU holds, shared among requests in proportion to their lengths: long requests get more splits.
     blocks_per_split = kv_heads * -(-q_heads // kv_heads // 16)
     total = lens.sum().clamp(min=1)
     share = torch.div(lens * num_sms * 2 + total * blocks_per_split - 1, total * blocks_per_split, rounding_mode="floor")
-    return torch.minimum(share.clamp(min=1, max=max_splits), tiles).to(torch.int32)
+    return compact(torch.minimum(share.clamp(min=1, max=max_splits), tiles).to(torch.int32))
