@@ -1,0 +1,394 @@
+"""What the compiler is told of a result is what the kernel gives: shape, stride, dtype and device, for any layout of the inputs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import attnops
+from attnops.kernel import kernels_of
+from attnops.ops import OPS
+from attnops.ops._op import watch
+from attnops.problem import Extent, Target
+from attnops.testing import CASES, Call, Features, Source, builders, oracle
+from attnops.testing.check import clone
+
+INF = float("inf")
+OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+LENGTH = st.integers(0, 5)
+LENGTHS = st.lists(st.integers(0, 5), max_size=3)
+FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+INDEX = st.sampled_from([torch.int32, torch.int64])
+QUANTISED = st.sampled_from([None, None, None, torch.float8_e4m3fn, torch.int8])
+
+
+@st.composite
+def features(draw, masks=True, kv=QUANTISED, head_dims=(1, 4, 8)):
+    group = draw(st.sampled_from([1, 2, 3]))
+    kv_heads = draw(st.sampled_from([1, 2]))
+    return Features(
+        dtype=draw(FLOAT),
+        kv_dtype=draw(kv),
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from(head_dims)),
+        v_head_dim=draw(st.sampled_from([None, None, 2])),
+        causal=draw(st.booleans()),
+        window=draw(st.sampled_from([(-1, -1), (-1, -1), (2, -1), (1, 1)])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        sinks=draw(st.sampled_from([None, None, torch.float32])),
+        mask=draw(st.sampled_from(["none", "none", "bool", "additive"])) if masks else "none",
+        mask_shape=draw(st.sampled_from(["bhq", "b", "h", "q", ""])),
+        scale_per_head=draw(st.booleans()),
+        lse=draw(st.booleans()),
+    )
+
+
+@st.composite
+def dense(draw, **more):
+    batch, queries, keys = draw(LENGTH), draw(LENGTH), draw(LENGTH)
+    ranged = draw(st.sampled_from([False, False, True])) and "kv" not in more
+    limits = {"start": [min(1, keys)] * batch, "end": [max(keys - 1, 0)] * batch, "range_dtype": draw(INDEX)} if ranged else {}
+    return builders.dense(source(draw), batch, queries, keys, draw(features(**more)), **limits)
+
+
+@st.composite
+def varlen(draw, **more):
+    q_lens = draw(LENGTHS)
+    k_lens = [draw(LENGTH) for _ in q_lens]
+    padding = draw(st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]))
+    return builders.varlen(source(draw), q_lens, k_lens, draw(features(**more)), padding, draw(st.sampled_from([0, 2])))
+
+
+@st.composite
+def paged(draw):
+    q_lens = draw(LENGTHS)
+    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
+    return builders.paged(
+        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(features()),
+        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
+    )  # fmt: skip
+
+
+@st.composite
+def write(draw):
+    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
+    return builders.write(source(draw), slots, pages, page, draw(features()), draw(INDEX))
+
+
+@st.composite
+def merge(draw):
+    return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
+
+
+@st.composite
+def metadata(draw, op):
+    return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
+
+
+def backward(forward):
+    def build(draw):
+        call = draw(forward(kv=st.none()))
+        more = {"mask_grad": True} if call.op == "attention" and draw(st.booleans()) and _additive(call) else {}
+        return builders.backward(source(draw), call, lse_grad=draw(st.booleans()), **more)
+
+    return st.composite(build)()
+
+
+def _additive(call):
+    return "mask" in call.arguments and call.arguments["mask"].dtype != torch.bool
+
+
+def source(draw):
+    return Source(draw(st.integers(0, 99)))
+
+
+CALLS = {
+    "attention": dense(),
+    "attention_backward": backward(dense),
+    "varlen_attention": varlen(),
+    "varlen_attention_backward": backward(varlen),
+    "paged_attention": paged(),
+    "write_kv": write(),
+    "merge_state": merge(),
+    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+}
+
+# Layouts: the same numbers, lying elsewhere ----------------------------------------------------------------------------
+
+
+def transposed(t, i):
+    """The dims i and i + 1 lie the other way round."""
+    i = i % max(t.dim() - 1, 1)
+    return t.transpose(i, i + 1).contiguous().transpose(i, i + 1) if t.dim() > 1 else t
+
+
+def offset(t, i):
+    """A view into the middle of a larger buffer."""
+    room = t.new_zeros((t.shape[0] + 2, *t.shape[1:]))
+    room[1 : 1 + t.shape[0]] = t
+    return room[1 : 1 + t.shape[0]]
+
+
+def strided(t, i):
+    """Every second entry of a buffer, along one dim."""
+    i = i % t.dim()
+    return torch.stack([t, t], i + 1).flatten(i, i + 1)[(slice(None),) * i + (slice(None, None, 2),)]
+
+
+def expanded(t, i):
+    """Stride 0 where a size is 1."""
+    i = i % t.dim()
+    return t.select(i, 0).unsqueeze(i).expand(t.shape) if t.shape[i] == 1 else t
+
+
+LAYOUTS = [lambda t, i: t, transposed, offset, strided, expanded]
+
+
+def raw(change, t, i):
+    # float8 tensors can be copied and viewed, and little else.
+    return change(t.view(torch.uint8), i).view(t.dtype) if t.dtype.itemsize == 1 and t.dtype != torch.bool else change(t, i)
+
+
+def relaid(draw, call):
+    change = lambda name, t: raw(draw(st.sampled_from(LAYOUTS if name not in call.mutated else LAYOUTS[:4])), t, draw(st.integers(0, 3)))  # noqa: E731
+    return call.map(change)
+
+
+def described(results):
+    return [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in results]
+
+
+def run(op, name, call):
+    """Every result of an overload, mutated arguments included."""
+    returned = getattr(OPS[op].packet, name)(*call.args, **call.kwargs)
+    values = returned if isinstance(returned, (tuple, list)) else () if returned is None else (returned,)
+    return [*values, *(call.arguments[n] for n in call.mutated)]
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@given(data=st.data())
+@settings(max_examples=40)
+def test_fake_equals_real(op, data):
+    call = relaid(data.draw, data.draw(CALLS[op]))
+    OPS[op].check(*call.args, **call.kwargs)
+    with FakeTensorMode() as mode:
+        fakes = {name: described(run(op, name, call.map(lambda _, t: mode.from_tensor(t)))) for _, name in OVERLOADS if _ == op}
+    problem = call.problem
+    ran = 0
+    for name, fake in fakes.items():
+        if name == "default" or not kernels_of(op)[name].refusals(problem):
+            ran += 1
+            assert described(run(op, name, call.map(lambda _, t: clone(t)))) == fake, name
+    assert ran >= 2  # default and at least the reference
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@given(data=st.data())
+@settings(max_examples=15)
+def test_layout_does_not_change_the_result(op, data):
+    call = data.draw(CALLS[op])
+    other = relaid(data.draw, call)
+    if "output" in call.mutated:
+        for c in (call, other):
+            for n in c.mutated:
+                c.arguments[n].zero_()
+    for name, kernel in kernels_of(op).items():
+        if not kernel.refusals(call.problem) and not kernel.refusals(other.problem):
+            for a, b in zip(run(op, name, call), run(op, name, other), strict=True):
+                torch.testing.assert_close(b.double(), a.double(), rtol=3e-3, atol=3e-3, equal_nan=True)
+
+
+# Zero sizes -----------------------------------------------------------------------------------------------------------
+
+EMPTY = [
+    c
+    for op in ("attention", "varlen_attention", "paged_attention")
+    for c in CASES[op]
+    if c.label.startswith(("no_", "all_empty", "nothing"))
+]
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
+def test_no_keys_give_zero_and_minus_infinity(case):
+    call = case.call()
+    if call.op == "paged_attention":
+        call = call.with_(lse=torch.empty(call.arguments["output"].shape[:2]))
+    else:
+        call = call.with_(return_lse=True)
+    sinks = call.arguments.get("sinks")
+    results = oracle(call.with_(sinks=None))
+    assert not results["output"].any()
+    assert (results["lse"] == -INF).all()
+    if sinks is not None and results["lse"].numel():
+        # The sink's logit is all that is left of the sum.
+        real = slice(int(call.arguments["cu_seqlens_q"][-1])) if call.op != "attention" else slice(None)
+        assert torch.equal(oracle(call)["lse"][real], sinks.float().expand_as(results["lse"])[real])
+
+
+# Symbolic sizes -------------------------------------------------------------------------------------------------------
+
+# Which sizes of which argument are free: tokens, batch, pages, lengths. Heads, head dims and page sizes may specialise.
+DIMS = {
+    "attention": {
+        "query": "BS..", "key": "BK..", "value": "BK..", "mask": "B..K", "kv_start": "B", "kv_end": "B", "output": "BS..",
+        "grad_output": "BS..", "lse": "BS.", "grad_lse": "BS.",
+    },
+    "varlen_attention": {
+        "query": "T..", "key": "N..", "value": "N..", "cu_seqlens_q": "C", "cu_seqlens_k": "C", "mask": "TM", "max_seqlen_q": "Q",
+        "max_seqlen_k": "M", "output": "T..", "grad_output": "T..", "lse": "T.", "grad_lse": "T.",
+    },
+    "paged_attention": {
+        "query": "T..", "k_pages": "P...", "v_pages": "P...", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q",
+        "output": "T..", "lse": "T.",
+    },
+    "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
+    "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
+    "cu_seqlens": {"lengths": "B"},
+    "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
+    "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},
+    "page_table": {"token_table": "RN", "rows": "B", "seq_lens": "B"},
+    "kv_indices": {"page_table": "BW", "seq_lens": "B"},
+    "num_kv_splits": {"seq_lens": "B"},
+}  # fmt: skip
+DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]
+
+# One call an op with every optional argument there is.
+FULL = Features(causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, lse=True, mask="additive", mask_shape="b")
+
+
+def full_call(op) -> Call:
+    s = Source(0)
+    no_mask = Features(causal=True, window=(3, -1), sinks=torch.float32, lse=True)
+    make = {
+        "attention": lambda: builders.dense(s, 4, 5, 7, FULL, start=(0, 1, 0, 2), end=(7, 6, 5, 7)),
+        "attention_backward": lambda: builders.backward(s, builders.dense(s, 4, 5, 7, FULL), mask_grad=True, lse_grad=True),
+        "varlen_attention": lambda: builders.varlen(s, (3, 4), (5, 6), FULL),
+        "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
+        "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, no_mask),
+        "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
+        "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),
+    }
+    return make[op]() if op in make else CASES[op][0].call()
+
+
+def symbolic(op, name, dynamic, call, device="cpu"):
+    """(results, guards the fake installed, run-time asserts it left), with the sizes of DIMS symbolic; equal letters, one symbol."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    letters = sorted({c for pattern in DIMS[op].values() for c in pattern} - {".", "+"})
+    # Sizes no other letter has, so that no two symbols are one by chance; none is 0 or 1.
+    hints = {c: 11 + 2 * i for i, c in enumerate(letters)}
+    context = StatelessSymbolicContext(dynamic_sizes=[dynamic] * len(letters))
+    sized = mode.from_tensor(torch.empty([hints[c] for c in letters]), symbolic_context=context, source=ConstantSource("sizes"))
+    size = dict(zip(letters, sized.shape, strict=True))
+    if "M" in size and "mask" in call.arguments:
+        size["M"] = sized.shape[letters.index("M")]
+
+    def free(n, shape):
+        pattern = DIMS[op].get(n, "." * len(shape))
+        return [have if c == "." else size["B"] + 1 if c == "+" else size[c] for c, have in zip(pattern, shape, strict=True)]
+
+    with mode:
+        arguments = {
+            n: torch.empty(free(n, v.shape), dtype=v.dtype, device=device) if isinstance(v, torch.Tensor) else v
+            for n, v in call.arguments.items()
+        }
+        arguments |= {n: size[pattern] for n, pattern in DIMS[op].items() if n in arguments and isinstance(arguments[n], int)}
+        fake = Call(op, arguments)
+        before = len(env.guards)
+        results = run(op, name, fake)
+    asserts = [str(a.expr) for group in env.deferred_runtime_asserts.values() for a in group]
+    return results, [str(g.expr) for g in env.guards[before:]], asserts
+
+
+UNBACKED = getattr(DimDynamic, "SIZE_LIKE_UNBACKED", None) or DimDynamic.UNBACKED
+
+
+@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+def test_dynamic_sizes_install_no_guard(op, name):
+    _, guards, asserts = symbolic(op, name, DimDynamic.DYNAMIC, full_call(op))
+    assert not guards
+    assert not asserts
+
+
+@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+def test_unbacked_sizes_are_never_asked_for(op, name):
+    _, guards, _ = symbolic(op, name, UNBACKED, full_call(op))
+    assert not guards
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_building_a_problem_installs_no_guard(op):
+    seen = []
+    end = watch(lambda an_op, problem, policy: seen.append(problem))
+    try:
+        for dynamic in (DimDynamic.DYNAMIC, UNBACKED):
+            _, guards, _ = symbolic(op, "default", dynamic, full_call(op))
+            assert not guards
+    finally:
+        end()
+    assert [p.op for p in seen] == [op, op]
+    backed, unbacked = (next(e for e in (p.tokens, p.batch, p.context) if e != Extent(0, 0, 0)) for p in seen)
+    assert backed.lo >= 0 and backed.hi is None
+    assert unbacked.lo <= 1 and unbacked.hi is None
+
+
+@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+def test_results_are_on_the_inputs_device(op, name):
+    results, _, _ = symbolic(op, name, DimDynamic.DYNAMIC, full_call(op), "cuda:0")
+    assert {r.device for r in results} == {torch.device("cuda:0")}
+
+
+def test_a_forced_kernel_is_checked_while_tracing():
+    from attnops.errors import NoKernel
+
+    with FakeTensorMode():
+        q = torch.empty(1, 3, 2, 8)
+        with pytest.raises(NoKernel, match="sinks=True"):
+            attnops.attention(q, q, q, sinks=torch.empty(2), kernel="sdpa")
+
+
+def test_fake_cuda_problems_are_for_cuda():
+    seen = []
+    end = watch(lambda op, problem, policy: seen.append(problem.target))
+    try:
+        with FakeTensorMode():
+            q = torch.empty(1, 3, 2, 8, device="cuda:0")
+            attnops.attention(q, q, q)
+    finally:
+        end()
+    assert [t.device for t in seen] == [Target("cuda").device]
+
+
+@pytest.mark.parametrize("mistake", ["specialises", "branches", "forgets"])
+def test_the_harness_sees(mistake):
+    """The three mistakes that opcheck does not see, made by a fake of our own."""
+    lib = torch.library.Library("attnops_harness", "FRAGMENT")
+    lib.define(f"{mistake}(Tensor lengths) -> Tensor")
+
+    def fake(lengths):
+        if mistake == "specialises":
+            return lengths.new_empty(int(lengths.shape[0]))
+        if mistake == "branches" and lengths.shape[0] <= 4:
+            return lengths.new_empty(3)
+        return torch.empty(lengths.shape[0]) if mistake == "forgets" else lengths.new_empty(lengths.shape[0])
+
+    torch.library.register_fake(f"attnops_harness::{mistake}", fake, lib=lib)
+    op = getattr(torch.ops.attnops_harness, mistake).default
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    sized = mode.from_tensor(torch.empty(9), symbolic_context=context, source=ConstantSource("sizes"))
+    with mode:
+        lengths = torch.empty(sized.shape[0], device="cuda:0")
+        before = len(env.guards)
+        result = op(lengths)
+    assert (result.device.type == "cpu") if mistake == "forgets" else len(env.guards) > before
