@@ -1,0 +1,20 @@
+"""HuggingFace transformers on attnops.
+
+    import attnops.hf
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnops")
+
+works as soon as this package is imported: it registers the name with transformers. `attnops.patch(model)` does the same to a
+model that exists already, reaches what the name alone does not (encoder-decoder models copy their config), can be undone, and
+tells what it did.
+"""
+
+from __future__ import annotations
+
+from attnops.hf.interface import NAME as NAME
+from attnops.hf.interface import register as register
+from attnops.hf.patching import Patched as Patched
+from attnops.hf.patching import patch as patch
+from attnops.hf.report import Report as Report
+from attnops.hf.report import Verification as Verification
+
+register()

@@ -1,0 +1,181 @@
+"""The attention function that transformers calls in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+
+from attnops.errors import InvalidInput
+from attnops.hf import descriptor
+from attnops.ops.dense import attention as dense_attention
+from attnops.ops.dense import default_scale
+from attnops.ops.varlen import varlen_attention
+from attnops.reference.attention import Rules, dense_visible, dequantise, logsumexp, scores, wide
+
+_MATHS = ("attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias")
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+HANDLED = frozenset((*_MATHS, *_PACKED))
+"""Arguments the attention function acts on."""
+
+_INPUTS = ("position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states")
+_LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
+_SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
+HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES))
+"""Arguments that models hand down to every layer and that do not change what attention computes."""
+
+# Whatever bears one of these in its name changes the result, be it a tensor or not.
+_TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+
+def attention_function(kernel: str | None) -> AttentionFunction:
+    """A function for `AttentionInterface.register`. kernel: forced on every call, as `attnops.attention(kernel=...)`."""
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention as a transformers layer asks for it, through `attnops.attention`.
+
+        Args:
+            query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
+            attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
+                alone decides what is visible. None is causal when `is_causal` (or the module's own flag) says so; query i is
+                then at key i, as in transformers' sdpa, and keys past the last query are cut off.
+            scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
+            dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
+            sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
+            s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
+            cu_seq_lens_q, ...: packed requests in one row, used when there is no mask: `attnops.varlen_attention`.
+
+        Returns:
+            output `[B, S, Hq, Dv]` contiguous; None in place of attention weights.
+
+        Raises:
+            InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
+        """
+        if others:
+            check_others(others)
+        if sinks is None:
+            sinks = s_aux
+        if sinks is not None and sinks.dim() != 1:
+            sinks = sinks.reshape(-1)
+        if isinstance(scaling, Tensor):
+            query, scaling = query * scaling, 1.0
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        left, start, end = -1, None, None
+        mask = attention_mask
+        if mask is None:
+            if causal and cu_seq_lens_q is None:
+                queries, keys = query.shape[2], key.shape[2]
+                if queries != 1 and keys > queries:
+                    key, value = key[:, :, :queries], value[:, :, :queries]
+                    position_bias = None if position_bias is None else position_bias[..., :queries]
+                if sliding_window is not None and 0 < sliding_window < keys:
+                    left = sliding_window - 1
+        elif mask.dtype == descriptor.DTYPE:
+            causal, left, start, end = descriptor.read(mask, query.shape[0])
+            mask = None
+        else:
+            causal = False
+        if position_bias is not None:
+            mask = join(position_bias, mask)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        cap = float(softcap or 0.0)
+        drops = dropout > 0.0 and module.training
+        if attention_mask is None and cu_seq_lens_q is not None:
+            if drops:
+                raise InvalidInput("dropout", dropout, "0 for packed requests without a mask: no kernel drops")
+            if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
+                want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
+                raise InvalidInput("cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
+            near = sliding_window - 1 if sliding_window else -1
+            packed = varlen_attention(
+                query[0], key[0], value[0], cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
+                scale=scaling, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
+            )  # fmt: skip
+            return packed[None], None
+        if drops:
+            rules = Rules(default_scale(query, scaling), causal, left, -1, cap)
+            return with_dropout(query, key, value, mask, sinks, start, end, rules, dropout), None
+        output = dense_attention(
+            query, key, value, scale=scaling, causal=causal, window=(left, -1), softcap=cap,
+            mask=mask, sinks=sinks, kv_start=start, kv_end=end, kernel=kernel,
+        )  # fmt: skip
+        return output, None
+
+    return attention
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Raise InvalidInput for an argument that would change the result: a tensor, or a telling name, that nobody here knows."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name == "output_attentions":
+            raise InvalidInput(name, value, "False: kernels return no attention weights. Unpatch the model to look at them")
+        if name not in HARMLESS and (_holds_tensor(value) or any(word in name for word in _TELLING)):
+            want = f"one of {', '.join(sorted(HANDLED))}: dropping it would change the result"
+            raise InvalidInput(f"attention argument {name}", type(value).__name__, want)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
+
+
+def join(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """One additive mask of a position bias and a bool or float mask that broadcast with each other."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+def with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    start: Tensor | None,
+    end: Tensor | None,
+    rules: Rules,
+    p: float,
+) -> Tensor:
+    """`[B, S, Hq, Dv]` in plain torch: the formula of attnops.reference, with dropout on the probabilities, not rescaled after it.
+
+    The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager attention draws them, so the
+    same seed drops the same weights.
+    """
+    see = dense_visible(query, key, start, end, rules)
+    logits = scores(wide(query), dequantise(key, None, query.dtype), see, mask, rules)
+    lse = logsumexp(logits, sinks)
+    weights = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    weights = drop(weights.to(query.dtype), p, training=True)
+    b, h, s, t = weights.shape
+    groups = value.shape[2]
+    output = torch.einsum("bhgst,bthd->bshgd", weights.reshape(b, groups, h // groups, s, t), value)
+    return output.reshape(b, s, h, value.shape[3]).contiguous()

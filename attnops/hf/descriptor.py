@@ -1,0 +1,63 @@
+"""A mask in four numbers a request, where the pattern allows it: no `[S, T]` tensor is built or read.
+
+HuggingFace passes any 4-D tensor from the mask function to the attention function untouched, so the descriptor is one:
+
+    int64 [B, kind, 1 + window, 4]    kind 1: causal, 2: bidirectional; window 0: unbounded
+    fields: kv_start, kv_end (indices into the keys at hand), q_offset, kv_offset (positions, as HuggingFace gave them)
+
+What a kernel must know before it runs (causal or not, the window) is in the shape, which is free to read; what may change from
+step to step is in the data. The two inner dims are expanded, so the memory is that of `[B, 4]`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.errors import InvalidInput
+
+FIELDS = 4
+DTYPE = torch.int64
+
+
+Number = int | Tensor
+
+
+class Pattern(NamedTuple):
+    """What a query may see besides padding. window: keys a causal query sees, its own included; 0 is unbounded."""
+
+    causal: bool
+    window: int
+
+
+class Range(NamedTuple):
+    """A descriptor as `attnops.attention` takes it. window_left: keys left of the query's own, -1 unbounded. start, end: int64 `[B]`."""
+
+    causal: bool
+    window_left: int
+    start: Tensor
+    end: Tensor
+
+
+def build(pattern: Pattern, batch: int, start: Number, end: Number, q_offset: Number, kv_offset: Number, device: torch.device) -> Tensor:
+    """The descriptor of `batch` requests. Each number is an int, a 0-dim tensor or `[batch]`."""
+    # Field by field in memory: a kernel that wants contiguous lengths gets them without a copy.
+    fields = torch.stack([_row(value, batch, device) for value in (start, end, q_offset, kv_offset)])
+    return fields.t()[:, None, None, :].expand(batch, 1 if pattern.causal else 2, 1 + pattern.window, FIELDS)
+
+
+def _row(value: Number, batch: int, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=DTYPE).expand(batch)
+    return torch.full((batch,), value, dtype=DTYPE, device=device)
+
+
+def read(mask: Tensor, batch: int) -> Range:
+    """The inverse of `build`. Raises InvalidInput when `mask` is an int64 tensor of another shape: no mask HuggingFace or attnops made."""
+    if mask.dim() != 4 or mask.shape[3] != FIELDS or mask.shape[1] not in (1, 2) or mask.shape[0] != batch:
+        want = f"bool or float [B, H, S, T], or attnops' descriptor [{batch}, 1 or 2, 1 + window, {FIELDS}]. A model that edits its "
+        raise InvalidInput("attention_mask", f"int64 {list(mask.shape)}", want + 'masks needs attnops.patch(model, mask="dense")')
+    fields = mask[:, 0, 0]
+    return Range(mask.shape[1] == 1, mask.shape[2] - 2, fields[:, 0], fields[:, 1])

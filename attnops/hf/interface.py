@@ -1,0 +1,49 @@
+"""The names under which transformers finds attnops."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from attnops.errors import InvalidInput
+from attnops.hf.attention import attention_function
+from attnops.hf.mask import MODES, Mode, mask_function
+from attnops.select import policy_key
+
+NAME = "attnops"
+"""`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask."""
+
+    kernel: str | None = None
+    mask: Mode = "auto"
+
+
+def register() -> None:
+    """Make `attn_implementation="attnops"` known to transformers. `import attnops.hf` does it; calling it again changes nothing."""
+    implementation(Options())
+
+
+def implementation(options: Options) -> str:
+    """The name under which these options are registered with transformers; registered now if it was not.
+
+    The options are in the name and not on the config: transformers reads the name at every call, compiled graphs are guarded by
+    it, and `save_pretrained` leaves it out.
+    Raises UnknownKernel, or InvalidInput for a mask mode that does not exist.
+    """
+    if options.mask not in MODES:
+        raise InvalidInput("mask", repr(options.mask), " | ".join(map(repr, MODES)))
+    if options.kernel is not None:
+        policy_key((f"attention:{options.kernel}",), (), (), (), False)
+    # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.
+    name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
+    # A second registration would be another function object, and compiled code is guarded by the first.
+    if name not in AttentionInterface._global_mapping:
+        AttentionInterface.register(name, attention_function(options.kernel))
+        AttentionMaskInterface.register(name, mask_function(options.mask))
+    return name

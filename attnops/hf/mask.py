@@ -1,0 +1,260 @@
+"""The mask function HuggingFace calls once a forward and layer type, and what it makes.
+
+`dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and nothing is padded. `explicit`: as dense, but a causal mask
+is always written out, for models that compute with it. `compact`: a descriptor (see
+descriptor.py) where it is exact, else dense. `auto`: compact on CUDA, dense elsewhere.
+
+A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. That is checked on the mask itself,
+which makes the host wait for the device. Where it must not wait, nothing is guessed: a tracer, and one-token steps on CUDA under
+`auto`, get a dense mask. Inside `generate()` of a patched model one-token steps need no check: the prefill's mask was checked
+and generate appends ones only (`growing`). Outside generate(), `mask="compact"` waits at one-token steps too.
+
+With right padding a padded query sees padded keys too. Its output is finite and, in HuggingFace, read by nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from attnops.hf import descriptor
+from attnops.hf.descriptor import Pattern
+
+Mode = Literal["auto", "dense", "explicit", "compact"]
+MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact")
+
+
+class Call(NamedTuple):
+    """One request for a mask. Query i stands at position i + q_offset, key j at j + kv_offset. padding: bool `[B, positions]`.
+
+    may_skip: None will do for a plain causal mask. Not so when a compiled step must find the same kind of mask every time.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    q_offset: int | Tensor
+    kv_offset: int
+    padding: Tensor | None
+    device: torch.device
+    mode: Mode
+    may_skip: bool
+
+
+class Verdict(NamedTuple):
+    """What a look at a 2-D mask told: every row is one run of ones; nothing is masked; it stays one run when ones are appended."""
+
+    run: bool
+    full: bool
+    grows: bool
+
+
+def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
+    """A function for `AttentionMaskInterface.register`."""
+
+    def attnops_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any = 0,  # an int, or a 0-dim tensor for a static cache
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        use_vmap: bool = False,
+        config: Any = None,
+        device: torch.device | str = "cpu",
+        **others: Any,
+    ) -> Tensor | None:
+        call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
+        if mode == "compact" or (mode == "auto" and call.device.type == "cuda"):
+            pattern = _pattern(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
+            if pattern is not None:
+                exact, mask = _compact(call, pattern)
+                if exact:
+                    return mask
+        skip = not _must_not_wait(call)
+        return sdpa_mask(  # type: ignore[no-any-return]
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip and skip and mode != "explicit",
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip,
+            use_vmap=use_vmap,
+            config=config,
+            device=device,
+            **others,
+        )
+
+    return attnops_mask
+
+
+# Is it a pattern a descriptor can say? --------------------------------------------------------------------------------
+
+
+def _pattern(
+    call: Call,
+    rule: Callable[..., Any],
+    local_size: int | None,
+    causal_skip: bool,
+    bidirectional_skip: bool,
+    use_vmap: bool,
+    config: Any,
+) -> Pattern | None:
+    if use_vmap:
+        return None
+    if rule is bidirectional_mask_function:
+        return Pattern(False, 0) if bidirectional_skip else None
+    # HuggingFace forbids the skip when it wants to edit the mask, and also for one-token steps of a static cache, where it does not.
+    if not causal_skip and call.queries != 1:
+        return None
+    if rule is causal_mask_function:
+        return Pattern(True, 0) if causal_skip or isinstance(call.q_offset, Tensor) else None
+    if torch.compiler.is_compiling():
+        # Closures cannot be looked into under a tracer. The skip is allowed for unedited patterns only: sliding, or chunked.
+        plain = causal_skip and local_size is not None and getattr(config, "attention_chunk_size", None) is None
+        return Pattern(True, local_size or 0) if plain else None
+    window = _window(rule)
+    return None if window is None else Pattern(True, window)
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)) if names else {}
+
+
+def _window(rule: Callable[..., Any]) -> int | None:
+    """The window of HuggingFace's `sliding_window_causal_mask_function(window)`, None for any other function."""
+    parts = _cells(rule).get("mask_functions", ())
+    if len(parts) != 2 or parts[1] is not causal_mask_function:
+        return None
+    if not parts[0].__qualname__.startswith("sliding_window_overlay."):
+        return None
+    window = _cells(parts[0]).get("sliding_window")
+    return window if isinstance(window, int) and window > 0 else None
+
+
+# The descriptor -------------------------------------------------------------------------------------------------------
+
+
+def _compact(call: Call, pattern: Pattern) -> tuple[bool, Tensor | None]:
+    """(is it exact, the mask). (False, None) asks for a dense mask."""
+    padding = call.padding
+    if padding is None:
+        return True, _unpadded(call, pattern)
+    if tracing(padding) or padding.shape[1] == 0:
+        return False, None
+    low = call.kv_offset
+    high = call.q_offset + call.queries if pattern.causal else low + call.keys
+    if pattern.causal and not isinstance(high, Tensor) and padding.shape[1] < high:
+        return False, None
+    generation = _GENERATION.current if pattern.causal else None
+    verdict = generation.verdict if generation is not None and call.queries == 1 else None
+    if verdict is None and generation is None and _must_not_wait(call):
+        return False, None
+    if verdict is not None and verdict.full:
+        return True, _unpadded(call, pattern)
+    columns = torch.arange(padding.shape[1], device=padding.device)
+    seen = padding & (columns >= low) & (columns < high)
+    length = padding.shape[1]
+    first = length - (seen * (length - columns)).amax(-1)
+    past = (seen * (columns + 1)).amax(-1)
+    if verdict is None:
+        verdict = _look(call, pattern, seen.sum(-1), first, past, high)
+        if generation is not None:
+            generation.note(verdict)
+    if not verdict.run:
+        return False, None
+    if verdict.full:
+        return True, _unpadded(call, pattern)
+    end = high - low if pattern.causal else (past - low).clamp(min=0)
+    start = (first - low).clamp(min=0)
+    # A row without any key: start lies past the end, which would give kernels a negative length.
+    start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
+    return True, descriptor.build(pattern, call.batch, start, end, call.q_offset, call.kv_offset, call.device)
+
+
+def _unpadded(call: Call, pattern: Pattern) -> Tensor | None:
+    if not pattern.causal:
+        return None
+    keys, queries = call.keys, call.queries
+    end = call.q_offset + queries - call.kv_offset
+    unbounded = pattern.window == 0 or (isinstance(keys, int) and keys <= pattern.window)
+    if call.may_skip and unbounded and not isinstance(call.q_offset, Tensor):
+        if end == keys and (queries == keys or queries == 1):
+            return None
+        if queries != 1 and call.q_offset == 0 and call.kv_offset == 0:
+            return None  # the first tokens of an empty static cache: the attention function cuts the keys
+    return descriptor.build(pattern, call.batch, 0, end, call.q_offset, call.kv_offset, call.device)
+
+
+def _look(call: Call, pattern: Pattern, count: Tensor, first: Tensor, past: Tensor, high: int | Tensor) -> Verdict:
+    """The verdict on the rows' runs (`[B]` each: ones, first one, one past the last one). The host waits for the device here."""
+    assert call.padding is not None
+    empty = count == 0
+    run = (count == past - first) | empty
+    if pattern.causal and (call.queries == 1 or isinstance(high, Tensor)):
+        run = run & ((past == high) | empty)
+    grows = run & ((past == call.padding.shape[1]) | empty)
+    flags = torch.stack([run.all(), (count == high - call.kv_offset).all(), grows.all()]).tolist()
+    return Verdict(*flags)
+
+
+def _must_not_wait(call: Call) -> bool:
+    return call.mode != "compact" and call.queries == 1 and call.padding is not None and call.device.type == "cuda"
+
+
+def tracing(padding: Tensor) -> bool:
+    """Can the data of `padding` not be read now: a compiler traces, the tensor is fake, or a CUDA graph is being captured."""
+    return (
+        torch.compiler.is_compiling()
+        or isinstance(padding, FakeTensor)
+        or (padding.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
+
+
+# generate() -----------------------------------------------------------------------------------------------------------
+
+
+class _Generation:
+    """What is known of the masks of one generate() call. A mask that once failed spoils the whole call."""
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None
+
+    def note(self, new: Verdict) -> None:
+        lasting = Verdict(new.grows, new.full and new.grows, new.grows)
+        old = self.verdict or lasting
+        self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
+
+
+class _Current(threading.local):
+    current: _Generation | None = None
+
+
+_GENERATION = _Current()
+
+
+@contextmanager
+def growing() -> Iterator[None]:
+    """Within the block (and this thread) every 2-D mask is an earlier one with ones appended, as in `generate()`."""
+    before = _GENERATION.current
+    _GENERATION.current = _Generation()
+    try:
+        yield
+    finally:
+        _GENERATION.current = before

@@ -1,0 +1,222 @@
+"""Which attention modules of a model can be switched. By what their code does, not by what they are called."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnops.hf.attention import HANDLED, HARMLESS
+
+_KNOWN = HANDLED | HARMLESS | {"query", "key", "value", "output_attentions"}
+_SWITCH = "_attn_implementation_internal"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a class calls the attention interface. foreign: arguments it passes that attnops does not know.
+
+    edits_mask: it computes a mask of its own from the one it is given, so it must be given one it can compute with.
+    """
+
+    foreign: tuple[str, ...]
+    edits_mask: bool
+
+
+@dataclass
+class Site:
+    """An attention module of a model, and the reason it is left alone, if it is."""
+
+    path: str
+    module: nn.Module
+    config: Any = None
+    reason: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass
+class Match:
+    """What of a model can be switched. sites: every attention module. configs: the config objects to switch. explicit: why the
+    model needs masks that are written out, if it does. shared: modules of other models that hold one of the configs."""
+
+    sites: list[Site] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)
+    explicit: str | None = None
+    shared: int = 0
+
+
+def match(model: nn.Module) -> Match:
+    """Look at every module of `model`."""
+    found = Match(sites=list(_sites(model)))
+    models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    for site in found.sites:
+        if site.reason is None and site.usage and site.usage.foreign:
+            site.reason = f"passes {', '.join(site.usage.foreign)} to the attention interface, which no kernel here takes"
+    _agree(found.sites, models)
+    usable = [site for site in found.sites if site.reason is None]
+    configs = {id(site.config): site.config for site in usable}
+    for path, owner in models.items():
+        # The masks are made by the models above the attention modules, each by its own config object.
+        below = [site for site in found.sites if _within(site.path, path)]
+        if below and all(site.reason is None for site in below):
+            configs.setdefault(id(owner.config), owner.config)
+    found.configs = list(configs.values())
+    found.explicit = _needs_masks(found.sites, [m for m in models.values() if id(m.config) in configs])
+    found.shared = _strangers(found.configs, model)
+    return found
+
+
+def _within(path: str, parent: str) -> bool:
+    return not parent or path == parent or path.startswith(parent + ".")
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    modules = dict(model.named_modules())
+    users = {path for path, m in modules.items() if not isinstance(m, PreTrainedModel) and usage_of(_class(m))}
+    named = {path for path, m in modules.items() if path not in users and _looks_like_attention(m)}
+    for path, module in modules.items():
+        if path in users:
+            config = getattr(module, "config", None)
+            reason = None if hasattr(config, _SWITCH) else "holds no config that names an attention implementation"
+            yield Site(path, module, config, reason, usage_of(_class(module)))
+        elif path in named and not any(other != path and _within(other, path) for other in users | named):
+            yield Site(path, module, getattr(module, "config", None), f"{type(module).__name__} computes attention by itself, {_WHY}")
+
+
+_WHY = "not through transformers' attention interface"
+
+
+def _class(module: nn.Module) -> Any:
+    return type(module)
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or ("Attention" in type(module).__name__ and not isinstance(module, PreTrainedModel))
+
+
+def _agree(sites: list[Site], models: dict[str, PreTrainedModel]) -> None:
+    """Modules that share a config object are switched together or not at all."""
+    blockers = {}
+    for site in sites:
+        if site.reason is not None and (site.usage or _reads_masks_for_itself(site, models)):
+            blockers[id(site.config)] = site
+    for site in sites:
+        if site.reason is None and (blocker := blockers.get(id(site.config))):
+            site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
+
+
+def _reads_masks_for_itself(site: Site, models: dict[str, PreTrainedModel]) -> bool:
+    owner = models[max((path for path in models if _within(site.path, path)), key=len)] if models else None
+    if getattr(owner, "_supports_sdpa", False):
+        return False  # then it can do with bool masks, by transformers' own word
+    return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
+
+
+def _needs_masks(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
+    for site in sites:
+        if site.reason is None and site.usage and site.usage.edits_mask:
+            return f"{type(site.module).__name__} edits its mask"
+    mine = {id(m.config) for m in models}
+    for site in sites:
+        if site.reason is not None and id(site.config) in mine:
+            return f"{type(site.module).__name__} computes attention by itself"
+    for owner in models:
+        if _demands_masks(_class(owner)):
+            return f"{type(owner).__name__} edits its masks"
+    return None
+
+
+def _strangers(configs: list[Any], model: nn.Module) -> int:
+    mine = {id(m) for m in model.modules()} | {id(m.__dict__) for m in model.modules()}
+    wanted = {id(config) for config in configs}
+    found = set()
+    for holder in gc.get_referrers(*configs) if configs else ():
+        # A module is seen as itself or through its __dict__, as the interpreter happens to store it.
+        names = holder if isinstance(holder, dict) else vars(holder) if isinstance(holder, nn.Module) else {}
+        if "_modules" in names and id(names.get("config")) in wanted and not mine & {id(holder), id(names)}:
+            found.add(id(names))
+    return len(found)
+
+
+# Reading code ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def usage_of(cls: Any) -> Usage | None:
+    """How `cls` calls the attention interface, or None when it does not."""
+    for base in cls.__mro__:
+        if base in (nn.Module, PreTrainedModel, object):
+            continue
+        for function in _functions(base):
+            calls = _interface_calls(function)
+            if calls:
+                foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
+                return Usage(tuple(sorted(foreign)), any(_edits_mask(function, call) for call in calls))
+        if "forward" in vars(base) and "super().forward(" not in _source(base):
+            break  # what a base class does in a method that this one replaces does not count
+    return None
+
+
+@functools.cache
+def _source(cls: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError, IndentationError):
+        return ""
+
+
+def _functions(cls: type) -> list[ast.FunctionDef]:
+    text = _source(cls)
+    if "get_interface" not in text and "ALL_ATTENTION_FUNCTIONS" not in text:
+        return []
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+
+
+def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
+    """The calls of what `get_interface(...)` or `ALL_ATTENTION_FUNCTIONS[...]` gave."""
+    names = set()
+    for node in ast.walk(function):
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, (ast.Call, ast.Subscript)) and _asks_interface(value):
+            names |= {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+    return [node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+def _asks_interface(value: ast.Call | ast.Subscript) -> bool:
+    head = ast.unparse(value.func if isinstance(value, ast.Call) else value.value)
+    return head.endswith("get_interface") or "ALL_ATTENTION_FUNCTIONS" in head
+
+
+def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
+    """Is the mask of the call anything but a parameter of the function, handed on as it came?"""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "attention_mask"] or call.args[4:5]
+    if not given or isinstance(given[0], ast.Constant):
+        return False
+    parameters = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+    if not isinstance(given[0], ast.Name) or given[0].id not in parameters:
+        return True
+    for node in ast.walk(function):
+        if any(isinstance(target, ast.Name) and target.id == given[0].id for target in _targets(node)):
+            value = getattr(node, "value", None)
+            chosen = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            if isinstance(node, ast.AugAssign) or not all(isinstance(one, ast.Name) for one in chosen):
+                return True
+    return False
+
+
+@functools.cache
+def _demands_masks(cls: Any) -> bool:
+    """Does the class ask transformers for masks that are never left out? It does so when it computes with them."""
+    return any(word in _source(cls) for word in ("allow_is_causal_skip", "allow_is_bidirectional_skip"))

@@ -1,0 +1,176 @@
+"""`patch(model)`: switch a model's attention to attnops, and back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnops.errors import PatchError
+from attnops.hf.interface import Options, implementation
+from attnops.hf.mask import Mode, growing
+from attnops.hf.match import Match, match
+from attnops.hf.report import PATCHED, Report, Row, Verification
+from attnops.hf.verify import compare, output_of
+
+_HANDLE = "_attnops"
+
+
+class Patched:
+    """A patched model: what was switched, and the way back. Made by `patch`; also a context manager that unpatches at its end.
+
+    It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
+    """
+
+    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, found: Match) -> None:
+        self.model = model
+        self.asked = asked
+        self.implementation = implementation(options)
+        self._owner = owner
+        self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
+        self._report = _report(model, self.implementation, options, found)
+        self._own_generate: Any = None
+        self.active = False
+
+    def _apply(self) -> None:
+        for config, _ in self._switched:
+            config._attn_implementation_internal = self.implementation
+        self._owner.__dict__[_HANDLE] = self
+        if hasattr(self._owner, "generate") and self._report.mask in ("auto", "compact"):
+            self._own_generate = self._owner.__dict__.get("generate")
+            # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
+            self._owner.__dict__["generate"] = functools.partial(_generate, self._owner)
+        self.active = True
+
+    def unpatch(self) -> None:
+        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent."""
+        if not self.active:
+            return
+        for config, before in self._switched:
+            if config._attn_implementation_internal == self.implementation:
+                config._attn_implementation_internal = before
+        self._owner.__dict__.pop(_HANDLE, None)
+        if self._report.mask in ("auto", "compact"):
+            self._owner.__dict__.pop("generate", None)
+            if self._own_generate is not None:
+                self._owner.__dict__["generate"] = self._own_generate
+        self.active = False
+
+    def __enter__(self) -> Patched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unpatch()
+
+    def __repr__(self) -> str:
+        return f"<Patched {self._report._title()}{'' if self.active else '; unpatched'}>"
+
+    def report(self) -> Report:
+        """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
+        return self._report
+
+    def verify(
+        self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
+    ) -> Verification:
+        """Run the model on these inputs as patched and with transformers' eager attention, and compare.
+
+        Args:
+            input_ids: int64 `[B, S]`, or leave it out and pass the model's own inputs by name (attention_mask, pixel_values, ...).
+            tolerance: on the largest difference over the largest eager value; default by dtype (float32: 2e-5, bfloat16: 0.1).
+            strict: raise when the figures are worse than that.
+
+        Runs in eval mode and without gradients; the model's mode is put back. Do not pass a cache: both runs would fill it.
+        Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
+        """
+        if not self.active:
+            raise PatchError("verify: the model is not patched any more")
+        if input_ids is not None:
+            inputs["input_ids"] = input_ids
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                name, ours = output_of(self.model, inputs)
+                ours = ours.clone()
+                self._set("eager")
+                _, eager = output_of(self.model, inputs)
+        finally:
+            self._set(self.implementation)
+            for module, training in modes:
+                module.training = training
+        visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
+        figures = replace(compare(ours, eager, visible, name, tolerance), dtype=str(eager.dtype).removeprefix("torch."))
+        if strict and not figures.passed:
+            raise PatchError(f"verify {figures}")
+        return figures
+
+    def _set(self, name: str) -> None:
+        for config, _ in self._switched:
+            config._attn_implementation_internal = name
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.mask)."""
+    own = model.__dict__[_HANDLE]._own_generate
+    with growing():
+        return type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto") -> Patched:
+    """Route the attention of a transformers model through `attnops.attention`. In place, and reversible.
+
+        handle = attnops.patch(model)
+        model = torch.compile(model)
+
+    A module is patched when its code asks transformers' attention interface for the function to call; there is no list of
+    models. The model's weights, state_dict, hooks and saved config stay as they are. Modules that hold the same config object
+    switch together, those of other models included (the report says so). In training mode a layer whose attention dropout is
+    above 0 is computed in plain torch; everything else goes through the op and its gradient.
+
+    Args:
+        model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
+        kernel: force this kernel on every call, eager and compiled; None chooses per call.
+        mask: "auto": lengths instead of masks on CUDA where that is exact, bool masks elsewhere. "dense": bool masks, or none where
+            the call is plainly causal. "explicit": as dense, and never none; chosen by itself for a model whose code computes with
+            its masks. "compact": lengths on every device; the host may wait for the device at each step to check the mask.
+
+    Returns:
+        The handle: `report()`, `verify(...)`, `unpatch()`. A second call on the same model returns the same handle.
+
+    Raises:
+        PatchError: there is nothing to patch (the text has every reason), or the model is patched with other options.
+        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchError(f"patch: got {type(model).__name__}, want a transformers model")
+    asked = Options(kernel, mask)
+    implementation(asked)
+    owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if owner is None:
+        raise PatchError(f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+    there: Patched | None = owner.__dict__.get(_HANDLE)
+    if there is not None:
+        if there.asked != asked:
+            raise PatchError(f"patch: this model is patched with {there.asked}, asked now for {asked}; call unpatch() first")
+        return there
+    found = match(model)
+    if all(site.reason is not None for site in found.sites):
+        reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
+        raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *(reasons or ["it has no attention module"])]))
+    handle = Patched(model, owner, asked, replace(asked, mask="explicit") if found.explicit else asked, found)
+    handle._apply()
+    return handle
+
+
+def _report(model: nn.Module, name: str, options: Options, found: Match) -> Report:
+    rows = tuple(Row(s.path, type(s.module).__name__, PATCHED if s.reason is None else f"skipped: {s.reason}") for s in found.sites)
+    notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
+    if found.explicit:
+        notes.append(f"masks are always written out: {found.explicit}")
+    if found.shared:
+        notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
+    return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes))

@@ -1,0 +1,112 @@
+"""What the tests of attnops.hf share: the families, inputs with padding, ways to run a model, a backend that counts."""
+
+from contextlib import contextmanager
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from attnops.hf import attention as attention_module
+from attnops.hf import tiny
+
+NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
+SPARSE = ("deepseek_v32",)
+ENCODERS = ("t5", "bart", "whisper", "bert", "llava")
+DEMO = ("llama-small", "gpt-oss-small")
+DECODERS = tuple(n for n in tiny.NAMES if n not in (*NOT_THROUGH_THE_INTERFACE, *SPARSE, *ENCODERS, *DEMO))
+
+# One of each kind: plain, sliding (some with sinks, or a window that the mask alone knows), latent, absolute positions, linear
+# attention; chunked and a model that edits its masks, which a descriptor cannot serve.
+_SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss", "mimo_v2_flash", "qwen2_moe", "phimoe")
+COMPACT = ("llama", *_SLIDING, "deepseek_v3", "gpt2", "opt", "gpt_neox", "qwen3_next", "llama4", "doge")
+
+# Eager and attnops differ by the order of float32 sums only: a few units in the last place (1.2e-7) a layer.
+LIMIT = 128 * torch.finfo(torch.float32).eps
+
+
+def tokens(batch=3, length=20, seed=1):
+    return torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(batch=3, length=20, pads=(3, 5, 0)):
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    for row, n in enumerate(pads[:batch]):
+        mask[row, :n] = 0
+    return mask
+
+
+def positions(mask):
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def relative(ours, eager):
+    return ((ours - eager).abs().max() / eager.abs().max()).item()
+
+
+def make_cache(kind, model, size=48):
+    return {None: lambda: None, "dynamic": lambda: DynamicCache(config=model.config), "static": lambda: static(model, size)}[kind]()
+
+
+def static(model, size):
+    return StaticCache(config=model.config, max_cache_len=size)
+
+
+@torch.no_grad()
+def logits(model, cache, ids, mask, steps=((0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20)), first=None):
+    """The logits of every position that is not padding, over prefill, one-token steps and a step of two. All must be finite."""
+    past = make_cache(cache, model)
+    where = positions(mask)
+    out = []
+    for begin, end in steps if past is not None else steps[:1]:
+        call = first if first is not None and begin == 0 else model
+        result = call(
+            ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=where[:, begin:end],
+            past_key_values=past,
+            use_cache=past is not None,
+        ).logits
+        assert torch.isfinite(result).all(), "padding rows too shall stay finite"
+        out.append(result[mask[:, begin:end].bool()])
+    return torch.cat(out)
+
+
+def generated(model, new=14, cache=None, length=14, **more):
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": left_padded()[:, :length], **more}
+    return model.generate(tokens()[:, :length], cache_implementation=cache, **options)
+
+
+class Counter:
+    """A torch.compile backend that runs the graph as it is and counts how many it was given."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def __len__(self):
+        return len(self.graphs)
+
+    def __deepcopy__(self, memo):
+        return self  # transformers copies its CompileConfig, and a copy would count for itself
+
+    def targets(self):
+        return [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
+
+
+@contextmanager
+def watched():
+    """Within the block: what `attnops.attention` was given by a model, as a list of its keyword arguments."""
+    calls = []
+    real = attention_module.dense_attention
+
+    def spy(query, key, value, **more):
+        calls.append(more)
+        return real(query, key, value, **more)
+
+    attention_module.dense_attention = spy
+    try:
+        yield calls
+    finally:
+        attention_module.dense_attention = real

@@ -1,0 +1,260 @@
+"""A descriptor shows the keys that the written-out mask shows, for every query that is a token; and holes never become one."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+import attnops
+from attnops.errors import InvalidInput
+from attnops.hf import descriptor, tiny
+from attnops.hf import mask as masks
+from attnops.hf.descriptor import Pattern
+from tests.hf.helpers import generated, left_padded, tokens, watched
+
+
+def make(mode, *args, **kwargs) -> Any:
+    return masks.mask_function(mode)(*args, **kwargs)
+
+
+def written_out(**kwargs) -> Any:
+    return sdpa_mask(**kwargs)
+
+
+def shown(mask, queries, keys, batch, window_if_none=None):
+    """bool `[B, S, T]` of what the attention function lets a causal or bidirectional call see, written out index by index."""
+    if mask is None:
+        offset = 0 if queries > 1 else keys - 1  # as the attention function reads None
+        return torch.tensor([[[k <= q + offset for k in range(keys)] for q in range(queries)]] * batch)
+    if mask.dtype == torch.bool:
+        return mask[:, 0].expand(batch, queries, keys)
+    found = descriptor.read(mask, batch)
+    out = torch.zeros(batch, queries, keys, dtype=torch.bool)
+    for b in range(batch):
+        start, end = int(found.start[b]), int(found.end[b])
+        for q in range(queries):
+            own = end - queries + q
+            for k in range(keys):
+                right = not found.causal or k <= own
+                left = found.window_left < 0 or k >= own - found.window_left
+                out[b, q, k] = start <= k < end and right and left
+    return out
+
+
+def case(rng):
+    """A forward as transformers makes it: (queries, keys, q_offset, kv_offset, window, columns of the 2-D mask)."""
+    window = rng.choice([0, 0, 3, 5])
+    queries = rng.choice([1, 1, 2, 4, 7])
+    past = rng.choice([0, 0, 1, 4, 9])
+    kind = rng.choice(["dynamic", "static", "sliding"])
+    if kind == "sliding" and window:  # StaticSlidingWindowLayer.get_mask_sizes
+        offset = max(past - window + 1, 0)
+        keys = window + queries - 1 if past >= window else past + queries if past + queries > window else window
+        return queries, keys, past, offset, window
+    if kind == "static":
+        return queries, 20, torch.tensor(past) if rng.random() < 0.5 and past else past, 0, window
+    return queries, past + queries, past, 0, window
+
+
+def padding_for(rng, batch, columns):
+    """Rows with left padding, right padding, both, none, holes, or nothing at all."""
+    rows = torch.zeros(batch, columns, dtype=torch.bool)
+    for row in rows:
+        a, b = sorted(rng.sample(range(columns + 1), 2)) if rng.random() < 0.5 else (0, columns)
+        row[a:b] = True
+        if rng.random() < 0.25:
+            row[rng.randrange(columns)] = rng.random() < 0.5
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_compact_shows_what_dense_shows(seed):
+    rng = random.Random(seed)
+    queries, keys, q_offset, kv_offset, window = case(rng)
+    batch, total = 3, int(q_offset) + queries
+    padding = padding_for(rng, batch, total) if rng.random() < 0.8 else None
+    rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
+    common = {
+        "batch_size": batch,
+        "q_length": queries,
+        "kv_length": keys,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": rule,
+        "attention_mask": padding,
+        "device": torch.device("cpu"),
+        **({"local_size": window} if window else {}),
+    }
+    want = written_out(allow_is_causal_skip=False, **common)[:, 0]
+    skip = rng.random() < 0.7
+    ours = make("compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common)
+    if queries == 1 and not skip:
+        assert ours is not None, "a compiled step must find a tensor every time"
+    tokens_only = torch.ones(batch, queries, dtype=torch.bool) if padding is None else padding[:, total - queries :]
+    assert torch.equal(shown(ours, queries, keys, batch)[tokens_only], want[tokens_only])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bidirectional(seed):
+    rng = random.Random(seed)
+    batch, queries, keys = 3, rng.choice([1, 4]), rng.choice([1, 5, 8])
+    padding = padding_for(rng, batch, keys) if rng.random() < 0.8 else None
+    common = {
+        "batch_size": batch,
+        "q_length": queries,
+        "kv_length": keys,
+        "mask_function": bidirectional_mask_function,
+        "attention_mask": padding,
+        "allow_is_causal_skip": False,
+    }
+    want = written_out(**common)
+    ours = make("compact", allow_is_bidirectional_skip=True, **common)
+    if ours is None:
+        assert want.all()
+    else:
+        assert torch.equal(shown(ours, queries, keys, batch), want[:, 0])
+
+
+def test_both_kinds_occur():
+    """The random cases above are worth something only if neither kind of mask is rare."""
+    made = {"descriptor": 0, "bool": 0, "none": 0}
+    for seed in range(300):
+        rng = random.Random(seed)
+        queries, keys, q_offset, kv_offset, window = case(rng)
+        padding = padding_for(rng, 3, int(q_offset) + queries)
+        rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
+        mask = make("compact", 3, queries, keys, q_offset, kv_offset, rule, padding)
+        made["none" if mask is None else "bool" if mask.dtype == torch.bool else "descriptor"] += 1
+    assert min(made.values()) > 5, made
+    assert made["descriptor"] > 50, made
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        and_masks(causal_mask_function, lambda b, h, q, k: k != 1),
+        or_masks(causal_mask_function, lambda b, h, q, k: k == 5),
+        or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k == 5),
+    ],
+    ids=["chunked", "and", "or", "sliding-or"],
+)
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_other_patterns_are_written_out(rule, skip, queries):
+    common = {"batch_size": 2, "q_length": queries, "kv_length": 8, "q_offset": 8 - queries, "mask_function": rule, "local_size": 4}
+    ours = make("compact", allow_is_causal_skip=skip, **common)
+    assert ours is not None and ours.dtype == torch.bool
+    assert torch.equal(ours, written_out(allow_is_causal_skip=False, **common))
+
+
+def test_explicit_is_always_written_out():
+    assert make("dense", 2, 5, 5) is None
+    assert make("explicit", 2, 5, 5).shape == (2, 1, 5, 5)
+
+
+def test_the_descriptor_takes_no_room():
+    mask = descriptor.build(Pattern(True, 4096), 2, 0, 7, 3, 0, torch.device("cpu"))
+    assert mask.shape == (2, 1, 4097, 4) and mask.dtype == torch.int64
+    assert mask.untyped_storage().nbytes() == 2 * 4 * 8
+    found = descriptor.read(mask, 2)
+    assert found.window_left == 4095 and found.causal
+    assert found.start.is_contiguous() and found.end.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 9), (2, 3, 1, 4), (1, 1, 1, 4)])
+def test_another_int_mask_is_an_error(shape):
+    with pytest.raises(InvalidInput, match="attention_mask"):
+        descriptor.read(torch.zeros(shape, dtype=torch.int64), 2)
+
+
+# Who may look at the mask ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """As on CUDA under `auto`: no look at the mask at one-token steps. Counts the looks."""
+    looks = []
+    real = masks._look
+
+    def counting(call, *rest):
+        looks.append(call.queries)
+        return real(call, *rest)
+
+    monkeypatch.setattr(masks, "_look", counting)
+    monkeypatch.setattr(masks, "_must_not_wait", lambda call: call.queries == 1 and call.padding is not None)
+    return looks
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_generate_looks_at_the_prompt_only(impatient, name, cache):
+    model = tiny.model(name)
+    want = generated(model, cache=cache)
+    with attnops.patch(model, mask="compact"), watched() as calls:
+        assert torch.equal(generated(model, cache=cache), want)
+    assert impatient and set(impatient) == {14}
+    assert all(call["mask"] is None for call in calls)
+
+
+def test_generate_with_holes_in_the_prompt(impatient):
+    model, mask = tiny.model("llama"), left_padded()[:, :14]
+    mask[0, 5] = 0
+    want = generated(model, attention_mask=mask)
+    with attnops.patch(model, mask="compact"), watched() as calls:
+        assert torch.equal(generated(model, attention_mask=mask), want)
+    assert all(call["mask"] is not None for call in calls)
+
+
+def test_generate_with_right_padding_does_not_trust(impatient):
+    """A prompt with right padding is one run of ones; with ones appended it is not."""
+    model, mask = tiny.model("llama"), left_padded()[:, :14].flip(1)
+    with attnops.patch(model, mask="compact"), watched() as calls:
+        generated(model, attention_mask=mask)
+    assert all(call["mask"] is None for call in calls[:2])
+    assert all(call["mask"] is not None for call in calls[2:])
+
+
+def test_generate_from_one_token(impatient):
+    model = tiny.model("llama")
+    ids, mask = tokens(2, 1), torch.ones(2, 1, dtype=torch.int64)
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    with attnops.patch(model, mask="compact"):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), want)
+    assert impatient == [1]
+
+
+def test_outside_generate_nothing_is_trusted(impatient):
+    padded = torch.tensor([[False, True, True]])
+    assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
+    with masks.growing():
+        make("compact", 1, 2, 2, 0, 0, attention_mask=padded[:, :2])
+        assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.int64
+    assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
+
+
+def test_one_bad_mask_spoils_a_generation(impatient):
+    good, bad = torch.tensor([[False, True, True]]), torch.tensor([[True, False, True]])
+    with masks.growing():
+        make("compact", 1, 3, 3, attention_mask=good)
+        make("compact", 1, 3, 3, attention_mask=bad)
+        make("compact", 1, 3, 3, attention_mask=good)
+        assert make("compact", 1, 1, 4, 3, attention_mask=torch.tensor([[False, True, True, True]])).dtype == torch.bool
+
+
+def test_fake_tensors_are_not_looked_at():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        mask = make("compact", 2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool))
+    assert mask.dtype == torch.bool

@@ -1,0 +1,318 @@
+"""patch, unpatch, report, verify: what they do to a model, and that nothing of it is left behind."""
+
+import gc
+import io
+import json
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import attnops
+from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
+from attnops.hf import tiny
+from attnops.hf.match import Usage, match, usage_of
+from tests.hf.helpers import DECODERS, ENCODERS, LIMIT, NOT_THROUGH_THE_INTERFACE, SPARSE, generated, left_padded, relative, tokens, watched
+
+
+def everything(model):
+    """What a module tree holds besides weights: attributes, hooks, configs' implementations."""
+    return {
+        path: (
+            set(vars(m)),
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+            type(m),
+            getattr(getattr(m, "config", None), "_attn_implementation", None),
+        )
+        for path, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_unpatch_leaves_nothing(name):
+    model = tiny.model(name)
+    before = everything(model)
+    handle = attnops.patch(model)
+    assert handle.active and {m.config._attn_implementation for m in model.modules() if usage_of(type(m))} == {handle.implementation}
+    assert all(row.status == "patched" for row in handle.report().rows)
+    handle.unpatch()
+    handle.unpatch()
+    assert everything(model) == before and not handle.active
+
+
+def test_a_second_call_gives_the_same_handle():
+    model = tiny.model("llama")
+    handle = attnops.patch(model)
+    assert attnops.patch(model) is handle
+    with pytest.raises(PatchError, match="unpatch"):
+        attnops.patch(model, mask="compact")
+    handle.unpatch()
+    assert attnops.patch(model, mask="compact") is not handle
+
+
+def test_a_context_manager():
+    model = tiny.model("llama")
+    with attnops.patch(model) as handle:
+        assert handle.active
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ZeroDivisionError), attnops.patch(model):
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "eager"
+
+
+def test_unpatch_respects_a_later_choice():
+    model = tiny.model("llama")
+    handle = attnops.patch(model)
+    model.set_attn_implementation("sdpa")
+    handle.unpatch()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_was_built_with_the_name():
+    model = tiny.model("llama", attn_implementation="attnops")
+    want = generated(tiny.model("llama"))
+    with watched() as calls:
+        assert torch.equal(generated(model), want)
+    assert calls
+    with attnops.patch(model):
+        assert torch.equal(generated(model), want)
+    assert model.config._attn_implementation == "attnops"
+
+
+def test_the_name_through_transformers_own_switch():
+    model = tiny.model("llava")
+    model.set_attn_implementation({"text_config": "attnops", "vision_config": "eager"})
+    assert model.config.text_config._attn_implementation == "attnops"
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", NOT_THROUGH_THE_INTERFACE)
+def test_a_family_that_computes_by_itself(name):
+    model = tiny.model(name)
+    before = everything(model)
+    with pytest.raises(PatchError, match="computes attention by itself"):
+        attnops.patch(model)
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention(name):
+    with pytest.raises(PatchError, match="indices"):
+        attnops.patch(tiny.model(name))
+    # Chosen by name it cannot be refused beforehand, but it is not run wrongly.
+    model = tiny.model(name)
+    model.config._attn_implementation_internal = "attnops"
+    with pytest.raises(InvalidInput, match="indices"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("what", [nn.Linear(2, 2), nn.MultiheadAttention(4, 2), "a model", None])
+def test_not_a_transformers_model(what):
+    with pytest.raises(PatchError):
+        attnops.patch(what)
+
+
+def test_a_model_of_two_kinds():
+    """One attention module goes through the interface, another one does not: the first is patched, the second reported."""
+    model = tiny.model("llava")
+    model.model.extra = nn.MultiheadAttention(8, 2)
+    rows = {row.path: row.status for row in attnops.patch(model).report().rows}
+    assert rows["model.extra"].startswith("skipped: MultiheadAttention computes attention by itself")
+    assert rows["model.language_model.layers.0.self_attn"] == "patched"
+
+
+class KeepsItsMasks(nn.Module):
+    """Attention that adds a float mask by itself, and holds the config of its neighbours."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden_states, attention_mask):
+        return hidden_states + attention_mask
+
+
+class OddAttention(KeepsItsMasks):
+    pass
+
+
+def test_modules_that_share_a_config_stay_together(monkeypatch):
+    """A neighbour that adds masks to scores would be handed bool masks. Its class never said that it can take them."""
+    model = tiny.model("llama")
+    model.model.layers[1].odd = OddAttention(model.config)
+    with attnops.patch(model) as handle:  # Llama says that it can (_supports_sdpa)
+        assert handle.report().mask == "explicit"
+    for cls in (transformers.LlamaForCausalLM, transformers.LlamaModel, transformers.LlamaPreTrainedModel):
+        monkeypatch.setattr(cls, "_supports_sdpa", False)
+    with pytest.raises(PatchError, match=r"shares its config object with model.layers.1.odd"):
+        attnops.patch(model)
+
+
+# report() and verify() ------------------------------------------------------------------------------------------------
+
+
+def test_report():
+    handle = attnops.patch(tiny.model("llava"), kernel="reference")
+    report = handle.report()
+    assert len(report.patched) == 4 and not report.skipped
+    assert {row.cls for row in report.rows} == {"CLIPAttention", "LlamaAttention"}
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["kernel"] == "reference" and again["rows"][0]["status"] == "patched" and again["notes"]
+    text = str(report)
+    assert "4 of 4" in text and "model.language_model.layers.1.self_attn" in text and "dropout" in text
+    assert "kernel=reference" in repr(handle)
+
+
+def test_report_with_rich():
+    rich = pytest.importorskip("rich.console", reason="the extra cli is not installed")
+    written = io.StringIO()
+    rich.Console(width=160, file=written).print(attnops.patch(tiny.model("llama")).report())
+    assert "model.layers.0.self_attn" in written.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["dense", "compact"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_verify(name, mode):
+    model = tiny.model(name).train()
+    handle = attnops.patch(model, mask=mode)
+    figures = handle.verify(tokens(), attention_mask=left_padded())
+    assert figures.passed and figures.max_rel < LIMIT and figures.same_argmax == 1.0 and figures.dtype == "float32"
+    assert figures.positions == int(left_padded().sum())
+    json.dumps(figures.to_dict())
+    assert "passed" in str(figures)
+    assert model.training and model.config._attn_implementation == handle.implementation
+
+
+def test_verify_fails_with_figures():
+    handle = attnops.patch(tiny.model("llama"))
+    with pytest.raises(PatchError, match=r"FAILED.*relative"):
+        handle.verify(tokens(), tolerance=0.0)
+    assert not handle.verify(tokens(), tolerance=0.0, strict=False).passed
+    assert handle.active
+    handle.unpatch()
+    with pytest.raises(PatchError, match="not patched"):
+        handle.verify(tokens())
+
+
+def test_verify_of_other_outputs():
+    bare = transformers.LlamaModel(tiny.config("llama", attn_implementation="eager"))
+    assert attnops.patch(bare).verify(tokens()).output == "last_hidden_state"
+    pixels = torch.ones(2, 3, 32, 32)
+    ids = torch.cat([torch.full((2, 4), 120), tokens(2, 9)], 1)
+    assert attnops.patch(tiny.model("llava")).verify(ids, pixel_values=pixels).passed
+
+
+# kernel= --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_kernel():
+    model, ids = tiny.model("llama"), tokens()
+    with torch.no_grad():
+        want = model(ids).logits
+        for kernel in ("reference", "sdpa"):
+            with attnops.patch(model, kernel=kernel), watched() as calls:
+                assert relative(model(ids).logits, want) < LIMIT
+            assert {call["kernel"] for call in calls} == {kernel}
+
+
+def test_a_forced_kernel_that_cannot():
+    model = tiny.model("gpt_oss")  # sinks, which torch's sdpa does not know
+    with attnops.patch(model, kernel="sdpa"), pytest.raises(NoKernel, match="sinks"):
+        model(tokens())
+    with pytest.raises(UnknownKernel):
+        attnops.patch(model, kernel="no_such")
+    wrong: Any = "no_such"
+    with pytest.raises(InvalidInput, match="mask"):
+        attnops.patch(model, mask=wrong)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_the_region_chooses_too():
+    model = tiny.model("gpt_oss")
+    with attnops.patch(model), attnops.use(kernel="sdpa"), pytest.raises(NoKernel):
+        model(tokens())
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_shared_between_models():
+    """Both switch, because transformers reads the implementation from the config; the report says so."""
+    config = tiny.config("llama", attn_implementation="eager")
+    one, two = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    assert one.config is two.config
+    with attnops.patch(one) as handle:
+        assert two.config._attn_implementation == "attnops"
+        assert any("outside this model" in note for note in handle.report().notes)
+        assert handle.verify(tokens()).passed
+    assert two.config._attn_implementation == "eager"
+
+
+def test_a_second_model_is_untouched():
+    one, two = tiny.model("llama"), tiny.model("llama")
+    before = everything(two)
+    handle = attnops.patch(one)
+    assert everything(two) == before
+    assert not any("outside this model" in note for note in handle.report().notes)
+
+
+def test_copied_configs_are_found():
+    """T5's encoder and decoder hold copies of the config, which transformers' own switch misses."""
+    model = tiny.model("t5")
+    model.set_attn_implementation("attnops")
+    assert model.encoder.config._attn_implementation == "eager"
+    model.set_attn_implementation("eager")
+    attnops.patch(model)
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"attnops"}
+
+
+def test_a_patched_model_can_be_freed():
+    model = tiny.model("llama")
+    attnops.patch(model)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+# Reading code ---------------------------------------------------------------------------------------------------------
+
+
+def test_edited_masks_are_noticed():
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+    from transformers.models.esm.modeling_esm import EsmSelfAttention
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    assert usage_of(DeepseekV32Attention) == Usage(("indices",), edits_mask=True)
+    assert usage_of(EsmSelfAttention) == Usage((), edits_mask=False), "choosing one of two parameters is no edit"
+    assert usage_of(T5Attention) == Usage((), edits_mask=False)
+    assert usage_of(nn.Linear) is None
+
+
+class Inherits(transformers.models.llama.modeling_llama.LlamaAttention):
+    """Goes through the interface in the forward of its base."""
+
+
+class Wraps(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Replaces(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+def test_subclasses():
+    assert usage_of(Inherits) and usage_of(Wraps) and usage_of(Replaces) is None
+
+
+def test_every_attention_module_is_a_row():
+    for name in ("llama", "bart", "llava", "qwen3_next"):
+        model = tiny.model(name)
+        paths = {site.path for site in match(model).sites}
+        assert paths == {path for path, m in model.named_modules() if type(m).__name__.endswith("Attention")}
