@@ -60,7 +60,7 @@ def attention(
     key = key.masked_fill(_outside(keys, start, end), 0.0) if ranged else key
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
-    output, lse = _flex(*heads_first, _score(rules, mask, visible), rules, blocks)
+    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks)
     output, lse = _with_sinks(output, lse, sinks)
     lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
@@ -107,7 +107,7 @@ def varlen_attention(
     if query.device.type != "cpu" and batch and query.shape[0] and key.shape[0]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
         blocks = _block_mask(starts_k[first][None], cu_seqlens_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
-    output, lse = _flex(*heads_first, _score(rules, None, visible), rules, blocks)
+    output, lse = _flex(*heads_first, _score(rules, None, visible, query.device), blocks)
     output, lse = _with_sinks(output, lse, sinks)
     padding = (row_q >= batch)[None, None]
     output = output.masked_fill(padding[..., None], 0.0)
@@ -133,10 +133,15 @@ def _near(position: Tensor, j: Tensor, rules: Rules) -> Tensor:
     return see
 
 
-def _score(rules: Rules, mask: Tensor | None, visible: Mod) -> ScoreMod:
+def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> ScoreMod:
+    # Tensors, because Dynamo makes a float that changes a symbol, and Inductor's flex template takes no symbolic float.
+    scale = torch.full((), rules.scale, device=device)
+    cap = torch.full((), rules.softcap, device=device) if rules.softcap > 0 else None
+
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if rules.softcap > 0:
-            s = rules.softcap * torch.tanh(s / rules.softcap)
+        s = s * scale
+        if cap is not None:
+            s = cap * torch.tanh(s / cap)
         see = visible(b, h, i, j)
         if mask is not None:
             if mask.dtype == torch.bool:
@@ -193,9 +198,7 @@ def _outside(keys: int, start: Tensor, end: Tensor) -> Tensor:
     return ((j < start[:, None]) | (j >= end[:, None]))[..., None, None]
 
 
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, rules: Rules, blocks: BlockMask | None
-) -> tuple[Tensor, Tensor]:
+def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`, 0 and -inf for a query that sees nothing."""
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
@@ -204,7 +207,7 @@ def _flex(
     with warnings.catch_warnings(), _functorch_keys():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
-            query, key, value, score_mod=score, block_mask=blocks, scale=rules.scale, enable_gqa=group, return_aux=_aux()
+            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux()
         )
     lse = aux.lse
     seen = torch.isfinite(lse)
@@ -215,8 +218,16 @@ def _flex(
 def _call(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    call: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
-    return call  # type: ignore[no-any-return]
+    if device != "cuda":
+        return flex_attention
+    compiled = torch.compile(flex_attention)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Every structure of mask and score is a graph of its own, and past the limit Dynamo would run them unfused without a word.
+        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
