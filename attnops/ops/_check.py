@@ -102,6 +102,13 @@ def numbers(scale: float, window_left: int, window_right: int, softcap: float) -
             raise InvalidInput(field, value, ">= -1 (-1: unbounded)")
 
 
+def window(value: Any) -> tuple[int, int]:
+    """(left, right)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidInput("window", value, "(left, right) in keys, -1: unbounded")
+    return value[0], value[1]
+
+
 def one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
     """`value` is among `allowed`."""
     if value not in allowed:

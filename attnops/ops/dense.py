@@ -310,9 +310,10 @@ def attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    left, right = check.window(window)
     output, lse = torch.ops.attnops.attention.default(
         query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end,
-        scale=default_scale(query, scale), causal=causal, window_left=window[0], window_right=window[1], softcap=softcap,
+        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
         return_lse=return_lse, policy=key_for("attention", kernel),
     )  # fmt: skip
     return (output, lse) if return_lse else output

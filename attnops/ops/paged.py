@@ -195,9 +195,10 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=query.dtype, device=query.device)
+    left, right = check.window(window)
     torch.ops.attnops.paged_attention.default(
         query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan,
-        max_seqlen_q=max_seqlen_q, scale=default_scale(query, scale), causal=causal, window_left=window[0], window_right=window[1],
+        max_seqlen_q=max_seqlen_q, scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right,
         softcap=softcap, policy=key_for("paged_attention", kernel), output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     return output

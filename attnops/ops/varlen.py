@@ -264,10 +264,11 @@ def varlen_attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    left, right = check.window(window)
     output, lse = torch.ops.attnops.varlen_attention.default(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=default_scale(query, scale), causal=causal, window_left=window[0], window_right=window[1], softcap=softcap,
+        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
         return_lse=return_lse, policy=key_for("varlen_attention", kernel),
     )  # fmt: skip
     return (output, lse) if return_lse else output
