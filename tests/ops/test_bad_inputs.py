@@ -1,0 +1,281 @@
+"""Calls that break a contract: the error is typed, names the field, what was given and what is allowed, and nothing was written."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnops
+from attnops import ops
+from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel
+
+I32, I64, BF16, F32, F64 = torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+NAN, INF = float("nan"), float("inf")
+
+
+def f(*shape, dtype=F32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def i(*values, dtype=I32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def good(name) -> dict[str, Any]:
+    """A call of the public function that is in order."""
+    cu = i(0, 1, 3)
+    return {
+        "attention": lambda: {"query": f(2, 3, 4, 8), "key": f(2, 5, 2, 8), "value": f(2, 5, 2, 6)},
+        "varlen_attention": lambda: {
+            "query": f(3, 4, 8), "key": f(5, 2, 8), "value": f(5, 2, 6), "cu_seqlens_q": cu, "cu_seqlens_k": i(0, 2, 5),
+            "max_seqlen_q": 2, "max_seqlen_k": 3,
+        },
+        "paged_attention": lambda: {
+            "query": f(3, 4, 8), "k_pages": f(4, 2, 2, 8), "v_pages": f(4, 2, 2, 6), "page_table": i(0, 1, 2, 3).reshape(2, 2),
+            "seq_lens": i(2, 3), "cu_seqlens_q": cu, "max_seqlen_q": 2, "output": torch.full((3, 4, 6), 7.0),
+        },
+        "write_kv": lambda: {
+            "key": torch.ones(3, 2, 8), "value": torch.ones(3, 2, 6), "k_pages": f(4, 2, 2, 8), "v_pages": f(4, 2, 2, 6),
+            "slots": i(0, -1, 5, dtype=I64),
+        },
+        "merge_state": lambda: {"output_a": f(3, 2, 4), "lse_a": f(3, 2), "output_b": f(3, 2, 4), "lse_b": f(3, 2)},
+        "cu_seqlens": lambda: {"lengths": i(1, 2)},
+        "token_rows": lambda: {"cu_seqlens": cu, "num_tokens": 3},
+        "slot_mapping": lambda: {"positions": i(0, 1), "rows": i(0, 0), "page_table": i(0, 1).reshape(1, 2), "page_size": 2},
+        "page_table": lambda: {"token_table": i(0, 1, 2, 3).reshape(1, 4), "rows": i(0), "seq_lens": i(3), "page_size": 2},
+        "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
+        "num_kv_splits": lambda: {"seq_lens": i(3, 4), "rule": "static", "max_splits": 4},
+    }[name]()  # fmt: skip
+
+
+class Bad(NamedTuple):
+    function: str
+    change: dict[str, Any]
+    field: str
+    got: str
+    want: str
+    error: type[AttnopsError] = InvalidInput
+
+
+BAD = [
+    # dense: ranks, dtypes, sizes
+    Bad("attention", {"query": f(3, 4, 8)}, "query", "(3, 4, 8)", "[B, S, Hq, D]"),
+    Bad("attention", {"key": f(2, 5, 8)}, "key", "(2, 5, 8)", "[B, K, Hkv, D]"),
+    Bad("attention", {"value": f(2, 5, 2, 1, 6)}, "value", "(2, 5, 2, 1, 6)", "[B, K, Hkv, Dv]"),
+    Bad("attention", {"query": i(0).expand(2, 3, 4, 8)}, "query.dtype", "int32", "float16 | bfloat16 | float32 | float64"),
+    Bad("attention", {"query": f(2, 3, 4, 8).to(torch.complex64)}, "query.dtype", "complex64", "float16"),
+    Bad("attention", {"key": i(0).expand(2, 5, 2, 8)}, "key.dtype", "int32", "int8"),
+    Bad("attention", {"query": f(2, 3, 4, 8, dtype=BF16)}, "key.dtype", "float32", "bfloat16 (the query's)"),
+    Bad("attention", {"value": f(2, 5, 2, 6, dtype=BF16)}, "value.dtype", "bfloat16", "float32, as the key"),
+    Bad("attention", {"key": f(2, 5, 2, 8).to(E4M3), "value": f(2, 5, 2, 6).to(E4M3)}, "k_scale, v_scale", "None", "float8_e4m3fn"),
+    Bad("attention", {"key": f(3, 5, 2, 8)}, "key.shape[0]", "3", "2 (the query's batch)"),
+    Bad("attention", {"value": f(3, 5, 2, 6)}, "value.shape[0]", "3", "2 (the key's batch)"),
+    Bad("attention", {"value": f(2, 4, 2, 6)}, "value.shape[1]", "4", "5 (as many values as keys)"),
+    Bad("attention", {"key": f(2, 5, 2, 9)}, "key.shape[-1]", "9", "8 (the query's head dim)"),
+    Bad("attention", {"value": f(2, 5, 4, 6)}, "value.shape[-2]", "4", "2 (the key's heads)"),
+    Bad("attention", {"key": f(2, 5, 3, 8), "value": f(2, 5, 3, 6)}, "query.shape[-2]", "4", "multiple of the key's 3"),
+    Bad("attention", {"key": f(2, 5, 0, 8), "value": f(2, 5, 0, 6)}, "key.shape[-2]", "0", ">= 1 head"),
+    Bad("attention", {"query": f(2, 3, 4, 0), "key": f(2, 5, 2, 0), "scale": 1.0}, "query.shape[-1]", "0", ">= 1"),
+    Bad("attention", {"value": f(2, 5, 2, 0)}, "value.shape[-1]", "0", ">= 1"),
+    Bad("attention", {"key": f(2, 5, 2, 8).to("meta"), "value": f(2, 5, 2, 6)}, "key.device", "meta", "cpu"),
+    # dense: scalars
+    Bad("attention", {"scale": NAN}, "scale", "nan", "finite"),
+    Bad("attention", {"scale": INF}, "scale", "inf", "finite"),
+    Bad("attention", {"scale": -INF}, "scale", "-inf", "finite"),
+    Bad("attention", {"softcap": -1.0}, "softcap", "-1.0", ">= 0"),
+    Bad("attention", {"softcap": NAN}, "softcap", "nan", ">= 0"),
+    Bad("attention", {"softcap": INF}, "softcap", "inf", "finite"),
+    Bad("attention", {"window": (-2, 0)}, "window_left", "-2", ">= -1"),
+    Bad("attention", {"window": (0, -7)}, "window_right", "-7", ">= -1"),
+    Bad("attention", {"window": 4}, "window", "4", "(left, right)"),
+    Bad("varlen_attention", {"window": (1, 2, 3)}, "window", "(1, 2, 3)", "(left, right)"),
+    Bad("paged_attention", {"window": (4,)}, "window", "(4,)", "(left, right)"),
+    # dense: optional tensors
+    Bad("attention", {"mask": f(2, 1, 3, 4)}, "mask.shape[3]", "4", "5 (the number of keys)"),
+    Bad("attention", {"mask": f(3, 1, 3, 5)}, "mask.shape[0]", "3", "1 or 2"),
+    Bad("attention", {"mask": f(2, 2, 3, 5)}, "mask.shape[1]", "2", "1 or 4"),
+    Bad("attention", {"mask": f(2, 4, 2, 5)}, "mask.shape[2]", "2", "1 or 3"),
+    Bad("attention", {"mask": f(3, 5)}, "mask", "(3, 5)", "[B or 1, Hq or 1, S or 1, K]"),
+    Bad("attention", {"mask": f(2, 1, 3, 5).to(I32)}, "mask.dtype", "int32", "bool | float16"),
+    Bad("attention", {"sinks": f(2)}, "sinks.shape[0]", "2", "4 (one logit a query head)"),
+    Bad("attention", {"sinks": f(4, 1)}, "sinks", "(4, 1)", "[Hq]"),
+    Bad("attention", {"sinks": i(1, 2, 3, 4)}, "sinks.dtype", "int32", "float32"),
+    Bad("attention", {"k_scale": f(3)}, "k_scale.shape[0]", "3", "1 or 2 (key heads)"),
+    Bad("attention", {"v_scale": f(2, 1)}, "v_scale", "(2, 1)", "[1] or [Hkv]"),
+    Bad("attention", {"k_scale": f(2, dtype=F64)}, "k_scale.dtype", "float64", "float32"),
+    Bad("attention", {"kv_start": i(0, 0, 0)}, "kv_start.shape[0]", "3", "2 (the batch)"),
+    Bad("attention", {"kv_end": i(5)}, "kv_end.shape[0]", "1", "2 (the batch)"),
+    Bad("attention", {"kv_end": f(2)}, "kv_end.dtype", "float32", "int32 | int64"),
+    Bad("attention", {"kv_end": i(5, 5).to("meta")}, "kv_end.device", "meta", "cpu"),
+    # packed
+    Bad("varlen_attention", {"query": f(1, 3, 4, 8)}, "query", "(1, 3, 4, 8)", "[T, Hq, D]"),
+    Bad("varlen_attention", {"key": f(1, 5, 2, 8)}, "key", "(1, 5, 2, 8)", "[N, Hkv, D]"),
+    Bad("varlen_attention", {"value": f(6, 2, 6)}, "value.shape[0]", "6", "5 (as many values as keys)"),
+    Bad("varlen_attention", {"cu_seqlens_q": i(0, 1, 3, dtype=I64)}, "cu_seqlens_q.dtype", "int64", "int32"),
+    Bad("varlen_attention", {"cu_seqlens_k": i(0, 5)}, "cu_seqlens_k.shape[0]", "2", "3 (as many requests as the queries)"),
+    Bad("varlen_attention", {"cu_seqlens_q": i(), "cu_seqlens_k": i()}, "cu_seqlens_q.shape[0]", "0", ">= 1"),
+    Bad("varlen_attention", {"cu_seqlens_k": i(0, 2, 5).reshape(3, 1)}, "cu_seqlens_k", "(3, 1)", "[B + 1]"),
+    Bad("varlen_attention", {"max_seqlen_q": -1}, "max_seqlen_q", "-1", ">= 0"),
+    Bad("varlen_attention", {"max_seqlen_k": -3}, "max_seqlen_k", "-3", ">= 0"),
+    Bad("varlen_attention", {"mask": f(3, 2)}, "mask.shape[1]", "2", ">= 3 (max_seqlen_k)"),
+    Bad("varlen_attention", {"mask": f(2, 3)}, "mask.shape[0]", "2", "3 (the query's tokens)"),
+    Bad("varlen_attention", {"mask": f(1, 1, 3, 3)}, "mask", "(1, 1, 3, 3)", "[T, K]"),
+    Bad("varlen_attention", {"query": f(3, 5, 8)}, "query.shape[-2]", "5", "multiple of the key's 2"),
+    Bad("varlen_attention", {"softcap": -0.5}, "softcap", "-0.5", ">= 0"),
+    # paged
+    Bad("paged_attention", {"query": f(2, 3, 4, 8)}, "query", "(2, 3, 4, 8)", "[T, Hq, D]"),
+    Bad("paged_attention", {"k_pages": f(8, 2, 8)}, "k_pages", "(8, 2, 8)", "[P, page, Hkv, D]"),
+    Bad("paged_attention", {"v_pages": f(3, 2, 2, 6)}, "v_pages.shape[0]", "3", "4 (as many pages as the keys)"),
+    Bad("paged_attention", {"v_pages": f(4, 3, 2, 6)}, "v_pages.shape[1]", "3", "2 (the keys' page size)"),
+    Bad("paged_attention", {"k_pages": f(4, 0, 2, 8), "v_pages": f(4, 0, 2, 6)}, "k_pages.shape[1]", "0", ">= 1 token a page"),
+    Bad("paged_attention", {"page_table": i(0, 1, 2, 3, dtype=I64).reshape(2, 2)}, "page_table.dtype", "int64", "int32"),
+    Bad("paged_attention", {"page_table": i(0, 1, 2, 3)}, "page_table", "(4,)", "[B, max_pages]"),
+    Bad("paged_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (one length a row of the page table)"),
+    Bad("paged_attention", {"seq_lens": i(2, 3, dtype=I64)}, "seq_lens.dtype", "int64", "int32"),
+    Bad("paged_attention", {"cu_seqlens_q": i(0, 3)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),
+    Bad("paged_attention", {"max_seqlen_q": -1}, "max_seqlen_q", "-1", ">= 0"),
+    Bad("paged_attention", {"mask": f(3, 3)}, "mask.shape[1]", "3", ">= 4 (max_pages * page_size)"),
+    Bad("paged_attention", {"output": f(3, 4, 8)}, "output.shape[2]", "8", "6 ([T, Hq, Dv])"),
+    Bad("paged_attention", {"output": f(3, 4, 6, dtype=BF16)}, "output.dtype", "bfloat16", "float32"),
+    Bad("paged_attention", {"lse": f(4, 3)}, "lse.shape[0]", "4", "3 ([T, Hq])"),
+    Bad("paged_attention", {"lse": f(3, 4, dtype=BF16)}, "lse.dtype", "bfloat16", "float32"),
+    Bad("paged_attention", {"k_pages": f(4, 2, 2, 8).to(INT8), "v_pages": f(4, 2, 2, 6).to(INT8)}, "k_scale, v_scale", "None", "int8"),
+    Bad("paged_attention", {"scale": NAN, "lse": f(3, 4)}, "scale", "nan", "finite"),
+    # KV write
+    Bad("write_kv", {"key": f(3, 2, 1, 8)}, "key", "(3, 2, 1, 8)", "[T, Hkv, D]"),
+    Bad("write_kv", {"value": f(2, 2, 6)}, "value.shape[0]", "2", "3 (as many values as keys)"),
+    Bad("write_kv", {"slots": i(0, 1)}, "slots.shape[0]", "2", "3 (one slot a token)"),
+    Bad("write_kv", {"slots": f(3)}, "slots.dtype", "float32", "int32 | int64"),
+    Bad("write_kv", {"key": f(3, 1, 8)}, "key.shape[1]", "1", "2 (the pages' heads)"),
+    Bad("write_kv", {"value": f(3, 2, 8)}, "value.shape[2]", "8", "6 (the pages' head dim)"),
+    Bad("write_kv", {"key": f(3, 2, 8, dtype=BF16), "value": f(3, 2, 6, dtype=BF16)}, "key.dtype", "float32", "bfloat16"),
+    Bad("write_kv", {"v_pages": f(4, 2, 2, 6, dtype=BF16)}, "value.dtype", "bfloat16", "float32"),
+    Bad("write_kv", {"k_pages": f(4, 2, 2, 8).to(E4M3), "v_pages": f(4, 2, 2, 6).to(E4M3)}, "k_scale, v_scale", "None", "float8_e4m3fn"),
+    Bad("write_kv", {"v_scale": f(5)}, "v_scale.shape[0]", "5", "1 or 2"),
+    # merge
+    Bad("merge_state", {"output_a": f(3, 8)}, "output_a", "(3, 8)", "[T, H, D]"),
+    Bad("merge_state", {"output_b": f(3, 2, 4, dtype=BF16)}, "output_b.dtype", "bfloat16", "float32"),
+    Bad("merge_state", {"lse_a": f(3, 2, dtype=F64)}, "lse_a.dtype", "float64", "float32"),
+    Bad("merge_state", {"lse_b": f(2, 3)}, "lse_b.shape[0]", "2", "3 (as output_a)"),
+    Bad("merge_state", {"output_b": f(3, 2, 5)}, "output_b.shape[2]", "5", "4 (as output_a)"),
+    # metadata
+    Bad("cu_seqlens", {"lengths": f(2)}, "lengths.dtype", "float32", "int32 | int64"),
+    Bad("cu_seqlens", {"lengths": i(1, 2).reshape(1, 2)}, "lengths", "(1, 2)", "[B]"),
+    Bad("token_rows", {"cu_seqlens": i(0, 1, dtype=I64)}, "cu_seqlens.dtype", "int64", "int32"),
+    Bad("token_rows", {"cu_seqlens": i()}, "cu_seqlens.shape[0]", "0", ">= 1"),
+    Bad("token_rows", {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),
+    Bad("slot_mapping", {"rows": i(0)}, "rows.shape[0]", "1", "2 (one request a token)"),
+    Bad("slot_mapping", {"page_size": 0}, "page_size", "0", ">= 1 token a page"),
+    Bad("slot_mapping", {"page_table": i(0, 1)}, "page_table", "(2,)", "[B, max_pages]"),
+    Bad("page_table", {"page_size": -4}, "page_size", "-4", ">= 1 token a page"),
+    Bad("page_table", {"seq_lens": i(3, 4)}, "seq_lens.shape[0]", "2", "1 (one length a request)"),
+    Bad("kv_indices", {"page_table": i(0, 1, dtype=I64).reshape(1, 2)}, "page_table.dtype", "int64", "int32"),
+    Bad("kv_indices", {"seq_lens": i(3, 3)}, "seq_lens.shape[0]", "2", "1 (one length a row of the page table)"),
+    Bad("num_kv_splits", {"rule": "fair"}, "rule", "'fair'", "static | deterministic | balanced"),
+    Bad("num_kv_splits", {"max_splits": 0}, "max_splits", "0", ">= 1"),
+    Bad("num_kv_splits", {"tile": 0}, "tile", "0", ">= 1"),
+    Bad("num_kv_splits", {"num_sms": -1}, "num_sms", "-1", ">= 1"),
+    # kernels asked for by name
+    Bad("attention", {"kernel": "fa9"}, "kernel", "'fa9'", "one of", UnknownKernel),
+    Bad("attention", {"kernel": "scatter"}, "kernel", "'scatter'", "reference", UnknownKernel),
+    Bad("attention", {"kernel": "sdpa", "softcap": 1.0, "sinks": f(4)}, "softcap", "softcap=True", "sinks=True", NoKernel),
+    Bad("varlen_attention", {"kernel": "sdpa", "return_lse": True}, "lse", "lse=True", "'sdpa' was asked for", NoKernel),
+    Bad("paged_attention", {"kernel": "sdpa", "lse": f(3, 4)}, "lse", "lse=True", "(wants no)", NoKernel),
+    Bad("write_kv", {"kernel": "nope"}, "kernel", "'nope'", "op write_kv", UnknownKernel),
+    # gradients of what has none
+    Bad("paged_attention", {"query": f(3, 4, 8).requires_grad_()}, "query", "requires_grad=True on query", "no gradient", NoGradient),
+    Bad("write_kv", {"key": f(3, 2, 8).requires_grad_()}, "key", "requires_grad=True on key", "torch.no_grad()", NoGradient),
+    Bad("merge_state", {"lse_b": f(3, 2).requires_grad_()}, "lse_b", "requires_grad=True on lse_b", "no gradient", NoGradient),
+]  # fmt: skip
+
+
+def name(bad: Bad) -> str:
+    return f"{bad.function}-{bad.field}-{bad.got}".replace("[", "").replace("]", "")
+
+
+def function(bad: Bad):
+    return getattr(attnops, bad.function, None) or getattr(ops, bad.function)
+
+
+WRITTEN = ("output", "lse", "k_pages", "v_pages")
+
+
+@pytest.mark.parametrize("bad", BAD, ids=name)
+def test_bad_input(bad):
+    arguments = good(bad.function) | bad.change
+    before = {n: arguments[n].clone() for n in WRITTEN if isinstance(arguments.get(n), Tensor)}
+    with pytest.raises(bad.error) as caught:
+        function(bad)(**arguments)
+    text = str(caught.value)
+    assert bad.got in text
+    assert bad.want in text
+    if bad.error is InvalidInput:
+        assert caught.value.field == bad.field
+        assert text == f"{bad.field}: got {caught.value.got}, want {caught.value.want}"
+        assert bad.got in str(caught.value.got)
+        assert bad.want in caught.value.want
+    for n, held in before.items():
+        assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
+
+
+def test_there_are_enough_of_them():
+    assert len(BAD) >= 70
+    assert len({name(b) for b in BAD}) == len(BAD)
+    assert {b.function for b in BAD} == {"page_table", *(o for o in ops.OPS if not o.endswith("_backward"))}
+
+
+@pytest.mark.parametrize("function_name", sorted({b.function for b in BAD}))
+def test_the_good_call_is_good(function_name):
+    function(Bad(function_name, {}, "", "", ""))(**good(function_name))
+
+
+# A compiler runs the same check on fake tensors; the user must still read the sentence. One call of each kind. The shape of
+# `window` is left out: it is checked before the op, in Python that Dynamo traces, and Dynamo reports such errors its own way.
+COMPILED = [
+    *{b.function: b for b in reversed(BAD) if b.error is InvalidInput and b.field != "window"}.values(),
+    *[b for b in BAD if b.field in ("softcap", "mask.shape[1]", "key.shape[-1]", "k_scale, v_scale")],
+    *[b for b in BAD if b.error is not InvalidInput],
+]
+
+
+@pytest.mark.parametrize("bad", COMPILED, ids=name)
+def test_message_survives_compilation(bad):
+    arguments = good(bad.function) | bad.change
+    before = {n: arguments[n].clone() for n in WRITTEN if isinstance(arguments.get(n), Tensor)}
+    public = function(bad)
+    with pytest.raises(Exception) as caught:  # Dynamo wraps it in an error of its own
+        torch.compile(lambda: public(**arguments), backend="eager", fullgraph=True)()
+    text = str(caught.value)
+    assert bad.got in text
+    assert bad.want in text
+    for n, held in before.items():
+        assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
+
+
+def test_not_a_tensor_is_named_by_torch():
+    # The dispatcher turns these down before the op is asked.
+    for change, field in (({"key": None}, "key"), ({"value": [1.0]}, "value"), ({"mask": "causal"}, "mask")):
+        with pytest.raises(Exception, match=field):
+            attnops.attention(**good("attention") | change)
+
+
+def test_errors_are_ordinary_python_errors_too():
+    q = f(1, 2, 2, 4)
+    with pytest.raises(ValueError, match=r"^softcap: got -1.0, want >= 0"):
+        attnops.attention(q, q, q, softcap=-1.0)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        attnops.merge_state(f(1, 1, 2).requires_grad_(), f(1, 1), f(1, 1, 2), f(1, 1))
+
+
+def test_a_backward_checks_what_it_is_given():
+    q, k = f(2, 3, 4, 8), f(2, 5, 2, 8)
+    lse = f(2, 3, 4)
+    op = torch.ops.attnops.attention_backward.default
+    with pytest.raises(InvalidInput, match=r"^grad_output.shape\[1\]: got 2, want 3"):
+        op(f(2, 2, 4, 8), None, q, k, k, f(2, 3, 4, 8), lse, scale=1.0)
+    with pytest.raises(InvalidInput, match=r"^lse.shape\[2\]: got 3, want 4"):
+        op(f(2, 3, 4, 8), None, q, k, k, f(2, 3, 4, 8), f(2, 3, 3), scale=1.0)
+    with pytest.raises(InvalidInput, match=r"^grad_lse.dtype: got float64, want float32"):
+        op(f(2, 3, 4, 8), f(2, 3, 4, dtype=F64), q, k, k, f(2, 3, 4, 8), lse, scale=1.0)
