@@ -31,6 +31,9 @@ Mode = Literal["auto", "dense", "explicit", "compact"]
 MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact")
 
 
+_FAR = ("cuda",)  # device types that run behind the host: a look at their data waits, and a mask costs more than lengths
+
+
 class Call(NamedTuple):
     """One request for a mask. Query i stands at position i + q_offset, key j at j + kv_offset. padding: bool `[B, positions]`.
 
@@ -76,7 +79,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         **others: Any,
     ) -> Tensor | None:
         call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
-        if mode == "compact" or (mode == "auto" and call.device.type == "cuda"):
+        if mode == "compact" or (mode == "auto" and call.device.type in _FAR):
             pattern = _pattern(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is not None:
                 exact, mask = _compact(call, pattern)
@@ -215,7 +218,7 @@ def _look(call: Call, pattern: Pattern, count: Tensor, first: Tensor, past: Tens
 
 
 def _must_not_wait(call: Call) -> bool:
-    return call.mode != "compact" and call.queries == 1 and call.padding is not None and call.device.type == "cuda"
+    return call.mode != "compact" and call.queries == 1 and call.padding is not None and call.device.type in _FAR
 
 
 def tracing(padding: Tensor) -> bool:

@@ -20,7 +20,7 @@ from attnops.errors import InvalidInput
 from attnops.hf import descriptor, tiny
 from attnops.hf import mask as masks
 from attnops.hf.descriptor import Pattern
-from tests.hf.helpers import generated, left_padded, tokens, watched
+from tests.hf.helpers import LIMIT, generated, left_padded, logits, relative, tokens, watched
 
 
 def make(mode, *args, **kwargs) -> Any:
@@ -183,7 +183,7 @@ def test_another_int_mask_is_an_error(shape):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """As on CUDA under `auto`: no look at the mask at one-token steps. Counts the looks."""
+    """`auto` behaves as on CUDA: lengths, and no look at the mask at one-token steps. Notes the length of each call that looked."""
     looks = []
     real = masks._look
 
@@ -192,7 +192,7 @@ def impatient(monkeypatch):
         return real(call, *rest)
 
     monkeypatch.setattr(masks, "_look", counting)
-    monkeypatch.setattr(masks, "_must_not_wait", lambda call: call.queries == 1 and call.padding is not None)
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
     return looks
 
 
@@ -201,7 +201,7 @@ def impatient(monkeypatch):
 def test_generate_looks_at_the_prompt_only(impatient, name, cache):
     model = tiny.model(name)
     want = generated(model, cache=cache)
-    with attnops.patch(model, mask="compact"), watched() as calls:
+    with attnops.patch(model, mask="auto"), watched() as calls:
         assert torch.equal(generated(model, cache=cache), want)
     assert impatient and set(impatient) == {14}
     assert all(call["mask"] is None for call in calls)
@@ -211,7 +211,7 @@ def test_generate_with_holes_in_the_prompt(impatient):
     model, mask = tiny.model("llama"), left_padded()[:, :14]
     mask[0, 5] = 0
     want = generated(model, attention_mask=mask)
-    with attnops.patch(model, mask="compact"), watched() as calls:
+    with attnops.patch(model, mask="auto"), watched() as calls:
         assert torch.equal(generated(model, attention_mask=mask), want)
     assert all(call["mask"] is not None for call in calls)
 
@@ -219,7 +219,7 @@ def test_generate_with_holes_in_the_prompt(impatient):
 def test_generate_with_right_padding_does_not_trust(impatient):
     """A prompt with right padding is one run of ones; with ones appended it is not."""
     model, mask = tiny.model("llama"), left_padded()[:, :14].flip(1)
-    with attnops.patch(model, mask="compact"), watched() as calls:
+    with attnops.patch(model, mask="auto"), watched() as calls:
         generated(model, attention_mask=mask)
     assert all(call["mask"] is None for call in calls[:2])
     assert all(call["mask"] is not None for call in calls[2:])
@@ -229,27 +229,39 @@ def test_generate_from_one_token(impatient):
     model = tiny.model("llama")
     ids, mask = tokens(2, 1), torch.ones(2, 1, dtype=torch.int64)
     want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    with attnops.patch(model, mask="compact"):
+    with attnops.patch(model, mask="auto"):
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), want)
     assert impatient == [1]
 
 
 def test_outside_generate_nothing_is_trusted(impatient):
     padded = torch.tensor([[False, True, True]])
-    assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
+    assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
     with masks.growing():
-        make("compact", 1, 2, 2, 0, 0, attention_mask=padded[:, :2])
-        assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.int64
-    assert make("compact", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
+        make("auto", 1, 2, 2, 0, 0, attention_mask=padded[:, :2])
+        assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.int64
+    assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
+
+
+def test_compact_may_look_at_every_step(impatient):
+    """What `mask="compact"` asks for, and `auto` does not do: outside generate() a step's mask is looked at, and lengths are given."""
+    model, ids, mask = tiny.model("llama"), tokens(), left_padded()
+    looks: dict[masks.Mode, list[int]] = {"auto": [14, 2], "compact": [14, 1, 1, 2, 1, 1]}
+    for mode, looked in looks.items():
+        impatient.clear()
+        want = logits(tiny.model("llama"), "dynamic", ids, mask)
+        with attnops.patch(model, mask=mode):
+            assert relative(logits(model, "dynamic", ids, mask), want) < LIMIT
+        assert impatient == looked
 
 
 def test_one_bad_mask_spoils_a_generation(impatient):
     good, bad = torch.tensor([[False, True, True]]), torch.tensor([[True, False, True]])
     with masks.growing():
-        make("compact", 1, 3, 3, attention_mask=good)
-        make("compact", 1, 3, 3, attention_mask=bad)
-        make("compact", 1, 3, 3, attention_mask=good)
-        assert make("compact", 1, 1, 4, 3, attention_mask=torch.tensor([[False, True, True, True]])).dtype == torch.bool
+        make("auto", 1, 3, 3, attention_mask=good)
+        make("auto", 1, 3, 3, attention_mask=bad)
+        make("auto", 1, 3, 3, attention_mask=good)
+        assert make("auto", 1, 1, 4, 3, attention_mask=torch.tensor([[False, True, True, True]])).dtype == torch.bool
 
 
 def test_fake_tensors_are_not_looked_at():
