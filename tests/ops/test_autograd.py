@@ -1,0 +1,447 @@
+"""Gradients: by finite differences in float64, and against autograd of the plain formula in every dtype."""
+
+import pytest
+import torch
+from torch.autograd import grad, gradcheck
+
+import attnops
+from attnops.errors import NoGradient, NoKernel
+from attnops.kernel import kernels_of
+from attnops.select import active_policy
+from attnops.testing import Call, Features, Source, allowance, builders
+from attnops.testing.check import compare
+
+F64 = torch.float64
+INF = float("inf")
+
+# One at a time, then together. Sizes are the smallest that tell a wrong index from a right one.
+SMALL = {"dtype": F64, "head_dim": 3, "q_heads": 2, "kv_heads": 1}
+CASES = {
+    "plain": Features(**SMALL),
+    "causal": Features(**SMALL, causal=True),
+    "window": Features(**SMALL, window=(1, 1)),
+    "causal_window": Features(**SMALL, causal=True, window=(1, -1)),
+    "softcap": Features(**SMALL, softcap=0.8),
+    "sinks": Features(**SMALL, sinks=F64),
+    "sinks_causal": Features(**SMALL, sinks=F64, causal=True, window=(1, -1)),
+    "scale": Features(**SMALL, scale=1.3),
+    "mha": Features(**SMALL | {"kv_heads": 2}),
+    "gqa": Features(**SMALL | {"q_heads": 6, "kv_heads": 2}),
+    "v_wider": Features(**SMALL, v_head_dim=5),
+    "v_narrower": Features(**SMALL, v_head_dim=1),
+    "mask_bool": Features(**SMALL, mask="bool"),
+    "all": Features(**SMALL, causal=True, window=(2, -1), softcap=0.8, sinks=F64, v_head_dim=2),
+}
+MASKED = {
+    f"mask_{shape or 'keys'}{'_softcap' if cap else ''}": Features(**SMALL, mask="additive", mask_shape=shape, softcap=cap)
+    for shape, cap in (("bhq", 0.0), ("b", 0.0), ("h", 0.0), ("", 0.0), ("bq", 0.9))
+}
+SHAPES = {"oblong": (2, 3, 4), "square": (1, 3, 3), "tall": (1, 4, 2), "decode": (2, 1, 4)}
+LENGTHS = {"ragged": ((2, 0, 3), (4, 1, 3)), "square": ((2, 3), (2, 3)), "fewer_keys": ((3, 2), (1, 0))}
+LEAVES = ("query", "key", "value", "sinks", "mask")
+
+
+def leaves(call, names=LEAVES):
+    """The call with fresh leaves, finite masks among them: a finite difference of -inf is none."""
+
+    def change(n, t):
+        t = t.nan_to_num(neginf=-1.0) if n == "mask" and t.dtype != torch.bool else t
+        return t.detach().clone().requires_grad_(n in names and t.is_floating_point() and not (n == "mask" and call.op != "attention"))
+
+    return call.map(change)
+
+
+def function_of(call):
+    """(the op as a function of its differentiable tensors, those tensors). Its value: output, and lse when the call asks for it."""
+    names = [n for n, t in call.tensors().items() if t.requires_grad]
+
+    op, given, with_lse = getattr(torch.ops.attnops, call.op).default, dict(call.arguments), "return_lse" in call.arguments
+
+    def apply(*values):
+        output, lse = op(**{**given, **dict(zip(names, values, strict=True))}, policy=active_policy())
+        return (output, lse) if with_lse else output
+
+    return apply, [call.arguments[n] for n in names]
+
+
+def backward_kernels(op):
+    return [pytest.param(name, id=name) for name in kernels_of(f"{op}_backward")]
+
+
+def dense(features, shape="oblong"):
+    return builders.dense(Source(5), *SHAPES[shape], features)
+
+
+def packed(features, lengths="ragged"):
+    return builders.varlen(Source(5), *LENGTHS[lengths], features, padding=(1, 2))
+
+
+def check(call, kernel):
+    run, values = function_of(leaves(call))
+    with attnops.use(kernel={f"{call.op}_backward": kernel}):
+        try:
+            assert gradcheck(run, values)
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " "))
+
+
+# Finite differences ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("attention"))
+@pytest.mark.parametrize("case", [*CASES, *MASKED])
+def test_dense(case, kernel):
+    check(dense({**CASES, **MASKED}[case]), kernel)
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("attention"))
+@pytest.mark.parametrize("case", ["plain", "causal", "all"])
+@pytest.mark.parametrize("shape", ["square", "tall", "decode"])
+def test_dense_shapes(shape, case, kernel):
+    check(dense(CASES[case], shape), kernel)
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("attention"))
+def test_dense_ranges(kernel):
+    check(builders.dense(Source(5), 2, 2, 5, CASES["all"], start=(1, 0), end=(5, 3)), kernel)
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
+@pytest.mark.parametrize("case", [c for c in CASES if c != "mha"])
+def test_packed(case, kernel):
+    check(packed(CASES[case]), kernel)
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
+@pytest.mark.parametrize("lengths", ["square", "fewer_keys"])
+def test_packed_shapes(lengths, kernel):
+    check(packed(CASES["all"], lengths), kernel)
+
+
+# lse is float32 by contract, so its differences need a wide step; the exact comparison is further down.
+@pytest.mark.parametrize("kernel", backward_kernels("attention"))
+@pytest.mark.parametrize("case", ["plain", "causal", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("make", [dense, packed])
+def test_lse(make, case, kernel):
+    call = leaves(make(CASES[case]).with_(return_lse=True))
+    run, values = function_of(call)
+    with attnops.use(kernel={f"{call.op}_backward": kernel} if kernel in kernels_of(f"{call.op}_backward") else None):
+        try:
+            assert gradcheck(lambda *v: run(*v)[1].nan_to_num(neginf=0.0).double(), values, eps=5e-3, atol=2e-3)
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " "))
+
+
+# The plain formula, differentiated by torch ---------------------------------------------------------------------------
+
+
+def plain(q, k, v, mask, sinks, t, start=0):
+    """One request in float64: query `[n, Hq, D]`, key `[L, Hkv, D]`, mask `[Hq or 1, n, L]`. Returns output and lse `[n, Hq]`."""
+    n, length, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("nhd,lhd->hnl", q, k) * t["scale"]
+    if cap := t.get("softcap", 0.0):
+        s = cap * torch.tanh(s / cap)
+    if mask is not None:
+        s = s.masked_fill(~mask, -INF) if mask.dtype == torch.bool else s + mask
+    position = torch.arange(n)[:, None] + length - n
+    j = torch.arange(length)[None]
+    hidden = (j < start) | (t["causal"] & (j > position))
+    if (left := t.get("window_left", -1)) >= 0:
+        hidden = hidden | (j < position - left)
+    if (right := t.get("window_right", -1)) >= 0:
+        hidden = hidden | (j > position + right)
+    s = s.masked_fill(hidden, -INF)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(-1, n, 1)], -1)
+    lse = torch.logsumexp(s, -1)
+    blind = lse == -INF
+    p = torch.exp(s - torch.where(blind, 0.0, lse)[..., None])[..., :length]
+    return torch.einsum("hnl,lhd->nhd", p, v), lse.T
+
+
+def formula(call):
+    """output and lse of a dense or packed call, float64, differentiable."""
+    t = {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in call.arguments.items()}
+    mask, sinks = t.get("mask"), t.get("sinks")
+    if call.op == "attention":
+        batch, queries, heads, _ = t["query"].shape
+        if mask is not None:
+            mask = mask.expand(batch, heads, queries, -1)
+        starts = t["kv_start"].tolist() if "kv_start" in t else [0] * batch
+        ends = t["kv_end"].tolist() if "kv_end" in t else [t["key"].shape[1]] * batch
+        parts = [
+            plain(t["query"][b], t["key"][b, :e], t["value"][b, :e], None if mask is None else mask[b, ..., :e], sinks, t, s)
+            for b, (s, e) in enumerate(zip(starts, ends, strict=True))
+        ]
+        return tuple(torch.stack(x) for x in zip(*parts, strict=True))
+    cu_q, cu_k = t["cu_seqlens_q"].tolist(), t["cu_seqlens_k"].tolist()
+    outputs, lses = [], []
+    for b in range(len(cu_q) - 1):
+        q, k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        m = None if mask is None else mask[None, q, : k.stop - k.start]
+        output, lse = plain(t["query"][q], t["key"][k], t["value"][k], m, sinks, t)
+        outputs.append(output)
+        lses.append(lse)
+    rest = t["query"].shape[0] - cu_q[-1]
+    width = t["value"].shape[2]
+    return torch.cat([*outputs, outputs[0].new_zeros(rest, t["query"].shape[1], width)]), torch.cat(
+        [*lses, lses[0].new_full((rest, t["query"].shape[1]), -INF)]
+    )
+
+
+def loss(output, lse, weights):
+    """A number of both results, in which no entry has the weight of another."""
+    a, b = weights
+    return (output.double() * a).sum() + (torch.where(lse == -INF, 0.0, lse.double()) * b).sum()
+
+
+def both_gradients(call, with_lse=True):
+    """(names, gradients of the op, of the formula, weights of the loss)."""
+    call = leaves(call.with_(return_lse=True))
+    names = [n for n, t in call.tensors().items() if t.requires_grad]
+    values = [call.arguments[n] for n in names]
+    source = Source(9)
+    exact = formula(call)
+    weights = (source.normal(*exact[0].shape, dtype=F64), source.normal(*exact[1].shape, dtype=F64) * with_lse)
+    got = getattr(torch.ops.attnops, call.op).default(*call.args, **call.kwargs, policy=active_policy())
+    return names, grad(loss(*got, weights), values, allow_unused=True), grad(loss(*exact, weights), values), weights
+
+
+def rounded(call, dtype):
+    return call.map(lambda n, t: t.to(dtype) if t.dtype == F64 else t)
+
+
+def backward_call(call, weights, with_lse):
+    """The `*_backward` call a loss with these weights makes, for its budget."""
+    call = call.map(lambda n, t: t.detach().nan_to_num(neginf=-1.0) if n == "mask" and t.dtype != torch.bool else t.detach())
+    arguments = {n: v for n, v in call.arguments.items() if n != "return_lse"}
+    query = arguments["query"]
+    arguments |= {"grad_output": weights[0].to(query.dtype), "output": weights[0].to(query.dtype), "lse": weights[1].float()}
+    return Call(f"{call.op}_backward", arguments | ({"grad_lse": weights[1].float()} if with_lse else {}))
+
+
+GRADED = {
+    **{f"dense-{n}": (dense, f) for n, f in {**CASES, **MASKED}.items()},
+    **{f"packed-{n}": (packed, f) for n, f in CASES.items()},
+    "dense-tall": (lambda f: dense(f, "tall"), CASES["causal"]),
+    "packed-fewer_keys": (lambda f: packed(f, "fewer_keys"), CASES["causal"]),
+}
+
+
+@pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "output"])
+@pytest.mark.parametrize("case", GRADED)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_gradients_equal_autograd_of_the_formula(dtype, case, with_lse):
+    make, features = GRADED[case]
+    call = rounded(make(features), dtype)
+    clean = call.map(lambda n, t: torch.where(call.free[n], torch.zeros((), dtype=t.dtype), t) if n in call.free else t)
+    names, got, want, weights = both_gradients(clean, with_lse)
+    allowed = allowance(backward_call(clean, weights, with_lse), {})
+    for n, a, b in zip(names, got, want, strict=True):
+        assert a.dtype == dtype
+        # The weights of the loss reach the kernel rounded to the dtype, lse's to float32.
+        slack = 2.0 if dtype != F64 else 1e9 if with_lse else 1e2
+        compare(n, a, b, allowed[f"grad_{n}"], slack)
+
+
+# Kernels, both ways ---------------------------------------------------------------------------------------------------
+
+FORWARD = [(op, f, b) for op in ("attention", "varlen_attention") for f in kernels_of(op) for b in kernels_of(f"{op}_backward")]
+
+
+@pytest.mark.parametrize(("op", "forward", "backward"), FORWARD, ids=lambda v: v)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_forward_and_backward_of_different_kernels_fit(op, forward, backward, dtype):
+    f = Features(dtype=dtype, head_dim=16, q_heads=4, kv_heads=2, causal=True)
+    call = builders.dense(Source(2), 2, 6, 6, f) if op == "attention" else builders.varlen(Source(2), (4, 2), (4, 2), f, padding=(0, 0))
+    with attnops.use(kernel={op: forward, f"{op}_backward": backward}):
+        try:
+            names, got, want, weights = both_gradients(call, with_lse=False)
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " "))
+    allowed = allowance(backward_call(call, weights, False), {})
+    for n, a, b in zip(names, got, want, strict=True):
+        compare(n, a, b, allowed[f"grad_{n}"], 2.0)
+
+
+# What may hold anything does not reach a gradient ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("attention"))
+def test_keys_outside_a_range_have_gradient_zero(kernel):
+    call = builders.dense(Source(1), 2, 3, 8, Features(causal=True), start=(2, 0), end=(8, 5))
+    outside = call.free["key"]
+    call = leaves(call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t))
+    run, values = function_of(call)
+    with attnops.use(kernel={"attention_backward": kernel}):
+        try:
+            q, k, v = grad(run(*values).sum(), values)
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " "))
+    assert torch.isfinite(q).all()
+    for g in (k, v):
+        assert (g[outside.expand_as(g)] == 0).all()
+        assert (g[~outside.expand_as(g)] != 0).any()
+
+
+@pytest.mark.parametrize("kernel", backward_kernels("varlen_attention"))
+def test_padding_tokens_have_gradient_zero(kernel):
+    call = builders.varlen(Source(1), (3, 2), (3, 4), Features(causal=True), padding=(2, 3))
+    call = leaves(call.map(lambda n, t: t.masked_fill(call.free[n], float("nan")) if n in call.free else t))
+    run, values = function_of(call)
+    with attnops.use(kernel={"varlen_attention_backward": kernel}):
+        try:
+            grads = grad(run(*values)[:5].sum(), values)
+        except NoKernel as error:
+            pytest.skip(str(error).replace("\n", " "))
+    for g, end in zip(grads, (5, 7, 7), strict=True):
+        assert torch.isfinite(g).all()
+        assert (g[end:] == 0).all()
+
+
+def test_a_query_that_sees_nothing_has_gradient_zero():
+    q, k, v = (torch.randn(1, n, 2, 4, requires_grad=True) for n in (5, 2, 2))
+    out, lse = attnops.attention(q, k, v, causal=True, return_lse=True)
+    assert (lse[0, :3] == -INF).all()
+    gq, gk, gv = grad(out.sum() + torch.where(lse == -INF, 0.0, lse).sum(), (q, k, v))
+    assert (gq[0, :3] == 0).all()
+    assert all(torch.isfinite(g).all() for g in (gq, gk, gv))
+
+
+# Which gradients there are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", [("query",), ("key",), ("value",), ("sinks",), ("mask",), ("query", "mask"), ("key", "sinks")], ids="-".join
+)
+def test_only_what_is_asked_for(names):
+    f = Features(**SMALL, sinks=F64, mask="additive", mask_shape="b")
+    whole = leaves(dense(f))
+    run, values = function_of(whole)
+    every = dict(zip([n for n, t in whole.tensors().items() if t.requires_grad], grad(run(*values).sum(), values), strict=True))
+    call = leaves(dense(f), names)
+    run, values = function_of(call)
+    assert len(values) == len(names)
+    for n, got in zip([n for n in whole.tensors() if n in names], grad(run(*values).sum(), values), strict=True):
+        torch.testing.assert_close(got, every[n])
+
+
+def test_lse_alone_and_output_alone():
+    q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
+    out, lse = attnops.attention(q, k, v, return_lse=True)
+    gq, gk, gv = grad(lse.sum(), (q, k, v), retain_graph=True)
+    assert (gv == 0).all()
+    want = grad(formula(Call("attention", {"query": q, "key": k, "value": v, "scale": 0.5, "causal": False}))[1].sum(), (q, k))
+    torch.testing.assert_close((gq, gk), want)
+    torch.testing.assert_close(grad(out.sum(), (q, k, v)), grad(attnops.attention(q, k, v).sum(), (q, k, v)))
+
+
+def test_no_graph_without_grad_mode():
+    q = torch.randn(1, 3, 2, 4, requires_grad=True)
+    with torch.no_grad():
+        assert not attnops.attention(q, q, q).requires_grad
+    with torch.inference_mode():
+        assert attnops.attention(q, q, q, return_lse=True)[1].is_inference()
+    out, lse = attnops.attention(q.detach(), q.detach(), q.detach(), return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_inputs_in_any_layout_get_gradients_of_their_shape():
+    wide = torch.randn(2, 4, 3, 3, 8, dtype=F64, requires_grad=True)
+    q, k, v = wide.unbind(3)
+    out = attnops.attention(q, k, v, causal=True)
+    [got] = grad(out.transpose(0, 1).sum(), [wide])
+    dense_copies = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+    want = torch.stack(grad(attnops.attention(*dense_copies, causal=True).sum(), dense_copies), 3)
+    torch.testing.assert_close(got, want)
+
+
+def test_checkpointing_recomputes():
+    q = torch.randn(1, 4, 2, 8, dtype=F64, requires_grad=True)
+
+    def block(x):
+        return attnops.attention(x, x, x, causal=True).sin()
+
+    [got] = grad(torch.utils.checkpoint.checkpoint(block, q, use_reentrant=False).sum(), [q])
+    [want] = grad(block(q).sum(), [q])
+    torch.testing.assert_close(got, want)
+
+
+# Where there is none --------------------------------------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused_by_name():
+    q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
+    with pytest.raises(NoGradient, match=r"attention_backward.*query.*no gradient"):
+        grad(attnops.attention(q, k, v).sum(), (q, k, v), create_graph=True)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NoGradient, match=r"varlen_attention_backward.*query"):
+        out = attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3)
+        grad(out.sum(), (q, k, v), create_graph=True)
+
+
+def without_gradient(name):
+    x, mask = torch.zeros(2, 2, 4, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
+    pages, table = torch.zeros(2, 2, 2, 4), torch.zeros(1, 1, dtype=torch.int32)
+    lens, cu = torch.tensor([2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    low, one = torch.zeros(1, 2, 2, 4, dtype=torch.int8), torch.ones(1)
+    return {
+        "paged_attention": lambda: attnops.paged_attention(x, pages, pages, table, lens, cu, max_seqlen_q=2),
+        "paged_pages": lambda: attnops.paged_attention(x.detach(), pages.requires_grad_(), pages, table, lens, cu, max_seqlen_q=2),
+        "write_kv": lambda: attnops.write_kv(x, x.detach(), pages, pages.clone(), torch.tensor([0, 1])),
+        "merge_state": lambda: attnops.merge_state(x, torch.zeros(2, 2), x, torch.zeros(2, 2)),
+        "quantised": lambda: attnops.attention(x[None], low, low, k_scale=one, v_scale=one),
+        "scales": lambda: attnops.attention(x.detach()[None], low, low, k_scale=one.requires_grad_(), v_scale=torch.ones(1)),
+        "packed_quantised": lambda: attnops.varlen_attention(
+            x, low[0], low[0], cu, cu, max_seqlen_q=2, max_seqlen_k=2, k_scale=one, v_scale=one
+        ),
+        "packed_mask": lambda: attnops.varlen_attention(x, x, x, cu, cu, max_seqlen_q=2, max_seqlen_k=2, mask=mask),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["paged_attention", "paged_pages", "write_kv", "merge_state", "quantised", "scales", "packed_quantised", "packed_mask"],
+)
+def test_no_gradient(name):
+    call = without_gradient(name)
+    with pytest.raises(NoGradient, match="want no gradient"):
+        call()
+    with torch.no_grad():
+        call()
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "write_kv", "merge_state", "quantised", "packed_mask"])
+def test_no_gradient_compiled(name):
+    call = without_gradient(name)
+    with pytest.raises(Exception, match="want no gradient"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)()
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["dense-all", "dense-mask_b", "dense-mask_bool", "packed-all", "packed-plain"])
+def test_compiled_gradients_equal_eager(case):
+    make, features = GRADED[case]
+    call = make(features)
+    call = leaves(call.map(lambda n, t: torch.where(call.free[n], torch.zeros((), dtype=t.dtype), t) if n in call.free else t))
+    run, values = function_of(call.with_(return_lse=True))
+
+    def step(*v):
+        output, lse = run(*v)
+        return output.sin().sum() + torch.where(lse == -INF, 0.0, lse).sum()
+
+    want = grad(step(*values), values)
+    got = grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*values), values)
+    torch.testing.assert_close(got, want)
+
+
+def test_compiled_gradients_with_dynamic_sizes():
+    compiled = torch.compile(lambda q, k, v: attnops.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries, keys in ((4, 4), (6, 6), (3, 9)):
+        leaves = [torch.randn(2, n, 2, 4, dtype=F64, requires_grad=True) for n in (queries, keys, keys)]
+        want = grad(attnops.attention(*leaves, causal=True).sin().sum(), leaves)
+        torch.testing.assert_close(grad(compiled(*leaves).sin().sum(), leaves), want)
