@@ -207,7 +207,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: Bl
     with warnings.catch_warnings(), _functorch_keys():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
-            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux()
+            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(), **_options(query)
         )
     lse = aux.lse
     seen = torch.isfinite(lse)
@@ -241,6 +241,11 @@ def _functorch_keys() -> Iterator[None]:
         off = off.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
         yield
+
+
+def _options(query: Tensor) -> dict[str, Any]:
+    # The decoding template finds no configuration for some symbolic shapes; the general one always does.
+    return {} if query.device.type == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
 
 
 @functools.cache
