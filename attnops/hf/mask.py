@@ -1,15 +1,17 @@
 """The mask function HuggingFace calls once a forward and layer type, and what it makes.
 
 `dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and nothing is padded. `explicit`: as dense, but a causal mask
-is always written out, for models that compute with it. `compact`: a descriptor (see
-descriptor.py) where it is exact, else dense. `auto`: compact on CUDA, dense elsewhere.
+is always written out, for models that compute with it. `compact`: a descriptor (see descriptor.py) where it is exact, else dense.
+`auto`: compact on CUDA, dense elsewhere.
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. That is checked on the mask itself,
 which makes the host wait for the device. Where it must not wait, nothing is guessed: a tracer, and one-token steps on CUDA under
 `auto`, get a dense mask. Inside `generate()` of a patched model one-token steps need no check: the prefill's mask was checked
 and generate appends ones only (`growing`). Outside generate(), `mask="compact"` waits at one-token steps too.
 
-With right padding a padded query sees padded keys too. Its output is finite and, in HuggingFace, read by nobody.
+Outputs of padding are finite, and not eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
+padding a padded query sees padded keys in a descriptor. Nobody reads them, but generate() from a right-padded prompt, of which
+transformers itself warns, and a loss that has the first token after left padding as a label.
 """
 
 from __future__ import annotations

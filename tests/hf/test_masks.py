@@ -125,6 +125,17 @@ def test_bidirectional(seed):
         assert torch.equal(shown(ours, queries, keys, batch), want[:, 0])
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_mask_shorter_than_the_text(static, queries):
+    """The 2-D mask of the prompt, given again later: transformers takes what it does not cover as masked, the queries' own keys too."""
+    padding = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    common = {"batch_size": 2, "q_length": queries, "kv_length": 12 if static else 4 + queries, "attention_mask": padding}
+    common |= {"q_offset": torch.tensor(4) if static else 4, "mask_function": causal_mask_function}
+    want = written_out(allow_is_causal_skip=False, **common)[:, 0]
+    assert torch.equal(shown(make("compact", **common), queries, common["kv_length"], 2), want)
+
+
 def test_both_kinds_occur():
     """The random cases above are worth something only if neither kind of mask is rare."""
     made = {"descriptor": 0, "bool": 0, "none": 0}
