@@ -158,6 +158,8 @@ def register(kernel: Kernel) -> Kernel:
             listener(kernel)
     except Exception:
         del table[kernel.name]
+        if not table:
+            del _REGISTRY.kernels[kernel.op]
         raise
     _REGISTRY.generation += 1
     return kernel

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from attnops.errors import NoGradient, RegistrationError
 from attnops.kernel import Capture, Kernel, generation, on_register
@@ -61,6 +63,8 @@ def bind(kernel: Kernel) -> None:
     if kernel.op not in OPS:
         raise RegistrationError(f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
     op = OPS[kernel.op]
+    if hasattr(op.packet, kernel.name) or keyword.iskeyword(kernel.name):
+        raise RegistrationError(f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
     # The partitioner of CUDA graphs splits around what bears this tag.
     tags = (torch.Tag.cudagraph_unsafe,) if kernel.capture is Capture.NEVER else ()
     _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, check=None, tags=tags)
@@ -140,7 +144,7 @@ def on_trace(hook: Callable[[], None]) -> None:
 
 
 def _notify_compiler() -> None:
-    if _TRACE_HOOKS and torch._guards.TracingContext.try_get() is not None:
+    if _TRACE_HOOKS and TracingContext.try_get() is not None:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
