@@ -1,0 +1,657 @@
+"""Selection: pure, memoised, steered by policies; registration that leaves no trace of a bad kernel; kernels of third parties."""
+
+import ast
+import itertools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnops
+from attnops import kernel as registry_module
+from attnops.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
+from attnops.kernel import (
+    CONTRACT,
+    Kernel,
+    Package,
+    Registry,
+    all_kernels,
+    all_of,
+    arch,
+    at_most,
+    broken_kernels,
+    device,
+    dtypes,
+    extent_at_least,
+    extent_at_most,
+    generation,
+    kernel_names,
+    kernels_of,
+    multiple_of,
+    one_of,
+    register,
+    without,
+)
+from attnops.ops import OPS, _op
+from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
+from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, use
+from attnops.testing import CASES
+from tests.helpers import ROOT, fresh_process
+
+F64 = torch.float64
+DECODE = Problem(
+    "paged_attention", Target("cuda", 90), torch.bfloat16, torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128,
+    page_size=16, causal=True, tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
+)  # fmt: skip
+SINKS = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, sinks=True, softcap=True)
+
+_unique = itertools.count(-1, -1)
+
+
+def nothing(*args, **kwargs):
+    raise AssertionError("selection runs no kernel")
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """A registry of our own for the op `attention`: `slow`, `fast`, which refuses sinks, and `steady`, which is batch invariant."""
+    lab = Registry(generation=next(_unique))
+    monkeypatch.setattr(registry_module, "_REGISTRY", lab)
+    parse_policy.cache_clear()
+    kernels = (
+        Kernel("slow", "attention", nothing, cost_us=lambda p: 100.0),
+        Kernel("fast", "attention", nothing, needs=without("sinks", "softcap"), cost_us=lambda p: 1.0),
+        Kernel("steady", "attention", nothing, cost_us=lambda p: 50.0, batch_invariant=True),
+        Kernel("other", "varlen_attention", nothing),
+    )
+    for kernel in kernels:
+        lab.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
+    yield lab
+    parse_policy.cache_clear()
+
+
+PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+
+
+# Pure -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_laptop_answers_for_any_machine():
+    code = """
+import sys, torch, attnops
+from attnops.problem import Extent, Problem, Target
+from attnops.select import select
+for text in ("cpu", "sm80", "sm90", "sm100", "sm120"):
+    for op in ("attention", "paged_attention", "write_kv"):
+        problem = Problem(op, Target.parse(text, assume=()), torch.bfloat16, torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128,
+                          v_head_dim=128, page_size=16, causal=True, context=Extent.of(4096))
+        decision = select(problem)
+        names = [decision.kernel.name, *decision.passed_over, *decision.refused]
+        print(text, op, *names)
+assert not torch.cuda.is_initialized()
+foreign = {"triton", "transformers", "flashinfer", "sgl_kernel", "torch._inductor", "torch._dynamo"} & set(sys.modules)
+assert not foreign, foreign
+"""
+    printed = fresh_process(code, env={"CUDA_VISIBLE_DEVICES": ""}).splitlines()
+    assert len(printed) == 15
+    for line in printed:
+        _, op, *names = line.split()
+        assert sorted(names) == sorted(kernels_of(op)), line
+
+
+def test_a_problem_is_answered_once():
+    assert select(DECODE) is select(DECODE)
+    assert select(DECODE) is select(Problem(**{f: getattr(DECODE, f) for f in DECODE.__dataclass_fields__}))
+    assert select(DECODE, Policy(prefer=("reference",))) is select(DECODE, "prefer=reference")
+    assert select(DECODE) is not select(DECODE, "prefer=reference")
+
+
+def test_a_new_kernel_is_asked(lab):
+    assert choose(PLAIN).name == "fast"
+    register(Kernel("faster", "attention", nothing, cost_us=lambda p: 0.5))
+    assert choose(PLAIN).name == "faster"
+
+
+def test_selection_has_no_side_effects(lab):
+    asked = []
+    lab.kernels["attention"]["curious"] = Kernel(
+        "curious", "attention", nothing, needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0
+    )
+    before = Problem(**{f: getattr(PLAIN, f) for f in PLAIN.__dataclass_fields__})
+    decision = select(PLAIN)
+    select(PLAIN)
+    assert asked == [PLAIN]
+    assert before == PLAIN
+    assert decision.passed_over == ("steady", "curious", "slow")
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_every_op_has_a_reference_for_cpu(op):
+    for case in CASES[op]:
+        assert select(case.call().problem).kernel is not None, str(case)
+
+
+# Forced, allowed, denied, preferred -----------------------------------------------------------------------------------
+
+
+def test_the_cheapest_that_can_run_wins(lab):
+    assert choose(PLAIN).name == "fast"
+    assert choose(SINKS).name == "steady"
+    assert select(PLAIN).passed_over == ("steady", "slow")
+
+
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [
+        (Policy(kernel=("slow",)), "slow"),
+        (Policy(kernel=("attention:slow",)), "slow"),
+        (Policy(kernel=("other",)), "fast"),
+        (Policy(kernel=("varlen_attention:other", "slow")), "slow"),
+        (Policy(allow=("slow", "steady")), "steady"),
+        (Policy(allow=("attention:slow",)), "slow"),
+        (Policy(allow=("other",)), "fast"),
+        (Policy(deny=("fast",)), "steady"),
+        (Policy(deny=("attention:fast", "steady")), "slow"),
+        (Policy(prefer=("slow", "fast")), "slow"),
+        (Policy(prefer=("attention:steady",)), "steady"),
+        (Policy(prefer=("other",)), "fast"),
+        (Policy(prefer=("fast",), deny=("fast",)), "steady"),
+        (Policy(deterministic=True), "steady"),
+        (Policy(deterministic=True, prefer=("fast",)), "steady"),
+    ],
+    ids=lambda v: v.key if isinstance(v, Policy) else v,
+)
+def test_policy(lab, policy, chosen):
+    assert choose(PLAIN, policy).name == chosen
+    assert choose(PLAIN, policy.key).name == chosen
+
+
+def test_a_preferred_kernel_that_cannot_run_is_passed_by(lab):
+    assert choose(SINKS, Policy(prefer=("fast",))).name == "steady"
+
+
+@pytest.mark.parametrize(
+    ("policy", "reasons"),
+    [
+        (Policy(kernel=("fast",)), ["'fast' was asked for", "not fast: sinks=True (wants no); softcap=True (wants no)", "policy.kernel"]),
+        (Policy(deny=("slow", "steady")), ["no kernel can run", "not slow: policy.deny=slow,steady", "not steady: policy.deny"]),
+        (Policy(allow=("fast",)), ["not fast: sinks=True", "not slow: policy.allow=fast (wants to hold slow)"]),
+        (Policy(deterministic=True, deny=("steady",)), ["not slow: batch_invariant=False", "not fast: sinks=True (wants no);"]),
+    ],
+    ids=lambda v: v.key if isinstance(v, Policy) else "",
+)  # fmt: skip
+def test_when_nothing_fits_every_reason_is_told(lab, policy, reasons):
+    assert select(SINKS, policy).kernel is None
+    with pytest.raises(NoKernel) as caught:
+        choose(SINKS, policy)
+    for reason in reasons:
+        assert reason in str(caught.value)
+    assert set(caught.value.decision.refused) == {"slow", "fast", "steady"}
+    assert str(caught.value).count("\n  not ") == 3
+
+
+def test_a_forced_kernel_that_cannot_run_raises_in_a_call():
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(NoKernel) as caught:
+        attnops.attention(q, q, q, sinks=torch.zeros(2), softcap=1.0, kernel="sdpa")
+    text = str(caught.value)
+    assert "kernel 'sdpa' was asked for and cannot run" in text
+    assert "softcap=True (wants no); sinks=True (wants no)" in text
+    for name in kernels_of("attention"):
+        assert f"not {name}:" in text
+
+
+def test_policies_name_kernels_that_exist():
+    for policy in ("kernel=fa9", "allow=fa9", "deny=fa9", "prefer=fa9", "kernel=merge_state:sdpa", "kernel=nonsense:sdpa"):
+        with pytest.raises(UnknownKernel, match=r"kernel: got '(fa9|sdpa)', want one of"):
+            parse_policy(policy)
+    for policy in ("kernel", "kernel=", "speed=fast", "deterministic=yes", "reference"):
+        with pytest.raises(InvalidInput, match="policy: got"):
+            parse_policy(policy)
+
+
+ENTRY = st.one_of(
+    st.sampled_from(kernel_names()),
+    st.sampled_from([f"{k.op}:{k.name}" for k in all_kernels()]),
+)
+ENTRIES = st.lists(ENTRY, max_size=3).map(tuple)
+
+
+@given(ENTRIES, ENTRIES, ENTRIES, ENTRIES, st.booleans())
+def test_a_policy_is_its_key(kernel, allow, deny, prefer, deterministic):
+    policy = Policy(kernel, allow, deny, prefer, deterministic)
+    assert parse_policy(policy.key) == policy
+    assert (policy.key == "") == (policy == Policy())
+
+
+@given(ENTRIES, ENTRIES)
+def test_different_policies_have_different_keys(a, b):
+    keys = [
+        Policy(a, b).key,
+        Policy(b, a).key,
+        Policy((), a, b).key,
+        Policy((), b, a).key,
+        Policy((), (), a, b).key,
+        Policy((), (), b, a).key,
+    ]
+    policies = [parse_policy(k) for k in keys]
+    assert len(set(keys)) == len(set(policies))
+
+
+@given(
+    st.sampled_from([Policy(deny=("flex",)), Policy(deterministic=True), Policy(kernel=("reference",))]),
+    st.sampled_from(["sdpa", "reference"]),
+)
+def test_a_forced_call_keeps_the_rest_of_the_region(policy, name):
+    with use(policy.kernel[0] if policy.kernel else None, deny=policy.deny, deterministic=policy.deterministic):
+        parsed = parse_policy(key_for("attention", name))
+    assert parsed == Policy((f"attention:{name}",), (), policy.deny, (), policy.deterministic)
+
+
+# The policy in force --------------------------------------------------------------------------------------------------
+
+
+def test_use_nests_and_restores():
+    before = active_policy()
+    with use("reference"):
+        assert active_policy() == "kernel=reference"
+        with use({"attention": "sdpa"}, deny=("flex",)):
+            assert parse_policy(active_policy()) == Policy(("attention:sdpa",), deny=("flex",))
+        assert active_policy() == "kernel=reference"
+    assert active_policy() == before
+
+
+def test_use_restores_after_an_error():
+    before = active_policy()
+    with pytest.raises(ZeroDivisionError), use("reference"):
+        1 / 0  # noqa: B018
+    assert active_policy() == before
+    with pytest.raises(UnknownKernel), use("fa9"):
+        raise AssertionError("never entered")
+    assert active_policy() == before
+
+
+def test_use_is_of_one_thread():
+    seen = {}
+    inside, done = threading.Event(), threading.Event()
+
+    def other():
+        inside.wait(10)
+        seen["other"] = active_policy()
+        with use(deny=("sdpa",)):
+            seen["own"] = active_policy()
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with use("reference"):
+        inside.set()
+        assert done.wait(10)
+        seen["here"] = active_policy()
+    thread.join()
+    assert seen == {"other": "", "own": "deny=sdpa", "here": "kernel=reference"}
+
+
+def test_use_steers_eager_calls():
+    q = torch.randn(1, 3, 2, 8)
+    with use("reference"):
+        by_region = attnops.attention(q, q, q)
+    assert torch.equal(by_region, attnops.attention(q, q, q, kernel="reference"))
+    with use(kernel={"attention": "sdpa"}), pytest.raises(NoKernel):
+        attnops.attention(q, q, q, softcap=1.0)
+    with use("sdpa"):
+        # The call's own word is the last one.
+        attnops.attention(q, q, q, softcap=1.0, kernel="reference")
+
+
+def test_the_environment_gives_the_first_policy():
+    code = """
+import threading, attnops
+from attnops.select import active_policy
+print(active_policy())
+t = threading.Thread(target=lambda: print(active_policy())); t.start(); t.join()
+with attnops.use():
+    print(repr(active_policy()))
+"""
+    assert fresh_process(code, env={"ATTNOPS_POLICY": "deny=sdpa"}).split() == ["deny=sdpa", "deny=sdpa", "''"]
+
+
+# Registration ---------------------------------------------------------------------------------------------------------
+
+
+def trace():
+    """All that a kernel leaves behind."""
+    overloads = {name: tuple(op.packet.overloads()) for name, op in OPS.items()}
+    tables = {op: tuple(table) for op, table in registry_module._REGISTRY.kernels.items()}
+    return tables, kernel_names(), generation(), overloads, dict(broken_kernels())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "text"),
+    [
+        (Kernel("reference", "attention", nothing), RegistrationError, "got 'reference', want one not yet registered for attention"),
+        (Kernel("mine", "attention", nothing, contract=CONTRACT + 1), ContractMismatch, f"contract got {CONTRACT + 1}, want {CONTRACT}"),
+        (Kernel("mine", "attention", nothing, contract=0), ContractMismatch, "kernel mine: contract got 0"),
+        (Kernel("mine", "convolution", nothing), RegistrationError, "kernel mine: op got 'convolution', want one of attention"),
+        *(
+            (Kernel(name, "attention", nothing), RegistrationError, f"kernel name: got {name!r}, want lower-case")
+            for name in ("", "Mine", "my-kernel", "1st", "a.b", "a b", "default", "kernel;deny=sdpa", "a:b", "mine\n")
+        ),
+        # These would be overloads that no code can name: attributes of every torch op, and words of Python.
+        *(
+            (Kernel(name, "attention", nothing), RegistrationError, f"kernel name: got {name!r}, want no word of Python")
+            for name in ("overloads", "op", "import", "is", "lambda")
+        ),
+    ],
+    ids=lambda v: repr(v.name) if isinstance(v, Kernel) else "",
+)  # fmt: skip
+def test_a_bad_kernel_leaves_no_trace(kernel, error, text):
+    before = trace()
+    with pytest.raises(error) as caught:
+        register(kernel)
+    assert text in str(caught.value)
+    assert isinstance(caught.value, AttnopsError)
+    assert trace() == before
+
+
+def test_a_kernel_whose_listener_fails_leaves_no_trace(lab):
+    def listener(kernel):
+        raise OSError("disk full")
+
+    lab.listeners.append(listener)
+    before = {op: dict(table) for op, table in lab.kernels.items()}
+    for op in ("attention", "merge_state"):
+        with pytest.raises(OSError, match="disk full"):
+            register(Kernel("mine", op, nothing))
+    assert {op: dict(table) for op, table in lab.kernels.items()} == before
+
+
+def test_names_serve_one_op_each():
+    # One name, several ops: a backend. The pair is what must be unique.
+    pairs = [(k.op, k.name) for k in all_kernels()]
+    assert len(pairs) == len(set(pairs))
+    assert all(hasattr(OPS[op].packet, name) for op, name in pairs)
+
+
+def test_kernels_declare_what_tables_show():
+    for kernel in all_kernels():
+        assert kernel.about, kernel
+        assert kernel.tolerance > 0
+        assert kernel.cost_us(DECODE) >= 0
+
+
+# Third parties --------------------------------------------------------------------------------------------------------
+
+
+def installed(folder, module, source):
+    """A distribution in `folder` whose one module is named in the entry-point group. Returns the environment that finds it."""
+    (folder / f"{module}.py").write_text(textwrap.dedent(source))
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[attnops.kernels]\n{module} = {module}\n")
+    path = os.pathsep.join(p for p in (str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    return {"PYTHONPATH": path}
+
+
+BROKEN = {
+    "raises_on_import": ("raise RuntimeError('no such driver')", "RuntimeError: no such driver"),
+    "wants_a_package": ("import surely_not_installed", "ModuleNotFoundError: No module named 'surely_not_installed'"),
+    "wrong_contract": (
+        "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'attention', print, contract=99))",
+        "ContractMismatch: kernel theirs: contract got 99, want",
+    ),
+    "taken_name": (
+        "from attnops.kernel import Kernel, register\nregister(Kernel('sdpa', 'attention', print))",
+        "RegistrationError: kernel name: got 'sdpa'",
+    ),
+    "syntax": ("def f(:", "SyntaxError"),
+}  # fmt: skip
+
+
+def test_broken_third_parties_are_reported_and_harm_nobody(tmp_path):
+    good = "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'merge_state', lambda *a, policy='': (a[0], a[1])))"
+    env = installed(tmp_path, "in_order", good)
+    for name, (source, _) in BROKEN.items():
+        installed(tmp_path, name, source)
+    code = """
+import torch, attnops
+from attnops.kernel import broken_kernels, kernels_of, kernel_names
+q = torch.randn(1, 3, 2, 8)
+assert attnops.attention(q, q, q).shape == q.shape
+print([list(kernels_of(op)) for op in ("attention", "merge_state")])
+print(dict(broken_kernels()))
+"""
+    before = {op: list(kernels_of(op)) for op in ("attention", "merge_state")}
+    names, broken = (ast.literal_eval(line) for line in fresh_process(code, env=env).splitlines())
+    assert names == [before["attention"], [*before["merge_state"], "theirs"]]
+    assert set(broken) == {f"{n} ({n})" for n in BROKEN}
+    for name, (_, reason) in BROKEN.items():
+        assert broken[f"{name} ({name})"].startswith(reason), broken
+
+
+# At most 60 lines: what adding a kernel takes.
+SCRATCH = '''
+"""A kernel of a third party: decode and extend, one request after the other."""
+
+import torch
+
+from attnops.kernel import Kernel, register, without
+
+
+def paged_attention(
+    query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask=None, sinks=None, k_scale=None, v_scale=None, plan=None, *,
+    max_seqlen_q, scale, causal=True, window_left=-1, window_right=-1, softcap=0.0, policy="", output, lse=None, workspace=None,
+):
+    output.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    page = k_pages.shape[1]
+    for b, length in enumerate(seq_lens.tolist()):
+        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        pages = page_table[b, : -(-length // page)].long()
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        k, v = (p[pages].flatten(0, 1)[:length].to(wide) for p in (k_pages, v_pages))
+        q = query[rows].to(wide)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        s = torch.einsum("nhd,lhd->hnl", q, k) * scale
+        position = torch.arange(q.shape[0], device=q.device)[:, None] + length - q.shape[0]
+        if causal:
+            s = s.masked_fill(torch.arange(length, device=q.device) > position, float("-inf"))
+        if length:
+            z = torch.logsumexp(s, -1)
+            p = torch.exp(s - torch.where(z == float("-inf"), 0.0, z)[..., None])
+            output[rows] = torch.einsum("hnl,lhd->nhd", p, v).to(output.dtype)
+            if lse is not None:
+                lse[rows] = z.T.float()
+
+
+register(
+    Kernel(
+        "scratchpad",
+        "paged_attention",
+        paged_attention,
+        needs=without("mask", "sinks", "softcap", "kv_scales", "windowed"),
+        cost_us=lambda p: 5e5,
+        about="a loop over requests",
+    )
+)
+'''
+
+
+@pytest.mark.slow
+def test_a_kernel_in_a_scratch_file_is_everywhere(tmp_path):
+    """Registry, decisions, doctor, and the tests of numerics, opcheck and fakes, without touching another file."""
+    assert len(SCRATCH.strip().splitlines()) <= 60
+    env = installed(tmp_path, "scratch_kernels", SCRATCH)
+    code = """
+import torch, attnops
+from attnops.kernel import kernels_of
+from attnops.problem import Target
+from attnops.testing import CASES
+cases = {c.label: c.call() for c in CASES["paged_attention"]}
+t = cases["plain"].arguments
+names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+call = lambda **more: attnops.paged_attention(*(t[n] for n in names), max_seqlen_q=4, **more)
+print(list(kernels_of("paged_attention"))[-1])
+for more in ({}, {"softcap": 1.0}):
+    print(" ".join(str(attnops.explain(lambda: call(**more), quiet=True)).split()))
+"""
+    last, decision, refused = fresh_process(code, env=env).splitlines()
+    assert last == "scratchpad"
+    assert "not scratchpad: can run, estimated slower" in decision
+    assert "not scratchpad: softcap=True (wants no)" in refused
+    files = [f"tests/ops/test_{n}.py" for n in ("numerics", "opcheck", "fakes")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "scratchpad", *files]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
+    assert passed >= 50, done.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_in_a_scratch_file_fails_the_numerics(tmp_path):
+    env = installed(tmp_path, "scratch_kernels", SCRATCH.replace("> position", ">= position"))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        "-k",
+        "scratchpad-causal",
+        "tests/ops/test_numerics.py",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "Mismatch" in done.stdout
+    assert "allowed" in done.stdout
+
+
+def test_doctor_lists_a_kernel_in_a_scratch_file(tmp_path):
+    pytest.importorskip("attnops.cli.doctor")
+    env = installed(tmp_path, "scratch_kernels", SCRATCH)
+    assert "scratchpad" in fresh_process("from attnops.cli.doctor import examine\nprint(examine())", env=env)
+
+
+# Extents, targets, needs ----------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**40))
+def test_an_extent_holds_its_size(n):
+    extent = Extent.of(n)
+    assert extent.lo <= n <= extent.hi
+    assert extent.lo <= extent.hint <= extent.hi
+    # Exact up to 2, and then as coarse as a factor of two: sizes 1 and 2 are what kernels tell apart.
+    assert (extent.lo == extent.hi) if n <= 2 else (extent.hi < 2 * extent.lo)
+
+
+@given(st.integers(3, 2**20), st.integers(0, 2**20))
+def test_extents_are_equal_or_apart(a, b):
+    x, y = Extent.of(a), Extent.of(b)
+    assert x == y or x.hi < y.lo or y.hi < x.lo
+
+
+def test_a_growing_context_is_few_problems():
+    assert len({Extent.of(n) for n in range(1, 4097)}) == 13
+
+
+@pytest.mark.parametrize(
+    ("text", "target"), [("cpu", ("cpu", 0)), ("sm90", ("cuda", 90)), ("sm_100", ("cuda", 100)), ("sm90a", ("cuda", 90))]
+)
+def test_targets_are_parsed(text, target):
+    parsed = Target.parse(text)
+    assert (parsed.device, parsed.arch) == target
+    assert Target.parse(str(parsed)) == parsed
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "sm", "sm9", "90", "sm90x", "SM90", "cuda", "sm1000"])
+def test_other_targets_are_refused(text):
+    with pytest.raises(InvalidInput, match=r"target: got .*'cpu' or 'smNN'"):
+        Target.parse(text)
+
+
+def test_pretending_nests_and_restores():
+    assert pretended() is None
+    with pretend(Target.parse("sm90")):
+        assert str(Target.of(torch.device("cpu"))) == "sm90"
+        with pretend(None):
+            assert str(Target.of(torch.device("cpu"))) == "cpu"
+        assert str(pretended()) == "sm90"
+    assert pretended() is None
+
+
+@pytest.mark.parametrize(
+    ("need", "met", "broken", "refusal"),
+    [
+        (one_of("head_dim", 64, 128), {"head_dim": 64}, {"head_dim": 96}, "head_dim=96 (wants 64 | 128)"),
+        (dtypes(torch.float32, torch.bfloat16), {}, {"dtype": F64, "kv_dtype": F64}, "dtype=float64 (wants float32 | bfloat16)"),
+        (dtypes(torch.float32), {}, {"kv_dtype": torch.int8}, "kv_dtype=int8 (wants the query's float32)"),
+        (at_most("head_dim", 256), {"head_dim": 256}, {"head_dim": 257}, "head_dim=257 (wants <= 256)"),
+        (multiple_of("page_size", 16), {"page_size": 32}, {"page_size": 24}, "page_size=24 (wants a multiple of 16)"),
+        (extent_at_most("queries", 8), {"queries": Extent.of(8)}, {"queries": Extent(0, None)}, "queries=0.. (wants <= 8)"),
+        (extent_at_most("queries", 8), {"queries": Extent.of(1)}, {"queries": Extent.of(9)}, "queries=9..16 (wants <= 8)"),
+        (extent_at_least("context", 1), {"context": Extent(1, None)}, {"context": Extent(0, 4)}, "context=0..4 (wants >= 1)"),
+        (arch(90, 100), {"target": Target("cuda", 100)}, {"target": Target("cuda", 80)}, "target=sm80 (wants sm90 | sm100)"),
+        (arch(90), {"target": Target("cuda", 90)}, {"target": Target()}, "target=cpu (wants sm90)"),
+        (device("cuda"), {"target": Target("cuda", 75)}, {"target": Target()}, "device=cpu (wants cuda)"),
+        (without("mask")[0], {}, {"mask": "bool"}, "mask=bool (wants none)"),
+        (without("windowed")[0], {"window": (-1, 3), "causal": True}, {"window": (3, -1)}, "windowed=True (wants no)"),
+        (without("sinks_dtype")[0], {}, {"sinks_dtype": torch.float32}, "sinks_dtype=float32 (wants no)"),
+        (all_of(without("sinks", "lse")), {}, {"sinks": True, "lse": True}, "sinks=True (wants no)"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)  # fmt: skip
+def test_needs(need, met, broken, refusal):
+    assert need(Problem("attention", **{"target": Target()} | met)) is None
+    assert str(need(Problem("attention", **{"target": Target()} | broken))) == refusal
+
+
+def test_packages_are_looked_for_without_import():
+    here, away = Package("hypothesis", ("hypothesis",)), Package("surely_not_installed", ("surely-not",))
+    assert here.missing(Target()) is None
+    assert here.version()
+    assert away.version() is None
+    assert away.missing(Target()) == Refusal("package", "surely_not_installed missing", "pip install surely-not")
+    assert Package("hypothesis", ("hypothesis",), at_least="999.0").missing(Target()).want == ">= 999.0"
+    # A list of assumed packages is the whole list, whatever is installed here.
+    assert here.missing(Target("cuda", 90, assume=())).field == "package"
+    assert (
+        Package("surely_not_installed", ("surely-not",), at_least="2").missing(Target("cuda", 90, assume=("surely_not_installed",))) is None
+    )
+
+
+def test_a_probe_is_asked_only_where_the_packages_are():
+    asked = []
+
+    def probe(target):
+        asked.append(target)
+        return Refusal("driver", "none", "a driver")
+
+    away = Kernel("mine", "attention", nothing, packages=(Package("surely_not_installed", ("surely-not",)),), probe=probe)
+    assert [r.field for r in away.refusals(PLAIN)] == ["package"]
+    assert not asked
+    here = Kernel("mine", "attention", nothing, probe=probe, needs=without("sinks"))
+    assert [r.field for r in here.refusals(SINKS)] == ["driver", "sinks"]
+    assert asked == [Target()]
+
+
+def test_a_summary_names_what_differs():
+    text = DECODE.summary()
+    assert "q_heads=32 kv_heads=8" in text
+    assert "dtype=bfloat16" in text
+    assert "softcap" not in text
+    assert DECODE.group_size == 4
+
+
+def test_ops_are_bound_as_the_module_says():
+    assert registry_module._REGISTRY.listeners[0] is _op.bind
