@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnops.select import Decision
+
 
 class AttnopsError(Exception):
     """Base of every error attnops raises on purpose."""
@@ -26,7 +31,7 @@ class UnknownKernel(AttnopsError, ValueError):
 class NoKernel(AttnopsError, RuntimeError):
     """No kernel may run the problem, or the one asked for may not. The text is the whole Decision, every reason included."""
 
-    def __init__(self, headline: str, decision: object) -> None:
+    def __init__(self, headline: str, decision: Decision) -> None:
         super().__init__(f"{headline}\n{decision}")
         self.decision = decision
 
