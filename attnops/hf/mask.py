@@ -28,6 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from attnops.hf import descriptor
 from attnops.hf.descriptor import Pattern
+from attnops.problem import pretended
 
 Mode = Literal["auto", "dense", "explicit", "compact"]
 MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact")
@@ -81,7 +82,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         **others: Any,
     ) -> Tensor | None:
         call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
-        if mode == "compact" or (mode == "auto" and call.device.type in _FAR):
+        if mode == "compact" or (mode == "auto" and _far(call.device)):
             pattern = _pattern(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is not None:
                 exact, mask = _compact(call, pattern)
@@ -219,8 +220,14 @@ def _look(call: Call, pattern: Pattern, count: Tensor, first: Tensor, past: Tens
     return Verdict(*flags)
 
 
+def _far(device: torch.device) -> bool:
+    # `explain` for another machine must see the masks of that machine.
+    target = pretended()
+    return (device.type if target is None else target.device) in _FAR
+
+
 def _must_not_wait(call: Call) -> bool:
-    return call.mode != "compact" and call.queries == 1 and call.padding is not None and call.device.type in _FAR
+    return call.mode != "compact" and call.queries == 1 and call.padding is not None and _far(call.device)
 
 
 def tracing(padding: Tensor) -> bool:
