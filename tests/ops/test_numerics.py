@@ -124,8 +124,8 @@ def test_reference_equals_loops(case):
     got = oracle(clean)
     wanted = torch.zeros_like(got["output"])
     lse = torch.full(wanted.shape[:-1], -INF, dtype=torch.float64)
-    for *request, where in requests(clean):
-        wanted[where], lse[where] = by_hand(*request, clean.arguments)
+    for query, key, value, mask, start, where in requests(clean):
+        wanted[where], lse[where] = by_hand(query, key, value, mask, start, clean.arguments)
     torch.testing.assert_close(got["output"], wanted, rtol=1e-12, atol=1e-12)
     if "lse" in call.arguments or "return_lse" in call.arguments:
         torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
@@ -144,7 +144,9 @@ def typical_mistakes():
     def narrow_sum(query, key, value, *args, **kw):
         # Weights and sum in the dtype itself: what a kernel without wide accumulation does.
         p = torch.softmax((query.transpose(1, 2) @ key.repeat_interleave(2, 2).transpose(1, 2).mT) * kw["scale"], -1)
-        out = sum(p[..., j, None] * value.repeat_interleave(2, 2).transpose(1, 2)[:, :, j, None] for j in range(key.shape[1]))
+        out = torch.zeros_like(query).transpose(1, 2)
+        for j in range(key.shape[1]):
+            out = out + p[..., j, None] * value.repeat_interleave(2, 2).transpose(1, 2)[:, :, j, None]
         return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
 
     def reads_free(query, key, value, *args, **kw):
@@ -233,6 +235,44 @@ def test_tolerance_multiplies_the_budget():
     with pytest.raises(Mismatch, match="allowed"):
         check_kernel(Kernel("rounded", "attention", rounded), case.call())
     assert check_kernel(Kernel("rounded", "attention", rounded, tolerance=2.0**16), case.call()).worst < 1.0
+
+
+# Promises about batch mates -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.op.endswith("attention")], ids=lambda k: f"{k.op}-{k.name}")
+def test_a_batch_invariant_kernel_gives_the_same_bits_alone(kernel):
+    if not kernel.batch_invariant:
+        pytest.skip("does not promise it")
+    f = Features(dtype=torch.bfloat16, head_dim=64, q_heads=8, causal=True)
+    make = {
+        "attention": lambda: builders.dense(Source(4), 5, 3, 90, f),
+        "varlen_attention": lambda: builders.varlen(Source(4), (3, 7, 1), (90, 200, 31), f, padding=(0, 0)),
+        "paged_attention": lambda: builders.paged(Source(4), (3, 7, 1), (90, 200, 31), 16, f, padding=0),
+    }[kernel.op]
+    call = make()
+    if refused := kernel.refusals(call.problem):
+        pytest.skip("; ".join(map(str, refused)))
+    t = dict(call.arguments)
+    if kernel.op == "attention":
+        one = call.with_(**{n: t[n][1:2] for n in ("query", "key", "value")})
+        rows = slice(1, 2)
+    else:
+        rows = slice(*t["cu_seqlens_q"].tolist()[1:3])
+        cu = Source().cumulative([7])
+        one = call.with_(query=t["query"][rows], cu_seqlens_q=cu, max_seqlen_q=7)
+        if kernel.op == "varlen_attention":
+            keys = slice(*t["cu_seqlens_k"].tolist()[1:3])
+            one = one.with_(key=t["key"][keys], value=t["value"][keys], cu_seqlens_k=Source().cumulative([200]), max_seqlen_k=200)
+        else:
+            one = one.with_(page_table=t["page_table"][1:2], seq_lens=t["seq_lens"][1:2], output=t["output"][rows].clone())
+    whole, alone = output_of(kernel, call), output_of(kernel, one)
+    assert torch.equal(whole[rows], alone)
+
+
+def output_of(kernel, call) -> torch.Tensor:
+    returned = kernel.run(*call.args, **call.kwargs)
+    return call.arguments["output"] if returned is None else returned[0]
 
 
 # merge_state ----------------------------------------------------------------------------------------------------------

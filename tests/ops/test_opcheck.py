@@ -61,7 +61,8 @@ def check(op, name, call):
         assert not check_kernel(kernel, call.map(lambda _, t: t.detach())).refused
     failed = {test: error for test, error in results.items() if error != "SUCCESS"}
     if failed:
-        raise AssertionError(f"opcheck of {overload}: {', '.join(failed)}") from next(iter(failed.values()))
+        why = next(e for e in failed.values() if isinstance(e, Exception))
+        raise AssertionError(f"opcheck of {overload}: {', '.join(failed)}") from why
 
 
 @pytest.mark.parametrize("nth", range(CALLS))
