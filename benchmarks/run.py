@@ -121,7 +121,7 @@ def environment(device: str) -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
-        "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
+        "commit": os.environ.get("COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "date": time.strftime("%Y-%m-%d"),
         "device": name,
         "threads": torch.get_num_threads(),

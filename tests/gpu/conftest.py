@@ -32,7 +32,7 @@ def versions() -> dict[str, Any]:
 
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
+        "commit": os.environ.get("COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
