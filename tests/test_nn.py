@@ -439,11 +439,11 @@ DENSE = ((2, 3, HQ, D), (2, 3, HKV, D), (2, 3, HKV, D))
 PACKED = ((3, HQ, D), (3, HKV, D), (3, HKV, D))
 BAD = [
     (lambda: Attention(0, head_dim=D), "num_heads", "0", "int >= 1"),
-    (lambda: Attention(4.0, head_dim=D), "num_heads", "4.0", "int >= 1"),  # type: ignore[arg-type]
+    (lambda: Attention(4.0, head_dim=D), "num_heads", "4.0", "int >= 1"),
     (lambda: Attention(4, 3, head_dim=D), "num_kv_heads", "3", "divisor of num_heads = 4"),
     (lambda: Attention(4, head_dim=0), "head_dim", "0", "int >= 1"),
     (lambda: Attention(4, head_dim=D, v_head_dim=True), "v_head_dim", "True", "int >= 1"),
-    (lambda: Attention(4, head_dim=D, window=5), "window", "5", "(left, right)"),  # type: ignore[arg-type]
+    (lambda: Attention(4, head_dim=D, window=5), "window", "5", "(left, right)"),
     (lambda: Attention(4, head_dim=D, window=(-2, 0)), "window", "(-2, 0)", ">= -1"),
     (lambda: Attention(4, head_dim=D, softcap=-1.0), "softcap", "-1.0", ">= 0.0"),
     (lambda: Attention(4, head_dim=D, softcap=NAN), "softcap", "nan", ">= 0.0"),
@@ -457,7 +457,7 @@ BAD = [
     (lambda: RotaryEmbedding(8)(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.zeros(1)), "positions.dtype", "float32", "int32"),
     (lambda: SelfAttention(0, HQ), "hidden_size", "0", "int >= 1"),
     (lambda: SelfAttention(10, 4), "head_dim", "None", "no multiple of 4 heads"),
-    (lambda: SelfAttention(E, HQ, rope="yes"), "rope", "str", "RotaryEmbedding"),  # type: ignore[arg-type]
+    (lambda: SelfAttention(E, HQ, rope="yes"), "rope", "str", "RotaryEmbedding"),
     (lambda: SelfAttention(E, HQ, rope=RotaryEmbedding(4)), "rope.head_dim", "4", "6, the layer's"),
     (lambda: SelfAttention(E, HQ, qk_norm=True, norm_eps=-1), "norm_eps", "-1", ">= 0.0"),
     (attend(PACKED[0], *DENSE[1:]), "query", "(3, 4, 8)", "[B, S, H, D]"),
