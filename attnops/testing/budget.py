@@ -17,6 +17,8 @@ mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summ
 
     delta(gradient) = (8 u + 4 delta(logit) + a (sqrt(n) + sqrt(D) + 4)) S      n: the most terms in one sum
 
+The gradients of mask and sinks are also rounded to those' own dtypes.
+
 A kernel's `tolerance` multiplies every figure.
 """
 
@@ -102,7 +104,9 @@ def _backward(call: Call) -> Allowed:
     each = 8 * s.u + 4 * s.delta + s.a * (max(s.root_n, sqrt(queries * group)) + s.root_d + 4)
     largest = {n: max((_largest(p[n]) for p in parts), default=0.0) for n in ("grad_query", "grad_key", "grad_value", "grad_mask")}
     sinks = sum((p["grad_sinks"] for p in parts), torch.zeros(1, dtype=torch.float64))
-    return {n: each * size for n, size in (*largest.items(), ("grad_sinks", _largest(sinks)))}
+    # Mask and sinks have dtypes of their own, to which their gradients are rounded.
+    own = {f"grad_{n}": roundoff(t.dtype) for n in ("mask", "sinks") if (t := call.arguments.get(n)) is not None and t.is_floating_point()}
+    return {n: (each + own.get(n, 0.0)) * size for n, size in (*largest.items(), ("grad_sinks", _largest(sinks)))}
 
 
 def _requests(call: Call) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
 from attnops.testing.check import clone, fill
+from tests.ops.strategies import CALLS
 
 INF = float("inf")
 GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in CASES[k.op]]
@@ -26,6 +27,16 @@ def test_kernel(kernel, case):
     if figures.refused:
         pytest.skip(str(figures))
     assert figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@given(data=st.data())
+@settings(max_examples=30)
+def test_random_calls(op, data):
+    """Features the grid does not combine, on lengths it does not have."""
+    call = data.draw(CALLS[op])
+    for kernel in kernels_of(op).values():
+        assert check_kernel(kernel, call).worst <= 1.0
 
 
 def test_every_op_has_a_grid():

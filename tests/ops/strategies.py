@@ -1,0 +1,106 @@
+"""Random calls of every op, for hypothesis: lengths from 0, every feature with every other."""
+
+import torch
+from hypothesis import strategies as st
+
+from attnops.testing import CASES, Features, Source, builders
+
+LENGTH = st.integers(0, 5)
+LENGTHS = st.lists(st.integers(0, 5), max_size=3)
+FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+INDEX = st.sampled_from([torch.int32, torch.int64])
+QUANTISED = st.sampled_from([None, None, None, torch.float8_e4m3fn, torch.int8])
+
+
+@st.composite
+def features(draw, masks=True, kv=QUANTISED, head_dims=(1, 4, 8)):
+    group = draw(st.sampled_from([1, 2, 3]))
+    kv_heads = draw(st.sampled_from([1, 2]))
+    return Features(
+        dtype=draw(FLOAT),
+        kv_dtype=draw(kv),
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from(head_dims)),
+        v_head_dim=draw(st.sampled_from([None, None, 2])),
+        causal=draw(st.booleans()),
+        window=draw(st.sampled_from([(-1, -1), (-1, -1), (2, -1), (1, 1)])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        sinks=draw(st.sampled_from([None, None, torch.float32])),
+        mask=draw(st.sampled_from(["none", "none", "bool", "additive"])) if masks else "none",
+        mask_shape=draw(st.sampled_from(["bhq", "b", "h", "q", ""])),
+        scale_per_head=draw(st.booleans()),
+        lse=draw(st.booleans()),
+    )
+
+
+@st.composite
+def dense(draw, **more):
+    batch, queries, keys = draw(LENGTH), draw(LENGTH), draw(LENGTH)
+    ranged = draw(st.sampled_from([False, False, True])) and "kv" not in more
+    limits = {"start": [min(1, keys)] * batch, "end": [max(keys - 1, 0)] * batch, "range_dtype": draw(INDEX)} if ranged else {}
+    return builders.dense(source(draw), batch, queries, keys, draw(features(**more)), **limits)
+
+
+@st.composite
+def varlen(draw, **more):
+    q_lens = draw(LENGTHS)
+    k_lens = [draw(LENGTH) for _ in q_lens]
+    padding = draw(st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]))
+    return builders.varlen(source(draw), q_lens, k_lens, draw(features(**more)), padding, draw(st.sampled_from([0, 2])))
+
+
+@st.composite
+def paged(draw):
+    q_lens = draw(LENGTHS)
+    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
+    return builders.paged(
+        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(features()),
+        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
+    )  # fmt: skip
+
+
+@st.composite
+def write(draw):
+    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
+    return builders.write(source(draw), slots, pages, page, draw(features()), draw(INDEX))
+
+
+@st.composite
+def merge(draw):
+    return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
+
+
+@st.composite
+def metadata(draw, op):
+    return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
+
+
+def backward(forward):
+    def build(draw):
+        call = draw(forward(kv=st.none()))
+        more = {"mask_grad": True} if call.op == "attention" and draw(st.booleans()) and _additive(call) else {}
+        return builders.backward(source(draw), call, lse_grad=draw(st.booleans()), **more)
+
+    return st.composite(build)()
+
+
+def _additive(call):
+    return "mask" in call.arguments and call.arguments["mask"].dtype != torch.bool
+
+
+def source(draw):
+    return Source(draw(st.integers(0, 99)))
+
+
+CALLS = {
+    "attention": dense(),
+    "attention_backward": backward(dense),
+    "varlen_attention": varlen(),
+    "varlen_attention_backward": backward(varlen),
+    "paged_attention": paged(),
+    "write_kv": write(),
+    "merge_state": merge(),
+    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+}
