@@ -7,82 +7,13 @@ Data pointers must be 16-byte aligned, as torch allocates them: a view that star
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Package, arch, at_most, dtypes, multiple_of, one_of, register, without
-from attnops.problem import Problem, Refusal, Target
+from attnops.kernel import Kernel, Need, arch, at_most, dtypes, multiple_of, one_of, register, without
+from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, value_dim
+from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse
-
-LIBRARY = "flash_ops.abi3.so"
-
-
-def library() -> Path | None:
-    """Where the kernel's library lies, or None. Nothing is imported."""
-    spec = importlib.util.find_spec("sgl_kernel")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return next((file for folder in folders or () if (file := Path(folder, LIBRARY)).is_file()), None)
-
-
-@functools.cache
-def _raw() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`sgl_kernel::fwd` and the arguments that its version takes after the 35 we give. Raises OSError or RuntimeError."""
-    if not hasattr(torch.ops.sgl_kernel, "fwd"):
-        # The library alone: the package's __init__ loads all its other kernels, and fails where one of them does.
-        torch.ops.load_library(str(library()))
-    fwd = torch.ops.sgl_kernel.fwd.default
-    count = len(fwd._schema.arguments)
-    if count not in (35, 37):
-        raise RuntimeError(f"sgl_kernel::fwd: got {count} arguments, want 35 (sglang-kernel 0.4.2, 0.4.3) or 37 (0.4.4 and later)")
-    return fwd, (None, False) if count == 37 else ()
-
-
-def _fwd(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    policy: str,
-    scale: float,
-    rules: tuple[bool, int, int, float],
-    out: Tensor | None = None,
-    cu: tuple[Tensor | None, Tensor | None] = (None, None),
-    longest: tuple[int | None, int | None] = (None, None),
-    ends: Tensor | None = None,
-    starts: Tensor | None = None,
-    table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(output, lse with the heads first). rules: causal, left, right, softcap."""
-    fwd, tail = _raw()
-    causal, left, right, softcap = rules
-    sinks = None if sinks is None else sinks.to(torch.bfloat16).contiguous()
-    cu_q, cu_k = (None if x is None else x.contiguous() for x in cu)
-    found = fwd(
-        query, key, value, None, None, None, out, cu_q, cu_k, None, None, ends, *longest, table, None, starts, None, None, None,
-        None, None, None, scale, causal, left, right, 0, softcap, False, None, 1 if _fixed(policy) else 0, None, 0, sinks, *tail,
-    )  # fmt: skip
-    return found[0], found[1]
-
-
-def _fixed(policy: str) -> bool:
-    # The number of splits follows from the whole batch's size, and with it the order of summation.
-    return "deterministic" in policy.split(";")
-
-
-def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
-    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
-
-
-def _past(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """bool `[T, 1, 1]`: the tokens of no request."""
-    return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
 
 
 def attention(
@@ -116,7 +47,7 @@ def attention(
             kv_start = kv_start if kv_start is None else torch.minimum(kv_start, kv_end)
         starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (kv_start, kv_end))
         rules = (causal, window_left, window_right, softcap)
-        output, lse = _fwd(query, key, value, sinks, policy, scale, rules, ends=ends, starts=starts)
+        output, lse = call(query, key, value, sinks, policy, scale, rules, ends=ends, starts=starts)
     return output, compact(_with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
 
 
@@ -149,15 +80,10 @@ def varlen_attention(
         value = value.masked_fill(_past(cu_seqlens_k, value.shape[0]), 0.0)
         rules = (causal, window_left, window_right, softcap)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        lse = _fwd(query, key, value, sinks, policy, scale, rules, output, cu, longest)[1]
+        lse = call(query, key, value, sinks, policy, scale, rules, output, cu, longest)[1]
     else:
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
     return output, _packed_lse(lse, sinks, cu_seqlens_q) if return_lse else no_lse(query)
-
-
-def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
-    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
-    return compact(_with_sinks(lse.transpose(0, 1), sinks).masked_fill(_past(cu_seqlens_q, lse.shape[1])[..., 0], float("-inf")))
 
 
 def paged_attention(
@@ -192,11 +118,11 @@ def paged_attention(
         # Pages of whole tiles are loaded by TMA when the queries fill a tile, stale NaN with them; the other path, which a left
         # padding selects, zeroes what lies past the end. It also has one tile size, hence one order of summation.
         whole = page_size >= 64 and page_size % 16 == 0 and rows > 64
-        starts = torch.zeros_like(seq_lens, memory_format=torch.contiguous_format) if whole or _fixed(policy) else None
+        starts = torch.zeros_like(seq_lens, memory_format=torch.contiguous_format) if whole or deterministic(policy) else None
         table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
         rules = (causal, window_left, window_right, softcap)
         out = output if output.stride(2) == 1 else None
-        found, raw = _fwd(
+        found, raw = call(
             query, k_pages, v_pages, sinks, policy, scale, rules, out, (cu_seqlens_q, None), (max_seqlen_q, None),
             seq_lens.contiguous(), starts, table,
         )  # fmt: skip
@@ -206,3 +132,62 @@ def paged_attention(
         if raw is None:
             raw = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
         lse.copy_(_packed_lse(raw, sinks, cu_seqlens_q))
+
+
+def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
+    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
+
+
+def _past(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """bool `[T, 1, 1]`: the tokens of no request."""
+    return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
+
+
+def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
+    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
+    return compact(_with_sinks(lse.transpose(0, 1), sinks).masked_fill(_past(cu_seqlens_q, lse.shape[1])[..., 0], float("-inf")))
+
+
+def _cost_us(p: Problem) -> float:
+    """A roofline of an H200, fitted to figures of direct calls: 8 us, 9 more where the keys are split and the parts combined."""
+    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
+    context = max(p.context.hint, 1)
+    if p.window[0] >= 0:
+        context = min(context, p.window[0] + queries)
+    width = p.head_dim + p.v_head_dim
+    size = 2.0 * (tokens * p.q_heads + batch * context * p.kv_heads) * width
+    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0)
+    split = batch * p.kv_heads * -(-queries * p.group_size // 128) < 132
+    copy = 0.0 if p.op == "paged_attention" else 4.0 * batch * context * p.kv_heads * p.v_head_dim
+    return 8.0 + 9.0 * split + max(size / 4.2e6, flops / 6e8) + copy * (p.op != "attention" or p.kv_range) / 4.2e6
+
+
+HALF = (torch.float16, torch.bfloat16)
+NEEDS: tuple[Need, ...] = (
+    arch(80, 86, 87, 89, 90),
+    dtypes(*HALF),
+    multiple_of("head_dim", 8),
+    at_most("head_dim", 256),
+    multiple_of("v_head_dim", 8),
+    value_dim,
+    bfloat16_sinks,
+    one_of("last_dim_contiguous", True),
+    *without("mask", "kv_scales", "plan"),
+)
+ABOUT = "FlashAttention-3 of sgl-kernel"
+for _op, _run in (("attention", attention), ("varlen_attention", varlen_attention), ("paged_attention", paged_attention)):
+    register(
+        Kernel(
+            "fa3",
+            _op,
+            _run,
+            needs=NEEDS,
+            packages=(PACKAGE,),
+            probe=missing,
+            cost_us=_cost_us,
+            # The tile size of a packed call follows from the longest request, and bits with it.
+            batch_invariant=_op != "varlen_attention",
+            about=ABOUT,
+        )
+    )
