@@ -34,6 +34,12 @@ def fa3(op):
     return kernels_of(op)["fa3"]
 
 
+def test_the_schema_is_the_wheels_as_read(standin):
+    schema = torch.ops.sgl_kernel.fwd.default._schema
+    assert str(schema) == str(torch._C.parse_schema(f"sgl_kernel::{SCHEMA}"))
+    assert len(schema.arguments) == 35 and [a.name for a in schema.arguments if a.alias_info is not None] == ["out"]
+
+
 def half(call, dtype=BF16):
     """The same call in `dtype`, sinks and masks too; lse and scales are float32 in every call."""
     return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "k_scale", "v_scale") and t.dtype in WIDE else t)
