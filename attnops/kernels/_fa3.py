@@ -1,0 +1,102 @@
+"""How sgl-kernel's FlashAttention-3 is found and called: the raw op `sgl_kernel::fwd`, by position, without its Python package."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Package
+from attnops.problem import Problem, Refusal, Target
+
+PACKAGE = Package("sgl_kernel", ("sglang-kernel", "sgl-kernel"), at_least="0.4.2", install="pip install sglang-kernel")
+LIBRARY = "flash_ops.abi3.so"
+
+
+@functools.cache
+def library() -> Path | None:
+    """Where the kernel's library lies, or None. Nothing is imported."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for folder in folders or () if (file := Path(folder, LIBRARY)).is_file()), None)
+
+
+def missing(target: Target) -> Refusal | None:
+    """The probe: the package may be there without this library (a CPU build, a wheel cut down)."""
+    if target.assume is not None or library() is not None:
+        return None
+    return Refusal("package", f"sgl_kernel without {LIBRARY}", "a CUDA wheel of sglang-kernel >= 0.4.2")
+
+
+@functools.cache
+def raw_op() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`sgl_kernel::fwd` and the arguments that its version takes after the 35 we give. Raises OSError or RuntimeError."""
+    if not hasattr(torch.ops.sgl_kernel, "fwd"):
+        # The library alone: the package's __init__ loads all its other kernels, and fails where one of them does.
+        torch.ops.load_library(str(library()))
+    fwd = torch.ops.sgl_kernel.fwd.default
+    count = len(fwd._schema.arguments)
+    if count not in (35, 37):
+        raise RuntimeError(f"sgl_kernel::fwd: got {count} arguments, want 35 (sglang-kernel 0.4.2, 0.4.3) or 37 (0.4.4 and later)")
+    return fwd, (None, False) if count == 37 else ()
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    policy: str,
+    scale: float,
+    rules: tuple[bool, int, int, float],
+    out: Tensor | None = None,
+    cu: tuple[Tensor | None, Tensor | None] = (None, None),
+    longest: tuple[int | None, int | None] = (None, None),
+    ends: Tensor | None = None,
+    starts: Tensor | None = None,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(output, lse with the heads first). rules: causal, left, right, softcap."""
+    fwd, tail = raw_op()
+    causal, left, right, softcap = rules
+    sinks = None if sinks is None else sinks.to(torch.bfloat16).contiguous()
+    cu_q, cu_k = (None if x is None else x.contiguous() for x in cu)
+    found = fwd(
+        query, key, value, None, None, None, out, cu_q, cu_k, None, None, ends, *longest, table, None, starts, None, None, None,
+        None, None, None, scale, causal, left, right, 0, softcap, False, None, 1 if deterministic(policy) else 0, None, 0, sinks, *tail,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def deterministic(policy: str) -> bool:
+    """Does the policy ask for results that do not depend on batch mates?"""
+    # The number of splits follows from the whole batch's size, and with it the order of summation.
+    return "deterministic" in policy.split(";")
+
+
+def value_dim(p: Problem) -> Refusal | None:
+    """Which value head dims its units are compiled for (flash_api.cpp)."""
+    d, dv = p.head_dim, p.v_head_dim
+    if dv == d:
+        return None
+    if p.target.arch != 90:
+        return Refusal("v_head_dim", dv, f"{d}, the query's (but on sm90)")
+    if (128 < d <= 192 and 96 < dv <= 128) or (d <= 64 and dv <= 512):
+        return None
+    return Refusal("v_head_dim", dv, f"{d}, the query's; or 97..128 for head_dim 129..192; or <= 512 for head_dim <= 64")
+
+
+def bfloat16_sinks(p: Problem) -> Refusal | None:
+    """Sinks are read as bfloat16, and lse has no room for their rounding."""
+    if not p.sinks:
+        return None
+    if p.dtype != torch.bfloat16:
+        return Refusal("dtype", p.dtype, "bfloat16 (sinks)")
+    if p.lse and p.sinks_dtype != torch.bfloat16:
+        return Refusal("sinks_dtype", p.sinks_dtype, "bfloat16 (lse is exact to float32)")
+    return None
