@@ -133,7 +133,8 @@ class Problem:
     """One call without its data. Hashable; two equal Problems get the same kernel.
 
     Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
-    `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    `kv_dtype` of key, value and pages. `rope_dim`: latents only, how many of the `head_dim` numbers are the rotated key; the first
+    `v_head_dim` are the value. `kv_scales`: a scale of key, value, latent or quantised query is given. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """
@@ -146,6 +147,7 @@ class Problem:
     kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int = 0
+    rope_dim: int = 0
     page_size: int = 0
     causal: bool = False
     window: tuple[int, int] = (-1, -1)

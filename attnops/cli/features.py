@@ -13,6 +13,7 @@ from attnops.problem import Extent, Problem, Refusal, Target
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
+MLA = "mla_attention"
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32
 
