@@ -10,8 +10,8 @@ import torch
 
 from attnops.testing import builders
 from attnops.testing.data_cases import DATA_CASES
-from attnops.testing.latent import LATENT_CASES
 from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.latent import LATENT_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8

@@ -126,11 +126,10 @@ SHAPES: dict[str, Build] = {
     "float8_query": _mla((1, 3), (6, 3), 4, q_dtype=E4M3),
 }
 
-# The head dims of DeepSeek: one decode step on several page sizes, then what differs from step to step.
+# The head dims of DeepSeek: one decode step on several page sizes, then one thing at a time.
 DECODE: dict[str, tuple[Build, Features]] = {
     **{f"page_{n}": (_mla((1, 1, 1), (70, 3, 130), n, padding=0), DEEPSEEK) for n in (1, 16, 32, 64, 128)},
     "lse": (_mla((1, 1, 1), (64, 1, 200), 64, padding=0), replace(DEEPSEEK, lse=True)),
-    "again_lse": (_mla((1, 1, 1), (65, 5, 230), 64, padding=0), replace(DEEPSEEK, lse=True)),
     "float16": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, dtype=F16)),
     "padded": (_mla((1, 1), (70, 3), 64, padding=2), replace(DEEPSEEK, lse=True)),
     "idle": (_mla((1, 0, 1), (70, 9, 3), 64, padding=1), DEEPSEEK),

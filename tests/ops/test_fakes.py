@@ -1,5 +1,7 @@
 """What the compiler is told of a result is what the kernel gives: shape, stride, dtype and device, for any layout of the inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops._op import watch
 from attnops.problem import Extent, Target
-from attnops.testing import CASES, Call, Features, Source, builders, oracle
+from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
 from attnops.testing.check import clone
 
 INF = float("inf")
@@ -84,6 +86,31 @@ def write(draw):
 
 
 @st.composite
+def latent_features(draw):
+    f = draw(features())
+    # The query's head dim is the latent and the rotated key, the value's the latent alone.
+    kv = f.kv_dtype if f.dtype != torch.float64 else None
+    return replace(f, kv_dtype=kv, head_dim=f.head_dim + 2, v_head_dim=f.head_dim, window=(f.window[0], -1))
+
+
+@st.composite
+def mla(draw):
+    q_lens = draw(LENGTHS)
+    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
+    return latent.mla(
+        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(latent_features()),
+        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
+    )  # fmt: skip
+
+
+@st.composite
+def write_latent(draw):
+    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
+    return latent.write_latent(source(draw), slots, pages, page, draw(latent_features()), draw(INDEX))
+
+
+@st.composite
 def merge(draw):
     return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
 
@@ -117,6 +144,8 @@ CALLS = {
     "varlen_attention_backward": backward(varlen),
     "paged_attention": paged(),
     "write_kv": write(),
+    "mla_attention": mla(),
+    "write_latent": write_latent(),
     "merge_state": merge(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
 }
@@ -210,7 +239,7 @@ def test_layout_does_not_change_the_result(op, data):
 
 EMPTY = [
     c
-    for op in ("attention", "varlen_attention", "paged_attention")
+    for op in ("attention", "varlen_attention", "paged_attention", "mla_attention")
     for c in CASES[op]
     if c.label.startswith(("no_", "all_empty", "nothing"))
 ]
@@ -219,7 +248,7 @@ EMPTY = [
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 def test_no_keys_give_zero_and_minus_infinity(case):
     call = case.call()
-    if call.op == "paged_attention":
+    if call.op in ("paged_attention", "mla_attention"):
         call = call.with_(lse=torch.empty(call.arguments["output"].shape[:2]))
     else:
         call = call.with_(return_lse=True)
@@ -250,6 +279,11 @@ DIMS = {
         "output": "T..", "lse": "T.",
     },
     "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
+    "mla_attention": {
+        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q",
+        "output": "T..", "lse": "T.",
+    },
+    "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
     "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
     "cu_seqlens": {"lengths": "B"},
     "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
@@ -274,6 +308,8 @@ def full_call(op) -> Call:
         "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
         "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, no_mask),
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
+        "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
+        "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
         "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),
     }
     return make[op]() if op in make else CASES[op][0].call()
