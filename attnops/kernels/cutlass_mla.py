@@ -1,7 +1,8 @@
 """`cutlass_mla`: the CUTLASS MLA decode inside the sgl_kernel wheel, for latents of 512 + 64 on exactly SM100.
 
 The kernel works on 128 heads, so the query's are padded; what it computes for the padding is thrown away. Its pages come in tiles of
-128 keys, so the page table is padded to whole tiles. It returns no lse. It never ran here on an SM100 device.
+128 keys, so the page table is padded to whole tiles. It takes pages for packed whatever
+their strides, and returns no lse. It never ran here on an SM100 device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, Package, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl
 from attnops.kernels._decode import by_token
 from attnops.problem import Problem, Refusal, Target
@@ -86,7 +87,7 @@ def _pad_heads(query: Tensor) -> Tensor:
 
 
 def _probe(target: Target) -> Refusal | None:
-    version = None if target.assume is not None else _sgl.package("").version()
+    version = None if target.assume is not None else Package("sgl_kernel", _sgl.DISTS).version()
     if version is not None and _sgl.numbers(version) >= DROPPED_IN:
         return Refusal("package", f"sgl_kernel {version}", f"< {'.'.join(map(str, DROPPED_IN))}, which dropped cutlass_mla_decode")
     return _sgl.lacks(target, LIBRARY)
@@ -112,6 +113,7 @@ register(
             one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128),
             extent_at_most("queries", 1),
             one_of("last_dim_contiguous", True),
+            one_of("pages_packed", True),
             *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed", "plan"),
         ),
         packages=(_sgl.package("0.3.18"),),

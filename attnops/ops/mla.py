@@ -116,6 +116,7 @@ def _problem_mla(
         lse=lse is not None,
         plan=plan is not None,
         last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
+        pages_packed=latent_pages.stride() == (page_size * latent_pages.shape[2], latent_pages.shape[2], 1),
         tokens=Extent.of(q_nope.shape[0]),
         batch=Extent.of(page_table.shape[0]),
         queries=Extent.of(max_seqlen_q),
