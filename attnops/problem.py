@@ -133,9 +133,9 @@ class Problem:
     """One call without its data. Hashable; two equal Problems get the same kernel.
 
     Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
-    `kv_dtype` of key, value and pages. `rope_dim`: latents only, how many of the `head_dim` numbers are the rotated key; the first
-    `v_head_dim` are the value. `kv_scales`: a scale of key, value, latent or quantised query is given. `pages_packed`: latents only, pages lie
-    one after the other without gaps. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
+    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """

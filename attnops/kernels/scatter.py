@@ -1,4 +1,5 @@
-"""`scatter`: the write of keys and values, or of latents, as torch's own index_put, lowered in place, so that the compiler fuses it with whatever makes them.
+"""`scatter`: the write of keys and values, or of latents, as torch's own index_put, lowered in place, so that the compiler fuses
+it with whatever makes them.
 
 Float8 pages are left to others: writing them takes a view of another dtype, and a write through such a view is lost when inlined.
 """

@@ -17,6 +17,7 @@ from attnops.problem import Extent, Problem
 from attnops.reference import mla
 from attnops.select import key_for
 
+
 def _check_mla(
     q_nope: Tensor,
     q_pe: Tensor,

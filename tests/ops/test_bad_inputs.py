@@ -1,5 +1,6 @@
 """Calls that break a contract: the error is typed, names the field, what was given and what is allowed, and nothing was written."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,7 @@ def i(*values, dtype=I32) -> Tensor:
 def good(name) -> dict[str, Any]:
     """A call of the public function that is in order."""
     cu = i(0, 1, 3)
-    return {
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
         "attention": lambda: {"query": f(2, 3, 4, 8), "key": f(2, 5, 2, 8), "value": f(2, 5, 2, 6)},
         "varlen_attention": lambda: {
             "query": f(3, 4, 8), "key": f(5, 2, 8), "value": f(5, 2, 6), "cu_seqlens_q": cu, "cu_seqlens_k": i(0, 2, 5),
@@ -54,7 +55,8 @@ def good(name) -> dict[str, Any]:
         "page_table": lambda: {"token_table": i(0, 1, 2, 3).reshape(1, 4), "rows": i(0), "seq_lens": i(3), "page_size": 2},
         "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
         "num_kv_splits": lambda: {"seq_lens": i(3, 4), "rule": "static", "max_splits": 4},
-    }[name]()  # fmt: skip
+    }  # fmt: skip
+    return calls[name]()
 
 
 class Bad(NamedTuple):

@@ -280,8 +280,8 @@ DIMS = {
     },
     "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
     "mla_attention": {
-        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q",
-        "output": "T..", "lse": "T.",
+        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+",
+        "max_seqlen_q": "Q", "output": "T..", "lse": "T.",
     },
     "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
     "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
