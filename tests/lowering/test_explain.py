@@ -29,7 +29,7 @@ def test_text():
     assert_expected_inline(
         "\n".join(line for line in str(explanation).splitlines() if "not flex" not in line),
         """\
-target sm100, assuming packages: none
+target sm100, assuming packages: sgl_kernel
 
 Dense  x1
   attention on sm100 -> flex
