@@ -1,9 +1,11 @@
 """The wrappers of FlashMLA and CUTLASS MLA over stand-ins of the foreign ops: the whole path but the kernels themselves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
@@ -30,8 +32,8 @@ def loaded(monkeypatch):
     standin.CALLS.clear()
 
 
-def decode(seed=0, q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, **more) -> Call:
-    return latent.mla(Source(seed), q_lens, seq_lens, page, f, **{"padding": 0} | more)
+def decode(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, **more: Any) -> Call:
+    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 # The truth about the foreign ops --------------------------------------------------------------------------------------
@@ -82,9 +84,7 @@ GRID = [pytest.param(n, c, id=f"{n}-{c.label}") for n in NAMES for c in CASES["m
 def test_kernel(name, case):
     with pretend(TARGETS[name]):
         figures = check_kernel(KERNELS[name], case.call())
-    if figures.refused:
-        pytest.skip(str(figures))
-    assert figures.worst <= 1.0
+    assert figures.refused or figures.worst <= 1.0
 
 
 def test_what_the_grid_leaves_out():
@@ -153,12 +153,6 @@ def test_the_callers_workspace_is_used():
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
-def compiled_call(call: Call):
-    """A function of the tensors of `call` that allocates the output, as a model does."""
-    given = {n: t for n, t in call.tensors().items() if n != "output"}
-    return given, lambda **t: mla_attention(**t, max_seqlen_q=1, scale=call.arguments["scale"]) * 2
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_overload_is_one_node(name):
     graphs = []
@@ -169,8 +163,6 @@ def test_the_overload_is_one_node(name):
 
     call = decode()
     overload = getattr(torch.ops.attnops.mla_attention, name)
-    from torch._dynamo.backends.common import aot_autograd
-
     args, kwargs = call.args, {n: v for n, v in call.kwargs.items() if n != "output"}
 
     def run(output):
@@ -189,7 +181,11 @@ def test_the_overload_is_one_node(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inductor_names_the_kernel(name):
-    given, run = compiled_call(decode())
+    given = {n: t for n, t in decode().tensors().items() if n != "output"}
+
+    def run(**tensors):
+        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5) * 2
+
     with pretend(TARGETS[name]), torch.no_grad():
         got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
         want = run(**given)
@@ -241,9 +237,9 @@ def test_refusals(name, point):
 
 
 def test_a_forced_kernel_says_why_not():
-    given, _ = compiled_call(decode(page=32))
+    given = decode(page=32).arguments
     with pretend(TARGETS["flashmla"]), pytest.raises(NoKernel, match=r"page_size=32 \(wants 64\)"):
-        mla_attention(**given, max_seqlen_q=1, scale=1.0, kernel="flashmla")
+        mla_attention(**given, kernel="flashmla")
 
 
 def test_absent_wheels_are_named(monkeypatch, tmp_path):
