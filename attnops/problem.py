@@ -134,6 +134,8 @@ class Problem:
 
     Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
     `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
+    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """
@@ -146,6 +148,7 @@ class Problem:
     kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int = 0
+    rope_dim: int = 0
     page_size: int = 0
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
@@ -161,6 +164,7 @@ class Problem:
     lse_grad: bool = False
     plan: bool = False
     last_dim_contiguous: bool = True
+    pages_packed: bool = True
     sizes_equal: bool = False
     tokens: Extent = NO_EXTENT
     batch: Extent = NO_EXTENT
@@ -179,7 +183,7 @@ class Problem:
 
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
-        skip = {"op", "target", "last_dim_contiguous", "sinks_dtype"}
+        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "sinks_dtype"}
         shown = (f for f in fields(self) if f.name not in skip and getattr(self, f.name) != f.default)
         return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
 

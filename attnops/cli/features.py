@@ -13,6 +13,7 @@ from attnops.problem import Extent, Problem, Refusal, Target
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
+MLA = "mla_attention"
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32
 
@@ -29,17 +30,17 @@ class Feature:
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, "write_kv", "merge_state")),
-    Feature("window", {"window": (1023, -1)}),
-    Feature("softcap", {"softcap": True}),
-    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}),
-    Feature("mask", {"mask": "additive"}),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, "write_kv", "write_latent", "merge_state")),
+    Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
+    Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
+    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA)),
+    Feature("mask", {"mask": "additive"}, (*ATTENTION, MLA)),
     Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
-    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED)),
+    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA)),
     Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
-    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, "write_kv")),
-    Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED,)),
-    *(Feature(f"page {n}", {"page_size": n}, (PAGED, "write_kv")) for n in (1, 16, 64, 128)),
+    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, "write_kv", "write_latent")),
+    Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
+    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, "write_kv", "write_latent")) for n in (1, 16, 64, 128)),
 )
 
 _HEADS = {"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
@@ -47,6 +48,7 @@ _SIZES = {"tokens": Extent.of(4096), "batch": Extent.of(8), "queries": Extent.of
 _PREFILL = {**_HEADS, **_SIZES, "causal": True}
 _DECODE = {"tokens": Extent(8, 8, 8), "queries": Extent(1, 1, 1), "context": Extent.of(4096)}
 _LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+_DEEPSEEK = {"dtype": BF16, "kv_dtype": BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
 _BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
 
 # The first that a kernel takes is what its features are put on: a kernel for latents refuses a Llama's heads.
@@ -56,6 +58,8 @@ _BASES: dict[str, tuple[Change, ...]] = {
     PAGED: tuple({**_PREFILL, **more, "page_size": page} for page in (64, 16, 128) for more in ({}, _DECODE, {**_DECODE, **_LATENT})),
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
+    MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
+    "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
 }

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.kernel import Package
+from attnops.kernels import _sgl
 from attnops.problem import Problem, Refusal, Target
 
-PACKAGE = Package("sgl_kernel", ("sglang-kernel", "sgl-kernel"), at_least="0.4.2", install="pip install sglang-kernel")
+PACKAGE = _sgl.package("0.4.2")
 LIBRARY = "flash_ops.abi3.so"
-
-
-@functools.cache
-def library() -> Path | None:
-    """Where the kernel's library lies, or None. Nothing is imported."""
-    spec = importlib.util.find_spec("sgl_kernel")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return next((file for folder in folders or () if (file := Path(folder, LIBRARY)).is_file()), None)
 
 
 def missing(target: Target) -> Refusal | None:
     """The probe: the package may be there without this library (a CPU build, a wheel cut down)."""
-    if target.assume is not None or library() is not None:
-        return None
-    return Refusal("package", f"sgl_kernel without {LIBRARY}", "a CUDA wheel of sglang-kernel >= 0.4.2")
+    return _sgl.lacks(target, LIBRARY)
 
 
 @functools.cache
 def raw_op() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """`sgl_kernel::fwd` and the arguments that its version takes after the 35 we give. Raises OSError or RuntimeError."""
-    if not hasattr(torch.ops.sgl_kernel, "fwd"):
-        # The library alone: the package's __init__ loads all its other kernels, and fails where one of them does.
-        torch.ops.load_library(str(library()))
+    _sgl.load("fwd", LIBRARY)
     fwd = torch.ops.sgl_kernel.fwd.default
     count = len(fwd._schema.arguments)
     if count not in (35, 37):

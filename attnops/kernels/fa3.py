@@ -150,7 +150,7 @@ def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tens
 
 
 def _cost_us(p: Problem) -> float:
-    """A roofline of an H200, fitted to figures of direct calls: 8 us, 9 more where the keys are split and the parts combined."""
+    """A roofline of SM90: a launch, one more where the keys are split and the parts combined, then bytes or products."""
     tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
     context = max(p.context.hint, 1)
     if p.window[0] >= 0:

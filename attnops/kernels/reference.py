@@ -7,7 +7,7 @@ from typing import Any
 
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
-from attnops.reference import attention, data, packed
+from attnops.reference import attention, data, mla, packed
 
 
 def _cost_us(p: Problem) -> float:
@@ -23,7 +23,9 @@ def _reference(op: str, run: Callable[..., Any], inline: bool = False) -> None:
     register(Kernel("reference", op, run, cost_us=_cost_us, inline=inline, batch_invariant=invariant, about=about))
 
 
-MATRIX_PRODUCTS = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention")
+MATRIX_PRODUCTS = (
+    "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
+)  # fmt: skip
 
 
 _reference("attention", attention.attention)
@@ -32,6 +34,8 @@ _reference("varlen_attention", packed.varlen_attention)
 _reference("varlen_attention_backward", packed.varlen_attention_backward)
 _reference("paged_attention", packed.paged_attention)
 _reference("write_kv", data.write_kv)
+_reference("mla_attention", mla.mla_attention)
+_reference("write_latent", mla.write_latent)
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 _reference("merge_state", data.merge_state, inline=True)
 _reference("cu_seqlens", data.cu_seqlens, inline=True)

@@ -3,6 +3,7 @@
 from attnops.ops._op import OPS as OPS
 from attnops.ops._op import Op as Op
 from attnops.ops.dense import attention as attention
+from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state
 from attnops.ops.metadata import cu_seqlens as cu_seqlens
 from attnops.ops.metadata import kv_indices as kv_indices
@@ -10,6 +11,7 @@ from attnops.ops.metadata import num_kv_splits as num_kv_splits
 from attnops.ops.metadata import page_table as page_table
 from attnops.ops.metadata import slot_mapping as slot_mapping
 from attnops.ops.metadata import token_rows as token_rows
+from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
 from attnops.ops.varlen import varlen_attention as varlen_attention

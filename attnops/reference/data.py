@@ -23,12 +23,12 @@ def write_kv(
     policy: str = "",
 ) -> None:
     """KV write reference; see `attnops.write_kv`."""
-    _store(k_pages, quantise(key, k_scale, k_pages.dtype), slots)
-    _store(v_pages, quantise(value, v_scale, v_pages.dtype), slots)
+    store(k_pages, quantise(key, k_scale, k_pages.dtype), slots)
+    store(v_pages, quantise(value, v_scale, v_pages.dtype), slots)
 
 
 def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x` `[T, Hkv, D]` divided by its scale `[1]` or `[Hkv]`, saturated and rounded to `dtype`."""
+    """`x` `[T, Hkv, D]` (or `[T, D]`, one scale) divided by its scale `[1]` or `[Hkv]`, saturated and rounded to `dtype`."""
     if x.dtype == dtype and scale is None:
         return x
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -40,7 +40,8 @@ def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return scaled.to(dtype)
 
 
-def _store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a negative slot is skipped."""
     total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
     if slots.shape[0] == 0 or total == 0:
         return
@@ -55,7 +56,7 @@ def _store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     view = pages.view(torch.uint8) if float8 else pages
     data = rows.view(torch.uint8) if float8 else rows
     kept = view[slot // page, slot % page]
-    new = torch.where(has[:, None, None], data[source.clamp(min=0)], kept)
+    new = torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), data[source.clamp(min=0)], kept)
     view.index_put_((slot // page, slot % page), new)
 
 

@@ -55,15 +55,29 @@ def _norm(x: Tensor) -> float:
     return float(x.double().norm(dim=-1).amax()) if x.numel() else 0.0
 
 
+def _operands(t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value, the first and last dims being those of the call."""
+    if "latent_pages" in t:
+        query = torch.cat([_plain(t["q_nope"]), _plain(t["q_pe"])], -1)
+        return query.to(t["q_nope"].dtype), t["latent_pages"], t["latent_pages"][..., : t["q_nope"].shape[-1]]
+    return t["query"], *((t["k_pages"], t["v_pages"]) if "k_pages" in t else (t["key"], t["value"]))
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in QUANTISED else x
+
+
 class _Sizes:
     """The figures of the module's docstring for one call. `call`: free entries are zero."""
 
     def __init__(self, call: Call) -> None:
         t = call.tensors()
-        query = t["query"]
-        key, value = (t["k_pages"], t["v_pages"]) if "k_pages" in t else (t["key"], t["value"])
-        self.k_factor, self.v_factor = _largest(t.get("k_scale")) or 1.0, _largest(t.get("v_scale")) or 1.0
-        self.u = roundoff(query.dtype)
+        query, key, value = _operands(t)
+        q_factor = _largest(t.get("q_scale")) or 1.0
+        k_scale, v_scale = (t.get("kv_scale"),) * 2 if "latent_pages" in t else (t.get("k_scale"), t.get("v_scale"))
+        self.k_factor, self.v_factor = _largest(k_scale) or 1.0, _largest(v_scale) or 1.0
+        # A quantised query is exact; what is rounded is the output.
+        self.u = roundoff(t["output"].dtype if query.dtype in QUANTISED else query.dtype)
         self.a = min(self.u, roundoff(torch.float32))
         if "page_table" in t:
             keys = t["page_table"].shape[1] * key.shape[1]
@@ -71,14 +85,14 @@ class _Sizes:
             keys = call.arguments.get("max_seqlen_k", key.shape[1])
         self.root_n, self.root_d = sqrt(keys), sqrt(query.shape[-1])
         self.scale = abs(float(call.arguments["scale"]))
-        self.logit = self.scale * _norm(query) * _norm(key) * self.k_factor + _largest(t.get("mask"))
+        self.logit = self.scale * _norm(query) * q_factor * _norm(key) * self.k_factor + _largest(t.get("mask"))
         self.delta = self.a * (self.root_d + 4) * self.logit
         self.value = _largest(value) * self.v_factor
 
 
 def allowance(call: Call, expected: Mapping[str, Tensor]) -> Allowed:
     """The absolute error each result of `call` may have. `expected`: the exact results; free entries of the call are zero."""
-    if call.op == "write_kv":
+    if call.op in ("write_kv", "write_latent"):
         return {}  # check.py compares it slot by slot
     if call.op == "merge_state":
         u = roundoff(call.arguments["output_a"].dtype)
@@ -86,7 +100,7 @@ def allowance(call: Call, expected: Mapping[str, Tensor]) -> Allowed:
         return {"output": (4 * u + 2**-20) * size, "lse": 2**-21 * (1 + _largest(expected["lse"]))}
     if call.op.endswith("_backward"):
         return _backward(call)
-    if "query" not in call.arguments:
+    if not {"query", "q_nope"} & call.arguments.keys():
         return {}  # integers: exact
     s = _Sizes(call)
     growth = s.a * (s.root_n + 4)

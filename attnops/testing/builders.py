@@ -54,11 +54,12 @@ def varlen(
         arguments["mask"] = mask
     if f.lse:
         arguments["return_lse"] = True
-    free = {n: _past(source, sum(lens), t, 3) for n, lens, t in (("query", q_lens, tokens), ("key", k_lens, keys), ("value", k_lens, keys))}
+    free = {n: past(source, sum(lens), t, 3) for n, lens, t in (("query", q_lens, tokens), ("key", k_lens, keys), ("value", k_lens, keys))}
     return Call("varlen_attention", arguments, free)
 
 
-def _past(source: Source, end: int, total: int, dims: int) -> Tensor:
+def past(source: Source, end: int, total: int, dims: int) -> Tensor:
+    """bool, `total` long in the first of `dims` dims: what lies from `end` on."""
     return (torch.arange(total, device=source.device) >= end).reshape(-1, *[1] * (dims - 1))
 
 
@@ -102,6 +103,29 @@ def paged(
     entries past a request's end are -1 or a spare page. shared: the second request's first page is the first one's.
     interleaved: key and value pages are views of one buffer.
     """
+    table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
+    total, width = used.shape[0], table.shape[1]
+    tokens = sum(q_lens) + padding
+    made = source.qkv((tokens,), (total, page_size), f)
+    k_pages, v_pages = made.pop("key"), made.pop("value")
+    if interleaved:
+        k_pages, v_pages = _interleave(k_pages, v_pages)
+    arguments = made | f.statics() | {"k_pages": k_pages, "v_pages": v_pages}
+    arguments |= {"page_table": table, "seq_lens": source.ints(seq_lens), "cu_seqlens_q": source.cumulative(q_lens)}
+    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "output": source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)}
+    if f.lse:
+        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
+    if (mask := source.mask((tokens, width * page_size), f)) is not None:
+        arguments["mask"] = mask
+    unused = ~used[..., None, None]
+    free = {"query": past(source, sum(q_lens), tokens, 3), "k_pages": unused, "v_pages": unused}
+    return Call("paged_attention", arguments, free, writes=("output", "lse"))
+
+
+def page_layout(
+    source: Source, seq_lens: Sequence[int], page_size: int, spare: int, wider: int, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(int32 page table, bool `[P, page]` of the slots that hold keys); see `paged`."""
     counts = [-(-n // page_size) for n in seq_lens]
     total = sum(counts) + spare
     order = source.permutation(total)
@@ -117,22 +141,8 @@ def paged(
         rows.append(own)
     rest = [order[-1] if order and column % 2 else -1 for column in range(width)]
     table = [row + rest[len(row) :] for row in rows]
-    tokens = sum(q_lens) + padding
-    made = source.qkv((tokens,), (total, page_size), f)
-    k_pages, v_pages = made.pop("key"), made.pop("value")
-    if interleaved:
-        k_pages, v_pages = _interleave(k_pages, v_pages)
-    arguments = made | f.statics() | {"k_pages": k_pages, "v_pages": v_pages}
-    arguments["page_table"] = source.ints([p for row in table for p in row]).reshape(len(seq_lens), width)
-    arguments |= {"seq_lens": source.ints(seq_lens), "cu_seqlens_q": source.cumulative(q_lens)}
-    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "output": source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)}
-    if f.lse:
-        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
-    if (mask := source.mask((tokens, width * page_size), f)) is not None:
-        arguments["mask"] = mask
-    unused = ~used.to(source.device)[..., None, None]
-    free = {"query": _past(source, sum(q_lens), tokens, 3), "k_pages": unused, "v_pages": unused}
-    return Call("paged_attention", arguments, free, writes=("output", "lse"))
+    flat = source.ints([p for row in table for p in row]).reshape(len(seq_lens), width)
+    return flat, used.to(source.device)
 
 
 def _interleave(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:

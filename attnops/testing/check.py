@@ -69,12 +69,14 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     for name, tensor in given.tensors().items():
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
-    if kernel.op == "write_kv":
+    if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)
     allowed = budget.allowance(clean, expected)
     errors = {}
     for name, got in results.items():
+        if name == "workspace":
+            continue  # scratch: what is left in it means nothing
         errors[name] = compare(f"{where}: {name}", got, expected[name], allowed.get(name, 0.0), kernel.tolerance)
     return Figures(kernel.name, kernel.op, errors=errors)
 
@@ -170,14 +172,21 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
             raise Mismatch(f"{where}: {name} shares memory with an input")
 
 
+WRITES = {
+    "write_kv": (("k_pages", ("key",), "k_scale"), ("v_pages", ("value",), "v_scale")),
+    "write_latent": (("latent_pages", ("latent", "k_pe"), "kv_scale"),),
+}
+"""What an op that writes slots puts where: the pages, the arguments whose rows they take, end to end, and the scale."""
+
+
 def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Every slot of the pages: written ones hold the row within half a step, the others what they held."""
     errors = {}
     slots = call.arguments["slots"].long()
     real = slots[slots >= 0]
-    for pages, rows, scale in (("k_pages", "key", "k_scale"), ("v_pages", "value", "v_scale")):
+    for pages, rows, scale in WRITES[kernel.op]:
         got = results[pages]
-        exact = call.arguments[rows].double()[slots >= 0]
+        exact = torch.cat([call.arguments[n].double() for n in rows], -1)[slots >= 0]
         if call.arguments.get(scale) is not None:
             exact = exact / call.arguments[scale].double().reshape(-1, 1)
         if got.dtype.itemsize == 1:

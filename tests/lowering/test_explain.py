@@ -32,7 +32,7 @@ def test_text():
     assert_expected_inline(
         "\n".join(line for line in str(explanation).splitlines() if own.match(line)),
         """\
-target sm100, assuming packages: none
+target sm100, assuming packages: sgl_kernel
 
 Dense  x1
   attention on sm100 -> flex

@@ -1,9 +1,11 @@
 """Random calls of every op, for hypothesis: lengths from 0, every feature with every other."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
-from attnops.testing import CASES, Features, Source, builders
+from attnops.testing import CASES, Features, Source, builders, latent
 
 LENGTH = st.integers(0, 5)
 LENGTHS = st.lists(st.integers(0, 5), max_size=3)
@@ -68,6 +70,31 @@ def write(draw):
 
 
 @st.composite
+def latent_features(draw):
+    f = draw(features())
+    # The query's head dim is the latent and the rotated key, the value's the latent alone.
+    kv = f.kv_dtype if f.dtype != torch.float64 else None
+    return replace(f, kv_dtype=kv, head_dim=f.head_dim + 2, v_head_dim=f.head_dim, window=(f.window[0], -1))
+
+
+@st.composite
+def mla(draw):
+    q_lens = draw(LENGTHS)
+    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
+    return latent.mla(
+        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(latent_features()),
+        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
+    )  # fmt: skip
+
+
+@st.composite
+def write_latent(draw):
+    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
+    return latent.write_latent(source(draw), slots, pages, page, draw(latent_features()), draw(INDEX))
+
+
+@st.composite
 def merge(draw):
     return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
 
@@ -101,6 +128,8 @@ CALLS = {
     "varlen_attention_backward": backward(varlen),
     "paged_attention": paged(),
     "write_kv": write(),
+    "mla_attention": mla(),
+    "write_latent": write_latent(),
     "merge_state": merge(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
 }

@@ -41,6 +41,13 @@ def good(name) -> dict[str, Any]:
             "key": torch.ones(3, 2, 8), "value": torch.ones(3, 2, 6), "k_pages": f(4, 2, 2, 8), "v_pages": f(4, 2, 2, 6),
             "slots": i(0, -1, 5, dtype=I64),
         },
+        "mla_attention": lambda: {
+            "q_nope": f(3, 4, 6), "q_pe": f(3, 4, 2), "latent_pages": f(4, 2, 8), "page_table": i(0, 1, 2, 3).reshape(2, 2),
+            "seq_lens": i(2, 3), "cu_seqlens_q": cu, "max_seqlen_q": 2, "scale": 0.3, "output": torch.full((3, 4, 6), 7.0),
+        },
+        "write_latent": lambda: {
+            "latent": torch.ones(3, 6), "k_pe": torch.ones(3, 2), "latent_pages": f(4, 2, 8), "slots": i(0, -1, 5, dtype=I64),
+        },
         "merge_state": lambda: {"output_a": f(3, 2, 4), "lse_a": f(3, 2), "output_b": f(3, 2, 4), "lse_b": f(3, 2)},
         "cu_seqlens": lambda: {"lengths": i(1, 2)},
         "token_rows": lambda: {"cu_seqlens": cu, "num_tokens": 3},
@@ -190,6 +197,35 @@ BAD = [
     Bad("paged_attention", {"query": f(3, 4, 8).requires_grad_()}, "query", "requires_grad=True on query", "no gradient", NoGradient),
     Bad("write_kv", {"key": f(3, 2, 8).requires_grad_()}, "key", "requires_grad=True on key", "torch.no_grad()", NoGradient),
     Bad("merge_state", {"lse_b": f(3, 2).requires_grad_()}, "lse_b", "requires_grad=True on lse_b", "no gradient", NoGradient),
+    # latents
+    Bad("mla_attention", {"q_nope": f(3, 24)}, "q_nope", "(3, 24)", "[T, H, Dc]"),
+    Bad("mla_attention", {"q_nope": f(3, 4, 6, dtype=torch.float8_e5m2)}, "q_nope.dtype", "float8_e5m2", "bfloat16"),
+    Bad("mla_attention", {"q_pe": f(3, 4, 2, dtype=BF16)}, "q_pe.dtype", "bfloat16", "float32"),
+    Bad("mla_attention", {"q_pe": f(2, 4, 2)}, "q_pe.shape[0]", "2", "3 (the tokens of q_nope)"),
+    Bad("mla_attention", {"q_pe": f(3, 2, 2)}, "q_pe.shape[1]", "2", "4 (the heads of q_nope)"),
+    Bad("mla_attention", {"latent_pages": f(4, 2, 1, 8)}, "latent_pages", "(4, 2, 1, 8)", "[P, page, Dc + Dr]"),
+    Bad("mla_attention", {"latent_pages": f(4, 2, 6)}, "latent_pages.shape[2]", "6", "8 (Dc + Dr)"),
+    Bad("mla_attention", {"latent_pages": f(4, 0, 8)}, "latent_pages.shape[1]", "0", ">= 1 token a page"),
+    Bad("mla_attention", {"latent_pages": f(4, 2, 8, dtype=BF16)}, "latent_pages.dtype", "bfloat16", "float32 | float8_e4m3fn | int8"),
+    Bad("mla_attention", {"latent_pages": f(4, 2, 8).to(INT8)}, "kv_scale", "None", "because the latents are int8"),
+    Bad("mla_attention", {"kv_scale": f(2)}, "kv_scale.shape[0]", "2", "1 or 1"),
+    Bad("mla_attention", {"q_scale": f(1, dtype=F64)}, "q_scale.dtype", "float64", "float32"),
+    Bad("mla_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (one length a row of the page table)"),
+    Bad("mla_attention", {"cu_seqlens_q": i(0, 3)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),
+    Bad("mla_attention", {"mask": f(3, 3)}, "mask.shape[1]", "3", ">= 4 (max_pages * page_size)"),
+    Bad("mla_attention", {"output": f(3, 4, 8)}, "output.shape[2]", "8", "6 ([T, H, Dc])"),
+    Bad("mla_attention", {"lse": f(4, 3)}, "lse.shape[0]", "4", "3 ([T, H])"),
+    Bad("mla_attention", {"scale": NAN}, "scale", "nan", "finite"),
+    Bad("mla_attention", {"window_left": -2}, "window_left", "-2", ">= -1"),
+    Bad("mla_attention", {"max_seqlen_q": -1}, "max_seqlen_q", "-1", ">= 0"),
+    Bad("mla_attention", {"kernel": "flashmla"}, "target", "target=cpu", "(wants sm90)", NoKernel),
+    Bad("mla_attention", {"q_pe": f(3, 4, 2).requires_grad_()}, "q_pe", "requires_grad=True on q_pe", "no gradient", NoGradient),
+    Bad("write_latent", {"latent": f(3, 1, 6)}, "latent", "(3, 1, 6)", "[T, Dc]"),
+    Bad("write_latent", {"k_pe": f(2, 2)}, "k_pe.shape[0]", "2", "3 (as many as latents)"),
+    Bad("write_latent", {"slots": i(0, 1)}, "slots.shape[0]", "2", "3 (one slot a token)"),
+    Bad("write_latent", {"latent_pages": f(4, 2, 9)}, "latent_pages.shape[2]", "9", "8 (Dc + Dr)"),
+    Bad("write_latent", {"latent_pages": f(4, 2, 8).to(E4M3)}, "kv_scale", "None", "because the latents are float8_e4m3fn"),
+    Bad("write_latent", {"latent_pages": f(4, 2, 8).to(torch.float8_e5m2)}, "latent_pages.dtype", "float8_e5m2", "float8_e4m3fn"),
 ]  # fmt: skip
 
 
@@ -201,7 +237,7 @@ def function(bad: Bad):
     return getattr(attnops, bad.function, None) or getattr(ops, bad.function)
 
 
-WRITTEN = ("output", "lse", "k_pages", "v_pages")
+WRITTEN = ("output", "lse", "k_pages", "v_pages", "latent_pages")
 
 
 @pytest.mark.parametrize("bad", BAD, ids=name)

@@ -1,5 +1,7 @@
 """What the compiler is told of a result is what the kernel gives: shape, stride, dtype and device, for any layout of the inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops._op import watch
 from attnops.problem import Extent, Target
-from attnops.testing import CASES, Call, Features, Source, builders, oracle
+from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 
@@ -109,7 +111,7 @@ def test_layout_does_not_change_the_result(op, data):
 
 EMPTY = [
     c
-    for op in ("attention", "varlen_attention", "paged_attention")
+    for op in ("attention", "varlen_attention", "paged_attention", "mla_attention")
     for c in CASES[op]
     if c.label.startswith(("no_", "all_empty", "nothing"))
 ]
@@ -118,7 +120,7 @@ EMPTY = [
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 def test_no_keys_give_zero_and_minus_infinity(case):
     call = case.call()
-    if call.op == "paged_attention":
+    if call.op in ("paged_attention", "mla_attention"):
         call = call.with_(lse=torch.empty(call.arguments["output"].shape[:2]))
     else:
         call = call.with_(return_lse=True)
@@ -149,6 +151,11 @@ DIMS = {
         "output": "T..", "lse": "T.",
     },
     "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
+    "mla_attention": {
+        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+",
+        "max_seqlen_q": "Q", "output": "T..", "lse": "T.",
+    },
+    "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
     "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
     "cu_seqlens": {"lengths": "B"},
     "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
@@ -173,6 +180,8 @@ def full_call(op) -> Call:
         "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
         "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, no_mask),
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
+        "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
+        "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
         "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),
     }
     return make[op]() if op in make else CASES[op][0].call()

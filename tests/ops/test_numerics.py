@@ -73,10 +73,16 @@ def requests(call):
             yield t["query"][b], key, value, mask, int(t["kv_start"][b]) if "kv_start" in t else 0, b
         return
     starts = t["cu_seqlens_q"].tolist()
+    query = t["query"] if "query" in t else torch.cat([scaled(t[n], t.get("q_scale")) for n in ("q_nope", "q_pe")], -1)
     for b, (q0, q1) in enumerate(pairwise(starts)):
         if call.op == "varlen_attention":
             k0, k1 = t["cu_seqlens_k"].tolist()[b : b + 2]
             key, value = scaled(t["key"], t.get("k_scale"))[k0:k1], scaled(t["value"], t.get("v_scale"))[k0:k1]
+        elif call.op == "mla_attention":
+            pages, length = scaled(t["latent_pages"], t.get("kv_scale")), int(t["seq_lens"][b])
+            slots = [(int(t["page_table"][b, j // pages.shape[1]]), j % pages.shape[1]) for j in range(length)]
+            key = torch.stack([pages[p, o] for p, o in slots])[:, None] if slots else pages.new_zeros((0, 1, pages.shape[2]))
+            value = key[..., : t["q_nope"].shape[2]]
         else:
             page, length = t["k_pages"].shape[1], int(t["seq_lens"][b])
             slots = [(int(t["page_table"][b, j // page]), j % page) for j in range(length)]
@@ -86,8 +92,8 @@ def requests(call):
             )
         mask = t.get("mask")
         if mask is not None:
-            mask = mask[q0:q1, None, : key.shape[0]].expand(-1, t["query"].shape[1], -1)
-        yield t["query"][q0:q1], key, value, mask, 0, slice(q0, q1)
+            mask = mask[q0:q1, None, : key.shape[0]].expand(-1, query.shape[1], -1)
+        yield query[q0:q1], key, value, mask, 0, slice(q0, q1)
 
 
 def by_hand(query, key, value, mask, start, t):
@@ -124,8 +130,9 @@ def by_hand(query, key, value, mask, start, t):
 
 
 # What a Python loop can do in a moment.
-LARGE = ("d64", "d128", "long", "page_64")
-SMALL = [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op] if not any(word in c.label for word in LARGE)]
+LARGE = ("d64", "d128", "long", "page_64", "deepseek")
+DECIDED_BY_LOOPS = ("attention", "varlen_attention", "paged_attention", "mla_attention")
+SMALL = [c for op in DECIDED_BY_LOOPS for c in CASES[op] if not any(word in c.label for word in LARGE)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -151,6 +158,8 @@ def spoilt(op, run):
 
 def typical_mistakes():
     dense, packed, paged, write = (OPS[n].reference for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
+
+    mla, write_latent = OPS["mla_attention"].reference, OPS["write_latent"].reference
 
     def narrow_sum(query, key, value, *args, **kw):
         # Weights and sum in the dtype itself: what a kernel without wide accumulation does.
@@ -211,6 +220,14 @@ def typical_mistakes():
     yield "paged_attention", "plain", leaves_padding
     yield "paged_attention", "lse", lambda *a, lse, **kw: paged(*a, **kw)
     yield "paged_attention", "plain", lambda *a, **kw: kw["output"]
+    yield "mla_attention", "plain", lambda *a, **kw: mla(*a, **kw | {"scale": 20**-0.5 / 1.02})
+    yield "mla_attention", "plain", lambda *a, **kw: mla(*a, **kw | {"causal": False})
+    yield "mla_attention", "window", lambda *a, **kw: mla(*a, **kw | {"window_left": kw["window_left"] + 1})
+    yield "mla_attention", "lse", lambda *a, lse, **kw: (mla(*a, lse=lse, **kw), lse.div_(math.log(2)))[0]
+    yield "mla_attention", "float8", lambda qn, qp, p, *a, **kw: mla(qn, qp, p, *a[:6], a[6] * 1.1, **kw)
+    yield "mla_attention", "deepseek-lse", lambda qn, qp, p, *a, **kw: mla(qn, qp * 0.9, p, *a, **kw)
+    yield "write_latent", "plain", lambda c, k, p, slots, **kw: write_latent(c.nan_to_num(), k.nan_to_num(), p, slots.clamp(min=0), **kw)
+    yield "write_latent", "int8", lambda c, k, p, slots, s, **kw: write_latent(c, k, p, slots, s * 1.07, **kw)
     yield "write_kv", "plain", touches_skipped
     yield "write_kv", "int8", wraps
     yield "write_kv", "plain", lambda k, v, kp, vp, slots, **kw: write(k.nan_to_num(), v.nan_to_num(), kp, vp, slots.clamp(min=0), **kw)

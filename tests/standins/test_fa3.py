@@ -8,7 +8,7 @@ import torch
 
 import attnops
 from attnops.kernel import kernels_of
-from attnops.kernels import _fa3
+from attnops.kernels import _fa3, _sgl
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, select
@@ -195,7 +195,7 @@ def test_taken(change):
 
 
 def test_a_package_without_the_library_is_named(monkeypatch):
-    monkeypatch.setattr(_fa3, "library", lambda: None)
+    monkeypatch.setattr(_sgl, "library", lambda pattern: None)
     assert _fa3.missing(SM90) is None, "what is assumed is not looked for"
     assert "without flash_ops.abi3.so" in str(_fa3.missing(Target("cuda", 90)))
 

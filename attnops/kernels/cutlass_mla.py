@@ -1,0 +1,124 @@
+"""`cutlass_mla`: the CUTLASS MLA decode inside the sgl_kernel wheel, for latents of 512 + 64 on exactly SM100.
+
+The kernel works on 128 heads, so the query's are padded; what it computes for the padding is thrown away. Its pages come in tiles of
+128 keys, so the page table is padded to whole tiles. It takes pages for packed whatever
+their strides, and returns no lse. It never ran here on an SM100 device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnops.errors import InvalidInput
+from attnops.kernel import Kernel, Package, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernels import _sgl
+from attnops.kernels._decode import by_token
+from attnops.problem import Problem, Refusal, Target
+
+LIBRARY = "sm100/common_ops.*"
+TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
+
+# The persistent scheduler hangs when told to split, and left to choose (-1) the kernel gave wrong results and broke under CUDA
+# graphs: NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
+KV_SPLITS = 1
+
+DROPPED_IN = (0, 4, 7)
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.ops.mla_attention`. workspace: uint8, of at least `workspace_size` bytes, not zeroed; made here when None."""
+    if not (output.numel() and page_table.numel() and latent_pages.numel()):
+        output.zero_()
+        return
+    _sgl.load("cutlass_mla_decode", LIBRARY)
+    tokens, page = q_nope.shape[0], latent_pages.shape[1]
+    tables, lengths = by_token(page_table, seq_lens, cu_seqlens_q, tokens)
+    tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
+    size = workspace_size(tables.shape[1] * page, tokens)
+    if workspace is None:
+        workspace = q_nope.new_empty(size, dtype=torch.uint8)
+    elif workspace.dtype != torch.uint8 or workspace.numel() < size or not workspace.is_contiguous():
+        raise InvalidInput("workspace", f"{workspace.dtype} {tuple(workspace.shape)}", f"contiguous uint8, >= {size} bytes")
+    padded = q_nope.new_empty((tokens, HEADS, LATENT))
+    # A request without keys is given one, so that the kernel has no empty loop; what comes of it is thrown away.
+    torch.ops.sgl_kernel.cutlass_mla_decode(
+        padded, _pad_heads(q_nope), _pad_heads(q_pe), latent_pages, lengths.clamp(min=1), tables, workspace, scale, KV_SPLITS
+    )
+    output.copy_(padded[:, : q_nope.shape[1]].masked_fill((lengths == 0)[:, None, None], 0.0))
+
+
+def workspace_size(keys: int, tokens: int) -> int:
+    """Bytes of scratch for `tokens` queries over page tables of `keys` keys on device 0. Its function asks the device."""
+    _sgl.load("cutlass_mla_decode", LIBRARY)
+    return int(torch.ops.sgl_kernel.cutlass_mla_get_workspace_size(keys, tokens, 0, KV_SPLITS))
+
+
+def _pad_heads(query: Tensor) -> Tensor:
+    heads = query.shape[1]
+    if heads == HEADS:
+        return query.contiguous()
+    padded = query.new_empty((query.shape[0], HEADS, query.shape[2]))
+    padded[:, :heads] = query
+    return padded
+
+
+def _probe(target: Target) -> Refusal | None:
+    version = None if target.assume is not None else Package("sgl_kernel", _sgl.DISTS).version()
+    if version is not None and _sgl.numbers(version) >= DROPPED_IN:
+        return Refusal("package", f"sgl_kernel {version}", f"< {'.'.join(map(str, DROPPED_IN))}, which dropped cutlass_mla_decode")
+    return _sgl.lacks(target, LIBRARY)
+
+
+def _cost_us(p: Problem) -> float:
+    """The larger of the latents' bytes over 6 TB/s and the products of 128 heads over 1 PFLOP/s: the hardware's figures, not measured."""
+    keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    return 12.0 + keys * max(p.head_dim * 2 / 6e6, 2 * HEADS * (p.head_dim + p.v_head_dim) / 1e9)
+
+
+register(
+    Kernel(
+        "cutlass_mla",
+        "mla_attention",
+        mla_attention,
+        needs=(
+            arch(100),
+            dtypes(torch.float16, torch.bfloat16),
+            at_most("q_heads", HEADS),
+            one_of("v_head_dim", LATENT),
+            one_of("rope_dim", ROPE),
+            one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128),
+            extent_at_most("queries", 1),
+            one_of("last_dim_contiguous", True),
+            one_of("pages_packed", True),
+            *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed", "plan"),
+        ),
+        packages=(_sgl.package("0.3.18"),),
+        probe=_probe,
+        cost_us=_cost_us,
+        about="CUTLASS MLA decode (sgl_kernel)",
+    )
+)

@@ -1,0 +1,91 @@
+"""`flashmla`: the FlashMLA dense decode inside the sgl_kernel wheel, for latents of 512 + 64 on SM90.
+
+Called without scheduler metadata, the raw op computes it on the device from this call's lengths: no state, no sync, and a captured
+graph follows its inputs. One query token a request: the op wants the same number of queries of every request, and the contract
+lets them differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel, arch, dtypes, extent_at_most, one_of, register, without
+from attnops.kernels import _sgl
+from attnops.kernels._decode import by_token
+from attnops.problem import Problem
+
+LIBRARY = "flashmla_ops.*"
+PAGE, LATENT, ROPE = 64, 512, 64
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.ops.mla_attention`."""
+    if not (output.numel() and page_table.numel() and latent_pages.numel()):
+        output.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
+    _sgl.load("dense_decode_fwd", LIBRARY)
+    tables, lengths = by_token(page_table, seq_lens, cu_seqlens_q, q_nope.shape[0])
+    query = torch.cat([q_nope, q_pe], -1)[:, None]
+    # A single query at the last key sees every key, causal or not.
+    out, z, _, _ = torch.ops.sgl_kernel.dense_decode_fwd(
+        query, latent_pages[:, :, None], LATENT, lengths, tables, scale, False, None, None
+    )
+    blind = (lengths == 0)[:, None]
+    output.copy_(out[:, 0].masked_fill(blind[..., None], 0.0))
+    if lse is not None:
+        # The kernel says +inf where there is no key.
+        lse.copy_(z[:, :, 0].masked_fill(blind, float("-inf")))
+
+
+def _cost_us(p: Problem) -> float:
+    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90."""
+    keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
+    return 12.0 + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
+
+
+register(
+    Kernel(
+        "flashmla",
+        "mla_attention",
+        mla_attention,
+        needs=(
+            arch(90),
+            dtypes(torch.float16, torch.bfloat16),
+            one_of("v_head_dim", LATENT),
+            one_of("rope_dim", ROPE),
+            one_of("page_size", PAGE),
+            extent_at_most("queries", 1),
+            one_of("last_dim_contiguous", True),
+            *without("mask", "sinks", "kv_scales", "softcap", "windowed", "plan"),
+        ),
+        packages=(_sgl.package("0.4.3"),),
+        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        cost_us=_cost_us,
+        about="FlashMLA dense decode (sgl_kernel)",
+    )
+)

@@ -1,0 +1,193 @@
+"""Builders and problem grid of the ops on latents (MLA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnops.testing.builders import page_layout, past
+from attnops.testing.inputs import Call, Case, Features, Source
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def mla(
+    source: Source,
+    q_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_size: int,
+    f: Features,
+    padding: int = 2,
+    slack: int = 0,
+    spare: int = 2,
+    wider: int = 1,
+    shared: bool = False,
+    q_dtype: torch.dtype | None = None,
+) -> Call:
+    """`mla_attention`; lengths and pages as in `builders.paged`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
+
+    q_dtype: that of a quantised query, which comes with its scale.
+    """
+    table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
+    tokens, kv = sum(q_lens) + padding, f.kv_dtype or f.dtype
+    made = source.qkv((tokens,), (used.shape[0], page_size), replace(f, kv_heads=1))
+    query, latent_pages = made["query"], made["key"][:, :, 0]
+    arguments: dict[str, Any] = f.statics() | {"latent_pages": latent_pages, "page_table": table}
+    arguments |= {"seq_lens": source.ints(seq_lens), "cu_seqlens_q": source.cumulative(q_lens)}
+    arguments |= {"q_nope": query[..., : f.v_dim].contiguous(), "q_pe": query[..., f.v_dim :].contiguous()}
+    if q_dtype is not None:
+        arguments |= {n: (arguments[n].float() * 8).to(q_dtype) for n in ("q_nope", "q_pe")} | {"q_scale": source.scales(1, q_dtype)}
+    if f.kv_dtype is not None:
+        arguments["kv_scale"] = source.scales(1, kv)
+    if f.sinks is not None:
+        arguments["sinks"] = made["sinks"]
+    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "output": source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)}
+    if f.lse:
+        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
+    if (mask := source.mask((tokens, table.shape[1] * page_size), f)) is not None:
+        arguments["mask"] = mask
+    beyond = past(source, sum(q_lens), tokens, 3)
+    return Call("mla_attention", arguments, {"q_nope": beyond, "q_pe": beyond, "latent_pages": ~used[..., None]}, ("output", "lse"))
+
+
+def write_latent(
+    source: Source, slots: Sequence[int], pages: int, page_size: int, f: Features, slot_dtype: torch.dtype = torch.int64
+) -> Call:
+    """`write_latent`. slots: one a token, negative to skip it; the latents of a skipped token are free."""
+    kv = f.kv_dtype or f.dtype
+    # Some values lie far outside what a quantised dtype can hold.
+    spread = {INT8: 3.0, E4M3: 60.0}.get(kv, 1.0)
+    at = source.ints(slots, slot_dtype)
+    arguments: dict[str, Any] = {
+        "latent": source.normal(len(slots), f.v_dim, dtype=f.dtype, spread=spread),
+        "k_pe": source.normal(len(slots), f.head_dim - f.v_dim, dtype=f.dtype, spread=spread),
+        "latent_pages": source.stored(pages, page_size, f.head_dim, dtype=kv),
+        "slots": at,
+    }
+    if f.kv_dtype is not None:
+        arguments["kv_scale"] = source.scales(1, kv)
+    skipped = (at < 0)[:, None]
+    return Call("write_latent", arguments, {"latent": skipped, "k_pe": skipped})
+
+
+SMALL = Features(head_dim=20, v_head_dim=16, causal=True)
+DEEPSEEK = Features(head_dim=576, v_head_dim=512, q_heads=16, dtype=BF16, causal=True, scale=192**-0.5)
+"""What GPU kernels are built for; the scale is that of the heads before absorption."""
+
+FEATURES = {
+    "plain": SMALL,
+    "all_keys": replace(SMALL, causal=False),
+    "window": replace(SMALL, window=(3, -1)),
+    "window_self": replace(SMALL, window=(0, -1)),
+    "softcap": replace(SMALL, softcap=1.5),
+    "sinks": replace(SMALL, sinks=F32, lse=True),
+    "mask_bool": replace(SMALL, mask="bool"),
+    "mask_additive": replace(SMALL, mask="additive", lse=True),
+    "mask_biases_bfloat16": replace(SMALL, mask="biases", dtype=BF16),
+    "lse": replace(SMALL, lse=True),
+    "loud": replace(SMALL, loud=True, lse=True),
+    "scale": replace(SMALL, scale=0.7),
+    "one_head": replace(SMALL, q_heads=1),
+    "rope_wider": replace(SMALL, v_head_dim=4),
+    "rope_1": replace(SMALL, head_dim=17),
+    "float16": replace(SMALL, dtype=F16, lse=True),
+    "bfloat16_sinks": replace(SMALL, dtype=BF16, sinks=BF16),
+    "float64": replace(SMALL, dtype=F64, lse=True),
+    "float8": replace(SMALL, dtype=BF16, kv_dtype=E4M3, lse=True),
+    "float8_float32": replace(SMALL, kv_dtype=E4M3),
+    "int8": replace(SMALL, dtype=F16, kv_dtype=INT8),
+    "all": replace(SMALL, window=(4, -1), softcap=2.0, sinks=F32, lse=True, mask="additive", q_heads=6),
+}
+TELLING = ("plain", "lse", "all", "float8")
+
+Build = Callable[[Source, Features], Call]
+
+
+def _mla(q_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, **more: Any) -> Build:
+    return lambda source, f: mla(source, q_lens, seq_lens, page_size, f, **more)
+
+
+MAIN = _mla((1, 4, 0, 2), (6, 4, 0, 21), 16)
+SHAPES: dict[str, Build] = {
+    "page_1": _mla((1, 3, 2), (5, 3, 9), 1),
+    "decode": _mla((1, 1, 1, 1), (5, 1, 40, 16), 16, padding=0),
+    "decode_padded": _mla((1, 1, 1), (5, 0, 33), 16, padding=3),
+    "decode_idle": _mla((1, 0, 1), (5, 7, 33), 4, padding=1),
+    "prefill": _mla((6, 11), (6, 11), 4, slack=2),
+    "shared": _mla((2, 2), (9, 13), 4, shared=True),
+    "no_table": _mla((1, 1), (0, 0), 4, wider=0),
+    "no_pages": _mla((1, 2), (0, 0), 4, spare=0),
+    "no_requests": _mla((), (), 4),
+    "nothing": _mla((), (), 4, padding=0, spare=0, wider=0),
+    "float8_query": _mla((1, 3), (6, 3), 4, q_dtype=E4M3),
+}
+
+# The head dims of DeepSeek: one decode step on several page sizes, then one thing at a time.
+DECODE: dict[str, tuple[Build, Features]] = {
+    **{f"page_{n}": (_mla((1, 1, 1), (70, 3, 130), n, padding=0), DEEPSEEK) for n in (1, 16, 32, 64, 128)},
+    "lse": (_mla((1, 1, 1), (64, 1, 200), 64, padding=0), replace(DEEPSEEK, lse=True)),
+    "float16": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, dtype=F16)),
+    "padded": (_mla((1, 1), (70, 3), 64, padding=2), replace(DEEPSEEK, lse=True)),
+    "idle": (_mla((1, 0, 1), (70, 9, 3), 64, padding=1), DEEPSEEK),
+    "empty": (_mla((1, 1), (0, 3), 64, padding=0), replace(DEEPSEEK, lse=True)),
+    "no_keys": (_mla((1, 1), (0, 0), 64, padding=0), DEEPSEEK),
+    "no_table": (_mla((1, 1), (0, 0), 64, padding=0, wider=0), replace(DEEPSEEK, lse=True)),
+    "no_pages": (_mla((1,), (0,), 64, padding=0, spare=0), DEEPSEEK),
+    "no_requests": (_mla((), (), 64, slack=1), DEEPSEEK),
+    "nothing": (_mla((), (), 64, padding=0, spare=0, wider=0, slack=1), DEEPSEEK),
+    "wide_table": (_mla((1, 1), (70, 3), 64, padding=0, wider=4), DEEPSEEK),
+    "shared": (_mla((1, 1), (70, 90), 64, padding=0, shared=True), DEEPSEEK),
+    "one_head": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, q_heads=1)),
+    "heads_128": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, q_heads=128)),
+    "heads_128_page_128": (_mla((1, 1), (70, 140), 128, padding=0), replace(DEEPSEEK, q_heads=128)),
+    "loud": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, loud=True, lse=True)),
+    "all_keys": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, causal=False)),
+    "verify": (_mla((3, 3), (70, 3), 64, padding=0), replace(DEEPSEEK, lse=True)),
+    "float8": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, kv_dtype=E4M3)),
+}
+
+
+def _attention() -> tuple[Case, ...]:
+    points = {n: (MAIN, f) for n, f in FEATURES.items()}
+    points |= {f"{shape}-{n}": (build, FEATURES[n]) for shape, build in SHAPES.items() for n in TELLING if shape != "float8_query"}
+    points |= {f"float8_query-{n}": (SHAPES["float8_query"], FEATURES[n]) for n in ("float8", "float8_float32")}
+    points |= {f"deepseek-{n}": point for n, point in DECODE.items()}
+    return tuple(Case("mla_attention", n, _bound(build, f)) for n, (build, f) in points.items())
+
+
+def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
+    return lambda source: build(source, f)
+
+
+def _write() -> tuple[Case, ...]:
+    mixed = (7, -1, 0, 11, -1, 5)
+    rows: dict[str, tuple[tuple[int, ...], int, int, Features, dict[str, Any]]] = {
+        "plain": (mixed, 4, 3, SMALL, {}),
+        "page_1": ((3, 8, 1), 9, 1, SMALL, {}),
+        "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, {"slot_dtype": torch.int32}),
+        "float16": (mixed, 4, 3, replace(SMALL, dtype=F16), {"slot_dtype": torch.int32}),
+        "float64": (mixed, 4, 3, replace(SMALL, dtype=F64), {}),
+        "rope_1": (mixed, 4, 3, replace(SMALL, head_dim=17), {}),
+        "all_skipped": ((-1, -1, -1), 4, 3, SMALL, {}),
+        "first_slot_skipped": ((-1, 5, -2), 4, 3, SMALL, {}),
+        "last_slot": ((11,), 4, 3, SMALL, {}),
+        "no_tokens": ((), 4, 3, SMALL, {}),
+        "no_pages": ((-1, -1), 0, 3, SMALL, {}),
+        "float8": (mixed, 4, 3, replace(SMALL, kv_dtype=E4M3), {}),
+        "float8_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3), {}),
+        "float8_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {}),
+        "int8": (mixed, 4, 3, replace(SMALL, dtype=BF16, kv_dtype=INT8), {}),
+        "int8_float64": (mixed, 4, 3, replace(SMALL, dtype=F64, kv_dtype=INT8), {}),
+    }
+
+    def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:
+        return lambda source: write_latent(source, slots, pages, page, f, **more)
+
+    return tuple(Case("write_latent", name, build(*row)) for name, row in rows.items())
+
+
+LATENT_CASES: dict[str, tuple[Case, ...]] = {"mla_attention": _attention(), "write_latent": _write()}

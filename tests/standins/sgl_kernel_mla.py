@@ -1,0 +1,117 @@
+"""Stand-ins for the MLA ops of the sgl_kernel wheel (sglang-kernel 0.4.3): not the kernels.
+
+The same schema strings, argument checks and shapes, over a plain torch body on the CPU, so that a wrapper's whole path runs where the
+wheel cannot. Like the wheel they register one backend and no fake. Where the real kernels read unpredictably or return garbage,
+these raise or return NaN. That a tensor is on CUDA is the one thing they do not check.
+"""
+
+import torch
+
+from attnops.problem import pretended
+
+DENSE_DECODE = (
+    "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
+    "bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+CUTLASS_DECODE = (
+    "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
+    "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
+)
+CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int"
+
+CALLS: list[str] = []
+"""The stand-ins called, in order."""
+
+HALVES = (torch.float16, torch.bfloat16)
+SM_PARTS, METADATA_INTS = 132, 8
+
+
+def check(ok: bool, message: str) -> None:
+    """TORCH_CHECK."""
+    if not ok:
+        raise RuntimeError(message)
+
+
+def architecture() -> int:
+    target = pretended()
+    return 0 if target is None else target.arch
+
+
+def keys_of(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """`[length, D]` latents of one request. A page id outside the pool is what the GPU calls an illegal memory access."""
+    page = pages.shape[1]
+    ids = table[: -(-length // page)]
+    check(bool(((ids >= 0) & (ids < pages.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
+    return pages[ids.long()].flatten(0, 1)[:length].float()
+
+
+def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits):
+    CALLS.append("dense_decode_fwd")
+    check(architecture() == 90, "Dense decode MLA is only supported on SM90a architecture")
+    check(q.dtype in HALVES, "Expected q_dtype == torch::kBFloat16 || q_dtype == torch::kHalf to be true, but got false.")
+    check(kcache.dtype == q.dtype, "query and key must have the same dtype")
+    check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
+    check(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
+    check(q.stride(-1) == 1, "q must have contiguous last dimension")
+    check(kcache.stride(-1) == 1, "kcache must have contiguous last dimension")
+    check(seqlens_k.is_contiguous(), "seqlens_k must be contiguous")
+    check(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
+    batch, queries, heads, dim = q.shape
+    check(batch > 0, "batch size must be positive")
+    check(dim in (576, 512) and head_size_v == 512, "head_size_k must be 576 or 512, head_size_v must be 512")
+    check(kcache.shape[1] == 64, "Currently page_block_size must be 64")
+    check(heads % kcache.shape[2] == 0, "Number of heads in key/value must divide number of heads in query")
+    check(kcache.shape[3] == dim, "kcache must have shape (num_blocks, page_block_size, num_heads_k, head_size_k)")
+    check(tuple(seqlens_k.shape) == (batch,), "seqlens_k must have shape (batch_size)")
+    check(block_table.dim() == 2 and block_table.shape[0] == batch, "block_table must have shape (batch_size, max_num_blocks_per_seq)")
+    check(tile_scheduler_metadata is None and num_splits is None, "this stand-in takes no scheduler metadata")
+    check(kcache.shape[2] == 1 and queries == 1, "this stand-in takes one key head and one query")
+    out = q.new_empty(batch, queries, heads, head_size_v)
+    lse = torch.empty(batch, heads, queries)
+    for b, length in enumerate(seqlens_k.tolist()):
+        keys = keys_of(kcache[:, :, 0], block_table[b], length)
+        scores = q[b, 0].float() @ keys.T * softmax_scale
+        out[b, 0] = (torch.softmax(scores, -1) @ keys[:, :head_size_v]).to(q.dtype)
+        lse[b, :, 0] = torch.logsumexp(scores, -1) if length else float("inf")
+    metadata = torch.zeros(SM_PARTS, METADATA_INTS, dtype=torch.int32)
+    return out, lse, metadata, torch.arange(batch + 1, dtype=torch.int32)
+
+
+def cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int) -> int:
+    """The accumulators and sums of every split, float32: what is known of the formula."""
+    return num_batches * num_kv_splits * 128 * (512 + 1) * 4
+
+
+def cutlass_mla_decode(out, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, num_kv_splits):
+    CALLS.append("cutlass_mla_decode")
+    sm = architecture()
+    check(sm == 100, f"cutlass_mla_decode is only supported on compute capability 10.0, but found sm version {sm}")
+    batch, heads, latent = q_nope.shape
+    page = kv_c_and_k_pe_cache.shape[1]
+    # The first group is asserted by the wheel's Python around the op; the kernel itself takes it on trust.
+    assert heads == 128 and latent == 512 and tuple(q_pe.shape) == (batch, 128, 64) and kv_c_and_k_pe_cache.shape[2] == 576
+    assert tuple(out.shape) == (batch, 128, 512) and page_table.shape[0] == batch and tuple(seq_lens.shape) == (batch,)
+    assert page_table.shape[1] > 0 and page_table.shape[1] % (128 / page) == 0 and page in (1, 2, 4, 8, 16, 32, 64, 128)
+    assert q_nope.dtype in HALVES and q_nope.dtype == q_pe.dtype == kv_c_and_k_pe_cache.dtype == out.dtype
+    assert seq_lens.dtype == page_table.dtype == torch.int32 and workspace.dtype == torch.uint8
+    assert all(t.is_contiguous() for t in (out, q_nope, q_pe, seq_lens, page_table, workspace))
+    check(num_kv_splits == 1, "the real kernel hangs or gives wrong results with more splits")
+    size = cutlass_mla_get_workspace_size(page_table.shape[1] * page, batch, 0, num_kv_splits)
+    check(workspace.numel() >= size, f"CUDA error: an illegal memory access was encountered (workspace of {size} bytes)")
+    workspace.fill_(0xFF)
+    for b, length in enumerate(seq_lens.tolist()):
+        # Whole tiles of 128 keys are fetched, so every page id in them must exist.
+        tile = keys_of(kv_c_and_k_pe_cache, page_table[b], -(-length // 128) * 128)[:length]
+        scores = (q_nope[b].float() @ tile[:, :512].T + q_pe[b].float() @ tile[:, 512:].T) * sm_scale
+        out[b] = (torch.softmax(scores, -1) @ tile[:, :512]).to(out.dtype) if length else float("nan")
+
+
+LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
+    LIBRARY.define(DENSE_DECODE)
+    LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
+if not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
+    LIBRARY.define(CUTLASS_DECODE)
+    LIBRARY.impl("cutlass_mla_decode", cutlass_mla_decode, "CPU")
+    LIBRARY.define(CUTLASS_SIZE)
+    LIBRARY.impl("cutlass_mla_get_workspace_size", cutlass_mla_get_workspace_size, "CompositeImplicitAutograd")

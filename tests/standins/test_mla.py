@@ -1,0 +1,250 @@
+"""The wrappers of FlashMLA and CUTLASS MLA over stand-ins of the foreign ops: the whole path but the kernels themselves."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from attnops.errors import InvalidInput, NoKernel
+from attnops.kernel import kernels_of
+from attnops.kernels import _sgl, cutlass_mla, flashmla
+from attnops.ops import mla_attention
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Call, Source, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import sgl_kernel_mla as standin
+
+NAMES = ("flashmla", "cutlass_mla")
+FOREIGN = {"flashmla": "dense_decode_fwd", "cutlass_mla": "cutlass_mla_decode"}
+TARGETS = {name: Target("cuda", arch, assume=("sgl_kernel",)) for name, arch in (("flashmla", 90), ("cutlass_mla", 100))}
+KERNELS = kernels_of("mla_attention")
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch):
+    """The library is taken to be loaded, and the stand-ins' record is empty."""
+    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    standin.CALLS.clear()
+
+
+def decode(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, **more: Any) -> Call:
+    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+
+
+# The truth about the foreign ops --------------------------------------------------------------------------------------
+
+
+def test_schemas_are_the_wheels():
+    # As read in the wheel of sglang-kernel 0.4.3.
+    ops = torch.ops.sgl_kernel
+    assert str(ops.dense_decode_fwd.default._schema) == (
+        "sgl_kernel::dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
+        "float softmax_scale, bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) "
+        "-> (Tensor, Tensor, Tensor?, Tensor?)"
+    )
+    assert str(ops.cutlass_mla_decode.default._schema) == (
+        "sgl_kernel::cutlass_mla_decode(Tensor($0! -> ) out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, "
+        "Tensor seq_lens, Tensor page_table, Tensor($1! -> ) workspace, float sm_scale, int num_kv_splits) -> ()"
+    )
+    assert str(ops.cutlass_mla_get_workspace_size.default._schema) == (
+        "sgl_kernel::cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "schema"), [(flashmla.LIBRARY, standin.DENSE_DECODE), ("sm*/common_ops.*", standin.CUTLASS_DECODE)]
+)
+def test_an_installed_wheel_holds_these_schemas(pattern, schema):
+    path = _sgl.library(pattern)
+    if path is None:
+        pytest.skip(f"no sgl_kernel with {pattern}")
+    # Schemas lie in a library as they were written; reading them loads nothing.
+    assert schema.encode() in path.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "arch"), [("flashmla", 100), ("cutlass_mla", 90), ("cutlass_mla", 103)])
+def test_the_foreign_op_refuses_other_devices(name, arch):
+    call = decode()
+    with pretend(Target("cuda", arch, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match="only supported on"):
+        KERNELS[name].run(*call.args, **call.kwargs)
+    assert FOREIGN[name] in standin.CALLS
+
+
+# The path -------------------------------------------------------------------------------------------------------------
+
+GRID = [pytest.param(n, c, id=f"{n}-{c.label}") for n in NAMES for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
+
+
+@pytest.mark.parametrize(("name", "case"), GRID)
+def test_kernel(name, case):
+    with pretend(TARGETS[name]):
+        figures = check_kernel(KERNELS[name], case.call())
+    assert figures.refused or figures.worst <= 1.0
+
+
+def test_what_the_grid_leaves_out():
+    def taken(name):
+        with pretend(TARGETS[name]):
+            return {c.label for c in CASES["mla_attention"] if not KERNELS[name].refusals(c.call().problem)}
+
+    every = {c.label for c in CASES["mla_attention"] if c.label.startswith("deepseek")}
+    assert every - taken("flashmla") == {
+        *(f"deepseek-page_{n}" for n in (1, 16, 32, 128)), "deepseek-heads_128_page_128", "deepseek-verify", "deepseek-float8",
+    }  # fmt: skip
+    assert every - taken("cutlass_mla") == {
+        *(f"deepseek-{n}" for n in ("lse", "padded", "empty", "no_table", "loud", "verify", "float8")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("q_lens", [(1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 0, 0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_idle_requests_keep_their_places(name, q_lens):
+    call = decode(q_lens=q_lens, padding=3 - sum(q_lens), slack=0 if sum(q_lens) else 1)
+    with pretend(TARGETS[name]):
+        assert check_kernel(KERNELS[name], call).worst <= 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    overload = getattr(torch.ops.attnops.mla_attention, name)
+    for call in (decode(), decode(f=replace(DEEPSEEK, dtype=F16, q_heads=128), wider=3)):
+        with pretend(TARGETS[name]):
+            assert set(torch.library.opcheck(overload, call.args, call.kwargs).values()) == {"SUCCESS"}
+
+
+def test_heads_are_padded_and_pages_made_whole_tiles():
+    seen = []
+    call = decode(page=16, seq_lens=(70, 3, 17), wider=0)
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.sgl_kernel.cutlass_mla_decode.default:
+                seen.append([tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args])
+            return func(*args, **kwargs or {})
+
+    with pretend(TARGETS["cutlass_mla"]), Spy():
+        KERNELS["cutlass_mla"].run(*call.args, **call.kwargs)
+    [[out, q_nope, q_pe, _, lengths, table, workspace, scale, splits]] = seen
+    assert (out, q_nope, q_pe) == ((3, 128, 512), (3, 128, 512), (3, 128, 64))
+    assert call.arguments["page_table"].shape == (3, 5) and table == (3, 8)
+    assert (lengths, scale, splits) == ((3,), 192**-0.5, 1)
+    assert workspace == (3 * 128 * 513 * 4,)
+
+
+def test_the_callers_workspace_is_used():
+    call = decode()
+    with pretend(TARGETS["cutlass_mla"]):
+        size = cutlass_mla.workspace_size(4 * 64, 3)
+        workspace = torch.zeros(size, dtype=torch.uint8)
+        assert check_kernel(KERNELS["cutlass_mla"], call.with_(workspace=workspace)).errors["output"][0] >= 0
+        KERNELS["cutlass_mla"].run(*call.args, **call.with_(workspace=workspace).kwargs)
+        assert workspace.any()
+        for wrong in (workspace[:-1], workspace.view(torch.int32)):
+            with pytest.raises(InvalidInput, match=rf"^workspace: got .*, want contiguous uint8, >= {size} bytes"):
+                KERNELS["cutlass_mla"].run(*call.args, **call.with_(workspace=wrong).kwargs)
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_overload_is_one_node(name):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = decode()
+    overload = getattr(torch.ops.attnops.mla_attention, name)
+    args, kwargs = call.args, {n: v for n, v in call.kwargs.items() if n != "output"}
+
+    def run(output):
+        overload(*args, **kwargs, output=output)
+        return output * 2
+
+    with pretend(TARGETS[name]), torch.no_grad():
+        got = torch.compile(run, backend=aot_autograd(fw_compiler=backend), fullgraph=True)(torch.empty_like(call.arguments["output"]))
+        want = run(torch.empty_like(call.arguments["output"]))
+    torch.testing.assert_close(got, want)
+    [text] = (str(graph.graph) for graph in graphs)
+    assert f"attnops.mla_attention.{name}" in text
+    assert "sgl_kernel" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inductor_names_the_kernel(name):
+    given = {n: t for n, t in decode().tensors().items() if n != "output"}
+
+    def run(**tensors):
+        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5) * 2
+
+    with pretend(TARGETS[name]), torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
+        want = run(**given)
+    assert kernel_calls(code) == [f"mla_attention.{name}"]
+    assert [FOREIGN[name]] * 2 == standin.CALLS
+    torch.testing.assert_close(got, want)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+WIDE = replace(DEEPSEEK, q_heads=192)
+REFUSED = {
+    "flashmla": {
+        "page": (decode(page=32), 90, ["page_size=32 (wants 64)"]),
+        "arch": (decode(), 100, ["target=sm100 (wants sm90)"]),
+        "heads": (decode(f=WIDE), 90, []),
+        "lse": (decode(f=replace(DEEPSEEK, lse=True)), 90, []),
+        "queries": (decode(q_lens=(2, 1, 1)), 90, ["queries=2 (wants <= 1)"]),
+        "dims": (decode(f=replace(DEEPSEEK, head_dim=160, v_head_dim=128)), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
+        "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32, mask="bool")), 90,
+                     ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+        "float8": (decode(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
+                   ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
+        "plan": (decode().with_(plan=torch.zeros(1)), 90, ["plan=True (wants no)"]),
+    },
+    "cutlass_mla": {
+        "page": (decode(page=48), 100, ["page_size=48 (wants 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128)"]),
+        "arch": (decode(), 90, ["target=sm90 (wants sm100)"]),
+        "sm103": (decode(), 103, ["target=sm103 (wants sm100)"]),
+        "heads": (decode(f=WIDE), 100, ["q_heads=192 (wants <= 128)"]),
+        "lse": (decode(f=replace(DEEPSEEK, lse=True)), 100, ["lse=True (wants no)"]),
+        "queries": (decode(q_lens=(2, 1, 1)), 100, ["queries=2 (wants <= 1)"]),
+        "gaps": (decode().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100,
+                 ["pages_packed=False (wants True)"]),
+        "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32)), 100,
+                     ["sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "point"), [(n, p) for n in NAMES for p in REFUSED[n]])
+def test_refusals(name, point):
+    call, arch, want = REFUSED[name][point]
+    with pretend(Target("cuda", arch, assume=("sgl_kernel",))):
+        assert list(map(str, KERNELS[name].refusals(call.problem))) == want
+
+
+def test_a_forced_kernel_says_why_not():
+    given = decode(page=32).arguments
+    with pretend(TARGETS["flashmla"]), pytest.raises(NoKernel, match=r"page_size=32 \(wants 64\)"):
+        mla_attention(**given, kernel="flashmla")
+
+
+def test_absent_wheels_are_named(monkeypatch, tmp_path):
+    for name in NAMES:
+        assert "sgl_kernel missing" in str(KERNELS[name].absences(Target("cuda", 90, assume=()))[0])
+    monkeypatch.setattr(_sgl, "library", lambda pattern: None)
+    assert str(flashmla._sgl.lacks(Target("cuda", 90), flashmla.LIBRARY)) == (
+        "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
+    )
+    monkeypatch.setattr(cutlass_mla.Package, "version", lambda self: "0.4.7")
+    assert str(cutlass_mla._probe(Target("cuda", 100))) == "package=sgl_kernel 0.4.7 (wants < 0.4.7, which dropped cutlass_mla_decode)"
+    monkeypatch.setattr(cutlass_mla.Package, "version", lambda self: "0.4.6.post1")
+    assert "without sm100/common_ops" in str(cutlass_mla._probe(Target("cuda", 100)))
