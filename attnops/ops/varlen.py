@@ -253,7 +253,7 @@ def varlen_attention(
     Args:
         query: `[T, Hq, D]`. key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`. dtypes as in `attention`.
         cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`.
-            Tokens past `cu_seqlens_q[B]` are padding: their output is 0.
+            Tokens past `cu_seqlens_q[B]` are padding: their output is 0. They, and keys past `cu_seqlens_k[B]`, may hold anything.
         max_seqlen_q, max_seqlen_k: upper bounds in tokens on the requests' lengths, host ints.
         mask: `[T, >= max_seqlen_k]`, bool or additive; column j is key j of the token's request.
         scale, causal, window, softcap, sinks, k_scale, v_scale, kernel: as in `attention`; causal is bottom-right per request.
