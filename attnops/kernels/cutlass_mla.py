@@ -114,7 +114,7 @@ register(
             extent_at_most("queries", 1),
             one_of("last_dim_contiguous", True),
             one_of("pages_packed", True),
-            *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed", "plan"),
+            *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
         packages=(_sgl.package("0.3.18"),),
         probe=_probe,

@@ -173,7 +173,7 @@ NEEDS: tuple[Need, ...] = (
     value_dim,
     bfloat16_sinks,
     one_of("last_dim_contiguous", True),
-    *without("mask", "kv_scales", "plan"),
+    *without("mask", "kv_scales"),
 )
 ABOUT = "FlashAttention-3 of sgl-kernel"
 for _op, _run in (("attention", attention), ("varlen_attention", varlen_attention), ("paged_attention", paged_attention)):

@@ -81,7 +81,7 @@ register(
             one_of("page_size", PAGE),
             extent_at_most("queries", 1),
             one_of("last_dim_contiguous", True),
-            *without("mask", "sinks", "kv_scales", "softcap", "windowed", "plan"),
+            *without("mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),

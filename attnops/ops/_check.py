@@ -48,6 +48,19 @@ def same_device(query: Tensor, **others: Tensor | None) -> None:
             raise InvalidInput(f"{field}.device", value.device, f"{query.device}, as the first argument")
 
 
+def plan(device: torch.device, given: Tensor | None) -> None:
+    """Made on the device for the device (int32), or by the host for the host (int64)."""
+    if given is None or (given.dtype, given.device.type) == (torch.int64, "cpu"):
+        return
+    if given.dtype != torch.int32 or given.device != device:
+        raise InvalidInput("plan", f"{name(given.dtype)} on {given.device}", f"int32 on {device}, or int64 on cpu: what a plan op returned")
+
+
+def plan_kind(given: Tensor | None) -> str:
+    """As a Problem says it."""
+    return "none" if given is None else "host" if given.dtype == torch.int64 else "device"
+
+
 def equal(field: str, got: Any, want: Any, meaning: str) -> None:
     """Two sizes are the same."""
     need(got == want, field, got, f"{want} ({meaning})")

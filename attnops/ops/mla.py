@@ -52,8 +52,9 @@ def _check_mla(
     check.tensor("output", output, 3, check.FLOATS if q_nope.dtype in STORED else (q_nope.dtype,), "[T, H, Dc]")
     check.same_device(
         q_nope, q_pe=q_pe, latent_pages=latent_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-        mask=mask, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, plan=plan, output=output, lse=lse, workspace=workspace,
+        mask=mask, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
+    check.plan(q_nope.device, plan)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
@@ -115,7 +116,7 @@ def _problem_mla(
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
         kv_scales=q_scale is not None or kv_scale is not None,
         lse=lse is not None,
-        plan=plan is not None,
+        plan=check.plan_kind(plan),
         last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
         pages_packed=latent_pages.stride() == (page_size * latent_pages.shape[2], latent_pages.shape[2], 1),
         tokens=Extent.of(q_nope.shape[0]),
@@ -181,7 +182,8 @@ def mla_attention(
         window_left: keys further back than this are not seen; -1: unbounded.
         softcap, mask, sinks: as in `paged_attention`.
         q_scale, kv_scale: float32 `[1]`, what the stored query and the stored latents are multiplied by.
-        plan: what the chosen kernel's plan op made for this batch, for kernels that plan.
+        plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
+            otherwise, or not at all, do not read it.
         output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised query; allocated when None
             (bfloat16 for a quantised query). lse: float32 `[T, H]`, natural log, to write into, or None.
         workspace: scratch for kernels that ask for one, owned by the caller.

@@ -47,8 +47,9 @@ def _check_paged(
     check.tensor("output", output, 3, (query.dtype,), "[T, Hq, Dv]")
     check.same_device(
         query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, plan=plan, output=output, lse=lse, workspace=workspace,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
+    check.plan(query.device, plan)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.heads(query, k_pages, v_pages)
@@ -120,7 +121,7 @@ def _problem_paged(
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
         kv_scales=k_scale is not None or v_scale is not None,
         lse=lse is not None,
-        plan=plan is not None,
+        plan=check.plan_kind(plan),
         last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
         tokens=Extent.of(query.shape[0]),
         batch=Extent.of(page_table.shape[0]),
@@ -181,7 +182,8 @@ def paged_attention(
         mask: `[T, >= max_pages * page]`, bool or additive, e.g. the tree of a speculative verify.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
         scale, window, softcap, sinks, k_scale, v_scale: as in `attention`.
-        plan: what the chosen kernel's plan op made for this batch, for kernels that plan.
+        plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
+            otherwise, or not at all, do not read it.
         output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]` to write into, or None.
         workspace: scratch for kernels that ask for one, owned by the caller.
         kernel: force a kernel by name for this call.

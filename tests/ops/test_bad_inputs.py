@@ -141,6 +141,8 @@ BAD = [
     Bad("paged_attention", {"k_pages": f(4, 0, 2, 8), "v_pages": f(4, 0, 2, 6)}, "k_pages.shape[1]", "0", ">= 1 token a page"),
     Bad("paged_attention", {"page_table": i(0, 1, 2, 3, dtype=I64).reshape(2, 2)}, "page_table.dtype", "int64", "int32"),
     Bad("paged_attention", {"page_table": i(0, 1, 2, 3)}, "page_table", "(4,)", "[B, max_pages]"),
+    Bad("paged_attention", {"plan": f(3)}, "plan", "float32 on cpu", "int32 on cpu, or int64 on cpu"),
+    Bad("mla_attention", {"plan": f(3, dtype=BF16)}, "plan", "bfloat16 on cpu", "int32 on cpu"),
     Bad("paged_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (one length a row of the page table)"),
     Bad("paged_attention", {"seq_lens": i(2, 3, dtype=I64)}, "seq_lens.dtype", "int64", "int32"),
     Bad("paged_attention", {"cu_seqlens_q": i(0, 3)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),

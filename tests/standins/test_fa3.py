@@ -180,7 +180,6 @@ def test_explain_names_it():
         ({"v_head_dim": 64}, "v_head_dim"),
         ({"target": Target("cuda", 80, ("sgl_kernel",)), "head_dim": 192}, "v_head_dim"),
         ({"mask": "bool"}, "mask"),
-        ({"plan": True}, "plan"),
         ({"last_dim_contiguous": False}, "last_dim_contiguous"),
         ({"dtype": F16, "kv_dtype": F16, "sinks": True, "sinks_dtype": BF16}, "dtype"),
     ],

@@ -207,7 +207,6 @@ REFUSED = {
                      ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
         "float8": (decode(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
                    ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
-        "plan": (decode().with_(plan=torch.zeros(1)), 90, ["plan=True (wants no)"]),
     },
     "cutlass_mla": {
         "page": (decode(page=48), 100, ["page_size=48 (wants 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128)"]),
