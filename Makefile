@@ -31,7 +31,7 @@ docs: .venv/.ready ## write the generated tables of README and docs
 
 # A GPU host brings its own torch and often has no network, so the two targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3
-	$(PYTHON) -m pytest tests/gpu tests/hf/test_cuda.py -m gpu -q -p no:cacheprovider
+	$(PYTHON) tests/gpu/run.py
 
 gpu-bench: ## measurements on a CUDA device, with the system's python3
 	$(PYTHON) benchmarks/run.py --device cuda

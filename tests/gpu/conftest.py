@@ -4,20 +4,29 @@ import json
 import os
 import subprocess
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from attnops.kernel import all_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 FOUND: dict[str, Any] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    # One of several processes takes its share; see run.py.
+    if shard := os.environ.get("SHARD"):
+        at, of = map(int, shard.split("/"))
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == at]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
 
 
 @pytest.fixture
@@ -38,6 +47,7 @@ def versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
+        "packages": sorted({v for k in all_kernels() for v in k.versions() if not v.endswith("==None")}),
     }
 
 
@@ -46,5 +56,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
     folder.mkdir(parents=True, exist_ok=True)
+    name = f"kernels.{shard.partition('/')[0]}.json" if (shard := os.environ.get("SHARD")) else "kernels.json"
     report = {**versions(), "passed": exitstatus == 0, **FOUND}
-    (folder / "kernels.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    (folder / name).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")

@@ -1,5 +1,7 @@
 """Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live in a CUDA graph."""
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -8,29 +10,65 @@ from torch.utils import _pytree as pytree
 
 from attnops.kernel import Capture, Kernel, all_kernels
 from attnops.ops import OPS
-from attnops.testing import CASES, Mismatch, check_kernel, refusals
+from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
+from attnops.testing.inputs import Source
+from tests.gpu.wide import WIDE, DeviceSource
+
+# A kernel that is built anew for every shape or dtype shows how far it comes; what it did not reach is counted in the results.
+SECONDS = 40.0
 
 KERNELS = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels()]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_numerics(kernel: Kernel, found: dict[str, Any]) -> None:
-    wrong, ran, refused, worst = [], 0, 0, 0.0
-    for case in CASES[kernel.op]:
+def run_all(kernel: Kernel, cases: tuple[Case, ...], source: Any) -> dict[str, Any]:
+    """The cases through `check_kernel`, in a fixed random order and until the time is up. source: makes the Source of a seed."""
+    wrong, refused, worst, ran, left_out = [], [], 0.0, 0, 0
+    end = time.monotonic() + SECONDS
+    for seed, case in enumerate(random.Random(kernel.name).sample(cases, len(cases))):
+        if time.monotonic() > end:
+            left_out += 1
+            continue
         try:
-            figures = check_kernel(kernel, case.call(seed=ran, device="cuda"))
+            figures = check_kernel(kernel, case.build(source(seed)))
         except Mismatch as mismatch:
             wrong.append(f"{case}: {mismatch}")
             continue
-        refused += bool(figures.refused)
-        ran += not figures.refused
-        worst = max(worst, figures.worst)
-    found.setdefault("numerics", {})[f"{kernel.op}.{kernel.name}"] = {
-        "cases": ran, "refused": refused, "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)
-    }  # fmt: skip
-    assert not wrong, "\n".join(wrong[:8])
-    if not ran:
-        pytest.skip(f"takes no case on this GPU: {figures}")
+        except torch.OutOfMemoryError:
+            wrong.append(f"{case}: out of memory")
+            torch.cuda.empty_cache()
+            continue
+        if figures.refused:
+            refused.append(f"{case}: {figures}")
+        else:
+            ran, worst = ran + 1, max(worst, figures.worst)
+    done = {"cases": ran, "refused": len(refused), "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
+    if left_out:
+        done["left_out_for_time"] = left_out
+    return done | ({"first_wrong": wrong[0][:300]} if wrong else {"why_refused": refused[0][:300]} if not ran else {})
+
+
+def settle(done: dict[str, Any]) -> None:
+    assert not done["wrong"], done
+    if not done["cases"]:
+        pytest.skip(f"takes no case on this GPU: {done['why_refused']}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numerics(kernel: Kernel, found: dict[str, Any]) -> None:
+    done = run_all(kernel, CASES[kernel.op], lambda seed: Source(seed, "cuda"))
+    found.setdefault("numerics", {})[f"{kernel.op}.{kernel.name}"] = done
+    settle(done)
+
+
+# `reference` is what the oracle runs, in float64.
+AT_SIZE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.op in WIDE and k.name != "reference"]
+
+
+@pytest.mark.parametrize("kernel", AT_SIZE)
+def test_numerics_at_size(kernel: Kernel, found: dict[str, Any]) -> None:
+    done = run_all(kernel, WIDE[kernel.op], lambda seed: DeviceSource(seed, "cuda"))
+    found.setdefault("numerics_at_size", {})[f"{kernel.op}.{kernel.name}"] = done
+    settle(done)
 
 
 @pytest.mark.parametrize("name", ["default", *sorted({k.name for k in all_kernels()})])

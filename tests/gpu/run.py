@@ -1,0 +1,76 @@
+"""Runs the GPU tests in several processes, because kernels that are built at first use keep one core busy each, and merges their results.
+
+    python3 tests/gpu/run.py [PROCESSES]
+
+Writes kernels.json under $OUT if set, else benchmarks/results/local. Exits with 1 when a test failed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = ("tests/gpu", "tests/hf/test_cuda.py", "tests/standins", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=8", "-rf")
+
+
+def run(processes: int, folder: Path) -> int:
+    """Every shard to its end, its output in shard.<i>.txt. Returns how many failed."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", *SUITE],
+            cwd=ROOT,
+            env={**os.environ, "SHARD": f"{at}/{processes}", "OUT": str(folder)},
+            stdout=(folder / f"shard.{at}.txt").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for at in range(processes)
+    ]
+    return sum(process.wait() not in (0, 5) for process in started)  # 5: no test fell to this one
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several: sections are joined, `passed` is that of all."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                whole.setdefault(name, {}).update(value)
+            else:
+                whole[name] = value
+    return whole | {"passed": bool(parts) and all(part["passed"] for part in parts)}
+
+
+def counts(texts: list[str]) -> dict[str, int]:
+    """Tests by outcome, from the last lines of pytest's outputs."""
+    found: dict[str, int] = {}
+    for text in texts:
+        for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", text.strip().rpartition("\n")[2]):
+            found[outcome] = found.get(outcome, 0) + int(number)
+    return found
+
+
+def main() -> int:
+    processes = int(sys.argv[1]) if len(sys.argv) > 1 else min(4, os.cpu_count() or 1)
+    folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    failed = run(processes, folder)
+    texts = [(folder / f"shard.{at}.txt").read_text() for at in range(processes)]
+    print("\n".join(texts))
+    files = [file for at in range(processes) if (file := folder / f"kernels.{at}.json").exists()]
+    report = merge([json.loads(file.read_text()) for file in files])
+    report |= {"tests": counts(texts), "seconds": round(time.monotonic() - start), "passed": failed == 0 and bool(files)}
+    (folder / "kernels.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    for file in files:
+        file.unlink()
+    print(f"{report['tests']} in {report['seconds']} s, {processes} processes -> {folder / 'kernels.json'}")
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What can be said of the GPU suite without one: its grid is made of calls in order, and the runner merges what its processes found."""
+
+import pytest
+import torch
+
+from attnops.ops import OPS
+from tests.gpu.run import counts, merge
+from tests.gpu.wide import WIDE, DeviceSource
+
+
+@pytest.mark.parametrize("op", WIDE)
+def test_every_point_is_a_call_in_order_and_its_own_problem(op):
+    seen = {}
+    for case in WIDE[op]:
+        if "32768" in case.label or "4096" in case.label:
+            continue  # large; the same builders
+        call = case.build(DeviceSource(0, "cpu"))
+        OPS[op].check(*call.args, **call.kwargs)
+        assert seen.setdefault(str(call.problem), case) is case or "page" in case.label, (case, seen[str(call.problem)])
+
+
+def test_the_grid_has_what_it_is_there_for():
+    sizes = {"page_size": set(), "group_size": set(), "head_dim": set(), "dtype": set()}
+    for op in ("paged_attention", "mla_attention"):
+        for case in WIDE[op]:
+            if "32768" not in case.label:
+                problem = case.build(DeviceSource(0, "cpu")).problem
+                for name, values in sizes.items():
+                    values.add(getattr(problem, name))
+    assert sizes["page_size"] >= {1, 16, 64, 128, 256} and sizes["group_size"] >= {1, 2, 3, 4, 8, 16}
+    assert sizes["head_dim"] >= {64, 96, 128, 192, 256, 576} and sizes["dtype"] >= {torch.float16, torch.bfloat16}
+
+
+def test_reports_are_merged():
+    parts = [{"torch": "2", "passed": True, "numerics": {"a": 1}}, {"torch": "2", "passed": False, "numerics": {"b": 2}, "replay": {}}]
+    assert merge(parts) == {"torch": "2", "passed": False, "numerics": {"a": 1, "b": 2}, "replay": {}}
+    assert merge([])["passed"] is False
+
+
+def test_outcomes_are_counted():
+    assert counts(["...\n3 passed, 1 skipped in 2.0s\n", "x\n1 failed, 2 passed in 1s"]) == {"passed": 5, "skipped": 1, "failed": 1}
+    assert counts(["killed"]) == {}
