@@ -124,7 +124,8 @@ class Kernel:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
         unmet = tuple(r for need in self.needs if (r := need(problem)))
         if not unmet and self.workspace_bytes is not None and problem.workspace < (size := self.workspace_bytes(problem)):
-            unmet = (Refusal("workspace", f"{problem.workspace} bytes", f">= {size} bytes; zeroed once: attnops.explain(...).workspace_bytes"),)
+            want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
+            unmet = (Refusal("workspace", f"{problem.workspace} bytes", want),)
         return self.absences(problem.target) + unmet
 
     def absences_key(self) -> str:

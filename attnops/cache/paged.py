@@ -34,7 +34,7 @@ class PagedCache:
         max_requests: rows of the tables. max_pages_per_request: their width.
         dtype: of the pages; float16, bfloat16, float32, float64, or float8_e4m3fn, float8_e5m2, int8 (with scales given to the ops).
         device: where pages and tables lie.
-        workspace_bytes: scratch for kernels that ask for one, zeroed here and carried by every batch; `attnops.explain(...)` knows how much.
+        workspace_bytes: scratch for kernels that ask for one, zeroed here, carried by every batch; `attnops.explain(...)` knows the size.
 
     Attributes:
         k_pages, v_pages: a tuple of one `[num_pages, page_size, Hkv, D]` (`Dv`) tensor a layer, zero at first.

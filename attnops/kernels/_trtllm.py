@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,8 @@ from attnops.reference.packed import rows_of
 
 PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2", "pip install flashinfer-python")
 
+CUDA = "/usr/local/cuda/bin"
+
 SMS = 256
 """More streaming multiprocessors than any GPU has: what is sized by their number is sized by this, which needs no device."""
 
@@ -24,11 +25,9 @@ def no_compiler(target: Target) -> Refusal | None:
     """The probe: FlashInfer builds its modules with nvcc and ninja at first use, unless a package of built ones is there."""
     if target.assume is not None or find_spec("flashinfer_jit_cache") is not None:
         return None
-    # As flashinfer/jit/cpp_ext.py looks for it.
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = os.environ.get("FLASHINFER_NVCC") or shutil.which("nvcc") or Path(home, "bin", "nvcc")
-    absent = [name for name, there in (("nvcc", Path(nvcc).exists()), ("ninja", shutil.which("ninja") is not None)) if not there]
-    return Refusal("package", f"flashinfer without {' and '.join(absent)}", "nvcc and ninja, or flashinfer-jit-cache") if absent else None
+    absent = [name for name in ("nvcc", "ninja") if shutil.which(name) is None and not Path(CUDA, name).exists()]
+    want = f"nvcc and ninja on PATH (or nvcc in {CUDA}), or flashinfer-jit-cache"
+    return Refusal("package", f"flashinfer without {' and '.join(absent)}", want) if absent else None
 
 
 def scales(p: Problem) -> Refusal | None:

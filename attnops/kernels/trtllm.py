@@ -8,7 +8,8 @@ turns `NHD` pages into `HND` views. lse comes in base 2.
 
 from __future__ import annotations
 
-from math import log, log2
+from math import log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ FEW = 8
 """Queries a request up to which the decode kernel, which splits the keys, takes a causal call."""
 
 PREFILL_DIMS = ((192, 128), (128, 128), (256, 256))
-LN2, LOG2E = log(2.0), log2(2.718281828459045)
+LN2 = log(2.0)
 
 
 def paged_attention(
@@ -67,18 +68,19 @@ def paged_attention(
     out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     # A request without keys is given one, and page ids past a request's end are made pages, so that neither meets an odd path in the
     # kernel; what comes of it is thrown away.
-    lengths, table = seq_lens.clamp(min=1), page_table.clamp(min=0)
-    given = dict(
-        query=query, kv_cache=(k_pages, v_pages), workspace_buffer=scratch, block_tables=table, seq_lens=lengths, window_left=window_left,
-        out=out, sinks=None if sinks is None else sinks.float().contiguous(), kv_layout="NHD", lse=lse,
-        cum_seq_lens_q=cu_seqlens_q.contiguous(), bmm2_scale=1.0 if v_scale is None else v_scale, multi_ctas_kv_counter_buffer=counters,
-    )  # fmt: skip
+    lengths, table = seq_lens.clamp(min=1).contiguous(), page_table.clamp(min=0)
+    given: dict[str, Any] = {
+        "query": query, "kv_cache": (k_pages, v_pages), "kv_layout": "NHD", "block_tables": table.contiguous(), "seq_lens": lengths,
+        "cum_seq_lens_q": cu_seqlens_q.contiguous(), "window_left": window_left, "out": out, "lse": lse,
+        "sinks": None if sinks is None else sinks.float().contiguous(), "bmm2_scale": 1.0 if v_scale is None else v_scale,
+        "workspace_buffer": scratch, "multi_ctas_kv_counter_buffer": counters,
+    }  # fmt: skip
     if few(max_seqlen_q, causal):
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
         trtllm_batch_decode_with_kv_cache(
             **given, max_seq_len=pages * k_pages.shape[1], q_len_per_req=None, max_q_len=max_seqlen_q, backend="trtllm-gen",
-            bmm1_scale=scale, bmm1_scale_log2=None if k_scale is None else k_scale * (scale * LOG2E),
+            bmm1_scale=scale, bmm1_scale_log2=None if k_scale is None else k_scale * (scale / LN2),
         )  # fmt: skip
     else:
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache
@@ -200,9 +202,5 @@ ABOUT = "TensorRT-LLM's generated kernels (flashinfer)"
 for _op, _run, _needs, _size in (
     ("paged_attention", paged_attention, PAGED, workspace_bytes), ("varlen_attention", varlen_attention, PACKED, None),
 ):  # fmt: skip
-    register(
-        Kernel(
-            "trtllm", _op, _run, needs=(*COMMON, *_needs), packages=(PACKAGE,), probe=no_compiler, cost_us=_cost_us,
-            workspace_bytes=_size, tolerance=2.0, about=ABOUT,
-        )  # fmt: skip
-    )
+    _what: dict[str, Any] = {"packages": (PACKAGE,), "probe": no_compiler, "cost_us": _cost_us, "about": ABOUT}
+    register(Kernel("trtllm", _op, _run, needs=(*COMMON, *_needs), workspace_bytes=_size, tolerance=2.0, **_what))
