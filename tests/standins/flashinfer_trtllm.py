@@ -72,8 +72,7 @@ def installed() -> Iterator[Called]:
     for path, parameters in SIGNATURES.items():
         module, name = path.split(".")
         setattr(modules[module], name, _function(name, parameters, BODIES[name], calls))
-    modules["utils"].get_device_sm_count = lambda device: SM_COUNT
-    modules["utils"].device_support_pdl = lambda device: False
+    vars(modules["utils"]).update(get_device_sm_count=lambda device: SM_COUNT, device_support_pdl=lambda device: False)
     package = ModuleType("flashinfer")
     package.__path__ = []
     named = {"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}
@@ -82,11 +81,11 @@ def installed() -> Iterator[Called]:
     try:
         yield calls
     finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
+        for full, old in before.items():
+            if old is None:
+                del sys.modules[full]
             else:
-                sys.modules[name] = module
+                sys.modules[full] = old
 
 
 def _function(name: str, parameters: str, body: Callable[..., Any], calls: Called) -> Callable[..., Any]:

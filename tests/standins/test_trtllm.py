@@ -9,7 +9,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.cache import PagedCache
+from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
 from attnops.kernels import _trtllm, _workspace, trtllm, xqa
 from attnops.ops import OPS
@@ -262,6 +263,27 @@ def test_compiled_with_a_workspace_that_no_one_copies(name):
     assert kernel_calls(code) == [f"paged_attention.{name}"] * 2
     assert f"empty_strided_cpu(({size}," not in code
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_cache_brings_it_to_a_layer():
+    layer = attnops.nn.Attention(8, 2, head_dim=64, kernel="xqa")
+    q, k = torch.randn(1, 8, 64).to(BF16), torch.randn(1, 2, 64).to(BF16)
+
+    def step(size):
+        cache = PagedCache(1, 8, 16, 2, 64, max_requests=3, max_pages_per_request=4, dtype=BF16, device="cpu", workspace_bytes=size)
+        batch = cache.batch([cache.alloc()], 1)
+        return lambda: layer(q, k, k, batch=batch, k_pages=cache.k_pages[0], v_pages=cache.v_pages[0])
+
+    with pretend(TARGETS["xqa"]), torch.no_grad():
+        asked = attnops.explain(step(0), target=TARGETS["xqa"], quiet=True)
+        assert asked.workspace_bytes == _workspace.total(xqa.scratch_bytes(4, 64))
+        with pytest.raises(NoKernel, match="workspace=0 bytes"):
+            step(0)()
+        call = step(asked.workspace_bytes)
+        assert attnops.explain(call, target=TARGETS["xqa"], quiet=True).chosen()[-1] == "paged_attention.xqa"
+        got, code = compiled_code(lambda: torch.compile(call, fullgraph=True)())
+        assert "paged_attention.xqa" in kernel_calls(code)
+        torch.testing.assert_close(got, k.repeat_interleave(4, 1))
 
 
 def test_packed_prefill_compiled_and_with_a_gradient():
