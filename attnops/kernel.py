@@ -94,6 +94,8 @@ class Kernel:
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
+        The caller zeroes it once. None: the kernel asks for none.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Kernel:
     tolerance: float = 1.0
     batch_invariant: bool = False
     inline: bool = False
+    workspace_bytes: Callable[[Problem], int] | None = None
     contract: int = CONTRACT
     about: str = ""
 
@@ -119,7 +122,11 @@ class Kernel:
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem)))
+        unmet = tuple(r for need in self.needs if (r := need(problem)))
+        if not unmet and self.workspace_bytes is not None and problem.workspace < (size := self.workspace_bytes(problem)):
+            want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
+            unmet = (Refusal("workspace", f"{problem.workspace} bytes", want),)
+        return self.absences(problem.target) + unmet
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""
