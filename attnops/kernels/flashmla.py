@@ -1,4 +1,4 @@
-"""`flashmla`: the FlashMLA dense decode inside the sgl_kernel wheel, for latents of 512 + 64 on SM90.
+"""`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
 Called without scheduler metadata, the raw op computes it on the device from this call's lengths: no state, no sync, and a captured
 graph follows its inputs. One query token a request: the op wants the same number of queries of every request, and the contract
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, arch, dtypes, extent_at_most, one_of, register, without
-from attnops.kernels import _sgl
+from attnops.kernels import _flashmla_sparse, _sgl
 from attnops.kernels._decode import by_token
 from attnops.problem import Problem
 
@@ -87,5 +87,17 @@ register(
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
         about="FlashMLA dense decode (sgl_kernel)",
+    )
+)
+register(
+    Kernel(
+        "flashmla",
+        "sparse_mla_attention",
+        _flashmla_sparse.sparse_mla_attention,
+        needs=_flashmla_sparse.NEEDS,
+        packages=(_sgl.package("0.4.3"),),
+        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        cost_us=_flashmla_sparse.cost_us,
+        about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )
