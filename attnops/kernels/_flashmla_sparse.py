@@ -134,7 +134,8 @@ def _plain(
     length = None if length is None else length.contiguous()
     keys = pages.flatten(0, 1)[:, None]
     out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, _tiles(indices, PLAIN_TILE)[:, None], scale, LATENT, sinks, length)
-    return out, z if PREFILL_LSE_BASE == math.e else z * math.log(PREFILL_LSE_BASE)
+    unit = math.log(PREFILL_LSE_BASE)
+    return out, z if unit == 1.0 else z * unit
 
 
 def _tiles(indices: Tensor, tile: int) -> Tensor:

@@ -38,7 +38,8 @@ def sparse_mla_attention(
     listed = indices >= 0
     if topk_length is not None:
         listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < topk_length[:, None])
-    latents = torch.where(listed[..., None], _gather(q_nope, q_pe, latent_pages, torch.where(listed, indices, 0).long(), kv_scale, like), 0.0)
+    slots = torch.where(listed, indices, 0).long()
+    latents = torch.where(listed[..., None], _gather(q_nope, q_pe, latent_pages, slots, kv_scale, like), 0.0)
     query = torch.cat([dequantise(q_nope, q_scale, like), dequantise(q_pe, q_scale, like)], -1)
     keys = latents[:, :, None]
     rules = Rules(scale, False, -1, -1, 0.0)
