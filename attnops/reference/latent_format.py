@@ -23,7 +23,8 @@ TOP = 448.0
 LEAST = -13
 """The least exponent of a scale that `pack` makes: a group of zeros needs one too."""
 
-_BIAS, _MANTISSA, _NAN = 127, 23, 0x7FC00000  # of float32
+_BIAS, _WIDTH, _INF, _NAN = 127, 23, 0x7F800000, 0x7FC00000  # of float32
+_TOP_EXPONENT, _TOP_MANTISSA = 8, 0x600000  # 448 = 1.75 * 2^8
 
 
 def packed_bytes(latent_dim: int, rope_dim: int) -> int:
@@ -38,14 +39,15 @@ def pack(latent: Tensor, k_pe: Tensor) -> Tensor:
     an infinity makes NaN of its whole group. Plain torch ops without a change of width, which compilers fuse.
     """
     groups = latent.float().unflatten(-1, (-1, GROUP))
-    # amax lets NaN through. The exponent is read from the bits: log2 may be off by one where it matters.
-    bits = (groups.abs().amax(-1) / TOP).view(torch.int32)
-    exponent = (bits >> _MANTISSA) + ((bits & ((1 << _MANTISSA) - 1)) != 0).to(torch.int32)
-    finite = (bits >= 0) & (exponent < 2 * _BIAS)
-    bits = torch.where(finite, exponent.clamp(min=_BIAS + LEAST) << _MANTISSA, _NAN)
-    stored = (groups / bits.view(torch.float32)[..., None]).clamp(-TOP, TOP).to(torch.float8_e4m3fn)
+    # By the bits: log2 may be off by one on an edge, and so may a compiler's division. amax lets NaN through.
+    most = groups.abs().amax(-1).view(torch.int32)
+    above = ((most & ((1 << _WIDTH) - 1)) > _TOP_MANTISSA).to(torch.int32)
+    exponent = ((most >> _WIDTH) - _TOP_EXPONENT + above).clamp(min=_BIAS + LEAST)
+    finite = (most >= 0) & (most < _INF)
+    scale, inverse = (torch.where(finite, e << _WIDTH, _NAN) for e in (exponent, 2 * _BIAS - exponent))
+    stored = (groups * inverse.view(torch.float32)[..., None]).clamp(-TOP, TOP).to(torch.float8_e4m3fn)
     rope = k_pe.to(torch.bfloat16).view(torch.int16)
-    return torch.cat([stored.view(torch.uint8).flatten(-2), _bytes(bits, 4), _bytes(rope, 2)], -1)
+    return torch.cat([stored.view(torch.uint8).flatten(-2), _bytes(scale, 4), _bytes(rope, 2)], -1)
 
 
 def unpack(packed: Tensor, latent_dim: int, rope_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -72,7 +72,8 @@ def _lists(source: Source, counts: Sequence[int], topk: int, total: int, lengths
     pool = source.permutation(total)[: max(total - 2, 1)]
     for count in counts:
         order = source.permutation(len(pool))
-        picked = [pool[order[i % (max(count // 2, 1) if twice else len(order))]] for i in range(count)]
+        order = order[: max(count // 2, 1)] if twice else order
+        picked = [pool[order[i % len(order)]] for i in range(count)]
         used[picked] = True
         row = picked + [PAST if lengths else -1] * (topk - count)
         lists += row if lengths else [row[i] for i in source.permutation(topk)]

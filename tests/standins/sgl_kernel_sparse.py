@@ -128,7 +128,8 @@ def sparse_prefill_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_lengt
     CALLS.append("sparse_prefill_fwd")
     good = architecture() in (90, 100)
     check(good, "Sparse Attention Forward Kernel is only supported on SM90a and SM100f architectures.")
-    for name, tensor, dims in (("q", q, 3), ("kv", kv, 3), ("indices", indices, 3), ("attn_sink", attn_sink, 1), ("topk_length", topk_length, 1)):
+    ranks = (("q", q, 3), ("kv", kv, 3), ("indices", indices, 3), ("attn_sink", attn_sink, 1), ("topk_length", topk_length, 1))
+    for name, tensor, dims in ranks:
         dim_of(name, tensor, dims)
     tokens, heads, dim = q.shape
     slots_in_all, kv_heads, _ = kv.shape

@@ -84,7 +84,7 @@ def test_an_installed_wheel_holds_these_schemas(schema):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_foreign_op_refuses_other_devices(packed):
     a_call = call(packed=packed)
-    with pretend(Target("cuda", 80, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match="only supported on|Unsupported arch"):
+    with pretend(Target("cuda", 80, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match=r"only supported on|Unsupported arch"):
         KERNEL.run(*a_call.args, **a_call.kwargs)
 
 
