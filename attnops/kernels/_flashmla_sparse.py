@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Need, arch, at_most, one_of, without
 from attnops.kernels import _sgl
-from attnops.problem import Problem
 
 LIBRARY = "flashmla_ops.*"
 LATENT, ROPE = 512, 64
@@ -30,18 +28,6 @@ PREFILL_LSE_BASE = math.e
 
 MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
-
-NEEDS: tuple[Need, ...] = (
-    arch(90, 100),
-    one_of("dtype", torch.bfloat16),
-    one_of("kv_dtype", torch.bfloat16, torch.uint8),
-    at_most("q_heads", HEADS[-1]),
-    one_of("v_head_dim", LATENT),
-    one_of("rope_dim", ROPE),
-    one_of("last_dim_contiguous", True),
-    one_of("pages_packed", True),
-    *without("kv_scales"),
-)
 
 
 def sparse_mla_attention(
@@ -151,15 +137,3 @@ def _write_lse(lse: Tensor, z: Tensor, sinks: Tensor | None) -> None:
         torch.nan_to_num(z, nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"), out=lse)
     else:
         torch.logaddexp(z.masked_fill(z == float("inf"), float("-inf")), sinks, out=lse)
-
-
-def cost_us(p: Problem) -> float:
-    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90.
-
-    bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or not.
-    """
-    blocks = max(p.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
-    packed = p.kv_dtype == torch.uint8
-    filled = blocks if packed else -(-blocks // 132) * 132
-    products = 2 * HEADS[0] * (p.head_dim + p.v_head_dim) / (4.1e8 if packed else 6e8)
-    return (15.0 if packed else 10.0) + max(p.context.hint, 1) * max(filled * products, p.tokens.hint * (656 if packed else 1152) / 3.5e6)
