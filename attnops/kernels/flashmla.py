@@ -1,8 +1,8 @@
 """`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
 Called without scheduler metadata, the raw ops compute it on the device from this call's lengths: no state, no sync, and a captured
-graph follows its inputs. Dense decode is for one query token a request: the op wants the same number of queries of every request, and the contract
-lets them differ.
+graph follows its inputs. Dense decode is for one query token a request: the op wants the same number of queries of every request,
+and the contract lets them differ.
 """
 
 from __future__ import annotations

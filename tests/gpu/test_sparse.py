@@ -129,7 +129,7 @@ def test_only_the_kernel_and_one_copy_run(packed: bool, found: dict[str, Any]) -
             call()
         end.record()
         torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    names = [e.name for e in profile.events() if str(e.device_type).endswith("CUDA")]
     if not names:
         pytest.skip("the profiler saw no device kernel")
     label = "packed" if packed else "bfloat16"
@@ -151,7 +151,7 @@ def test_more_tokens_than_one_call_takes(heads: int, found: dict[str, Any]) -> N
             query[..., :512], query[..., 512:], pages, lists, scale=SCALE, lse=lse, kernel="flashmla"
         ), lse  # fmt: skip
     # The latents are the same numbers in both forms.
-    torch.testing.assert_close(results["packed"][0].float(), results["bfloat16"][0].float(), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(results["packed"][0].float(), results["bfloat16"][0].float(), rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(results["packed"][1], results["bfloat16"][1], rtol=1e-5, atol=1e-3)
     found.setdefault("flashmla_sparse", {})[f"tokens_{tokens}_heads_{heads}"] = "packed equals bfloat16"
 
