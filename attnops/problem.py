@@ -135,7 +135,8 @@ class Problem:
     Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
     `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
-    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
+    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps; `kv_dtype` uint8 that latents are
+    in the packed format.
     `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
     multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).

@@ -13,9 +13,10 @@ from attnops.problem import Extent, Problem, Refusal, Target
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
-MLA = "mla_attention"
+MLA, SPARSE = "mla_attention", "sparse_mla_attention"
+WRITES = ("write_kv", "write_latent", "write_latent_packed")
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
-BF16, F32, E4M3, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32
+BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
 Change = Mapping[str, Any]
 
@@ -30,17 +31,18 @@ class Feature:
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, "write_kv", "write_latent", "merge_state")),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", "merge_state")),
     Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
     Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
-    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA)),
+    Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE)),
     Feature("mask", {"mask": "additive"}, (*ATTENTION, MLA)),
     Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
-    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA)),
+    Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
     Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
-    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, "write_kv", "write_latent")),
+    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, "write_kv", "write_latent")),
+    Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
-    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, "write_kv", "write_latent")) for n in (1, 16, 64, 128)),
+    *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, *WRITES)) for n in (1, 16, 64, 128)),
 )
 
 _HEADS = {"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
@@ -59,6 +61,8 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
     MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
+    SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),
+    "write_latent_packed": ({**_DEEPSEEK, "kv_dtype": U8, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),

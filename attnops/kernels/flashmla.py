@@ -1,8 +1,8 @@
-"""`flashmla`: the FlashMLA dense decode inside the sgl_kernel wheel, for latents of 512 + 64 on SM90.
+"""`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
-Called without scheduler metadata, the raw op computes it on the device from this call's lengths: no state, no sync, and a captured
-graph follows its inputs. One query token a request: the op wants the same number of queries of every request, and the contract
-lets them differ.
+Called without scheduler metadata, the raw ops compute it on the device from this call's lengths: no state, no sync, and a captured
+graph follows its inputs. Dense decode is for one query token a request: the op wants the same number of queries of every request,
+and the contract lets them differ.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl
 from attnops.kernels._decode import by_token
+from attnops.kernels._flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
+from attnops.kernels._flashmla_sparse import LIBRARY as LIBRARY
 from attnops.problem import Problem
 
-LIBRARY = "flashmla_ops.*"
-PAGE, LATENT, ROPE = 64, 512, 64
+PAGE = 64
 
 
 def mla_attention(
@@ -68,6 +69,18 @@ def _cost_us(p: Problem) -> float:
     return 12.0 + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
 
 
+def _sparse_cost_us(p: Problem) -> float:
+    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90.
+
+    bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or not.
+    """
+    blocks = max(p.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
+    packed = p.kv_dtype == torch.uint8
+    filled = blocks if packed else -(-blocks // 132) * 132
+    products = 2 * HEADS[0] * (p.head_dim + p.v_head_dim) / (4.1e8 if packed else 6e8)
+    return (15.0 if packed else 10.0) + max(p.context.hint, 1) * max(filled * products, p.tokens.hint * (656 if packed else 1152) / 3.5e6)
+
+
 register(
     Kernel(
         "flashmla",
@@ -87,5 +100,27 @@ register(
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
         about="FlashMLA dense decode (sgl_kernel)",
+    )
+)
+register(
+    Kernel(
+        "flashmla",
+        "sparse_mla_attention",
+        sparse_mla_attention,
+        needs=(
+            arch(90, 100),
+            one_of("dtype", torch.bfloat16),
+            one_of("kv_dtype", torch.bfloat16, torch.uint8),
+            at_most("q_heads", HEADS[-1]),
+            one_of("v_head_dim", LATENT),
+            one_of("rope_dim", ROPE),
+            one_of("last_dim_contiguous", True),
+            one_of("pages_packed", True),
+            *without("kv_scales"),
+        ),
+        packages=(_sgl.package("0.4.3"),),
+        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        cost_us=_sparse_cost_us,
+        about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )

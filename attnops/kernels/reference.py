@@ -7,7 +7,7 @@ from typing import Any
 
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
-from attnops.reference import attention, data, mla, packed
+from attnops.reference import attention, data, mla, packed, sparse
 
 
 def _cost_us(p: Problem) -> float:
@@ -25,6 +25,7 @@ def _reference(op: str, run: Callable[..., Any], inline: bool = False) -> None:
 
 MATRIX_PRODUCTS = (
     "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
+    "sparse_mla_attention",
 )  # fmt: skip
 
 
@@ -36,6 +37,8 @@ _reference("paged_attention", packed.paged_attention)
 _reference("write_kv", data.write_kv)
 _reference("mla_attention", mla.mla_attention)
 _reference("write_latent", mla.write_latent)
+_reference("sparse_mla_attention", sparse.sparse_mla_attention)
+_reference("write_latent_packed", sparse.write_latent_packed)
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 _reference("merge_state", data.merge_state, inline=True)
 _reference("cu_seqlens", data.cu_seqlens, inline=True)

@@ -1,7 +1,8 @@
 """`scatter`: the write of keys and values, or of latents, as torch's own index_put, lowered in place, so that the compiler fuses
-it with whatever makes them.
+it with whatever makes them; for packed latents with their quantisation, too.
 
 Float8 pages are left to others: writing them takes a view of another dtype, and a write through such a view is lost when inlined.
+Packed pages are bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from attnops.kernel import Kernel, one_of, register
-from attnops.problem import Problem
+from attnops.problem import Problem, Refusal
 from attnops.reference.data import write_kv
 from attnops.reference.mla import write_latent
+from attnops.reference.sparse import write_latent_packed
 
 
 def _cost_us(p: Problem) -> float:
@@ -19,13 +21,22 @@ def _cost_us(p: Problem) -> float:
     return 5.0 + max(p.tokens.hint, 1) * numbers / 1e6
 
 
-for _op, _run in (("write_kv", write_kv), ("write_latent", write_latent)):
+def _float8(p: Problem) -> Refusal | None:
+    """Triton makes float8_e4m3fn from SM89 on."""
+    older = p.target.device == "cuda" and p.target.arch < 89
+    return Refusal("target", p.target, "cpu | sm89 or later") if older else None
+
+
+_FITS = one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
+for _op, _run, _need in (
+    ("write_kv", write_kv, _FITS), ("write_latent", write_latent, _FITS), ("write_latent_packed", write_latent_packed, _float8)
+):  # fmt: skip
     register(
         Kernel(
             "scatter",
             _op,
             _run,
-            needs=(one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8),),
+            needs=(_need,),
             cost_us=_cost_us,
             batch_invariant=True,
             inline=True,

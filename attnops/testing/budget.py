@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from attnops.reference.attention import Rules, dense_visible, logsumexp, reduce_to, scores
+from attnops.reference.latent_format import unpack
 from attnops.testing.inputs import QUANTISED, Call
 
 Allowed = dict[str, "float | Tensor"]
@@ -59,7 +60,9 @@ def _operands(t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value, the first and last dims being those of the call."""
     if "latent_pages" in t:
         query = torch.cat([_plain(t["q_nope"]), _plain(t["q_pe"])], -1)
-        return query.to(t["q_nope"].dtype), t["latent_pages"], t["latent_pages"][..., : t["q_nope"].shape[-1]]
+        pages, latent, rope = t["latent_pages"], t["q_nope"].shape[-1], t["q_pe"].shape[-1]
+        pages = unpack(pages, latent, rope) if pages.dtype == torch.uint8 else pages
+        return query.to(t["q_nope"].dtype), pages, pages[..., :latent]
     return t["query"], *((t["k_pages"], t["v_pages"]) if "k_pages" in t else (t["key"], t["value"]))
 
 
@@ -81,6 +84,8 @@ class _Sizes:
         self.a = min(self.u, roundoff(torch.float32))
         if "page_table" in t:
             keys = t["page_table"].shape[1] * key.shape[1]
+        elif "indices" in t:
+            keys = t["indices"].shape[1]
         else:
             keys = call.arguments.get("max_seqlen_k", key.shape[1])
         self.root_n, self.root_d = sqrt(keys), sqrt(query.shape[-1])
@@ -92,7 +97,7 @@ class _Sizes:
 
 def allowance(call: Call, expected: Mapping[str, Tensor]) -> Allowed:
     """The absolute error each result of `call` may have. `expected`: the exact results; free entries of the call are zero."""
-    if call.op in ("write_kv", "write_latent"):
+    if call.op in ("write_kv", "write_latent", "write_latent_packed"):
         return {}  # check.py compares it slot by slot
     if call.op == "merge_state":
         u = roundoff(call.arguments["output_a"].dtype)

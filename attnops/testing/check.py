@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
+from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.testing import budget
 from attnops.testing.equip import equip
 from attnops.testing.inputs import Call
@@ -71,6 +72,8 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     for name, tensor in given.tensors().items():
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
+    if kernel.op == "write_latent_packed":
+        return Figures(kernel.name, kernel.op, errors=_written_packed(kernel, clean, results["latent_pages"]))
     if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)
@@ -123,7 +126,9 @@ def clone(t: Tensor) -> Tensor:
 def fill(t: Tensor, where: Tensor, poison: bool) -> Tensor:
     """`t` with the entries at `where` set to NaN (the largest int8 for int8), or to 0. In place."""
     if t.dtype.itemsize == 1 and t.dtype != torch.bool:
-        t.view(torch.uint8).masked_fill_(where, 0x7F if poison else 0)  # 0x7f is NaN in both float8 formats
+        # 0x7f is NaN in both float8 formats; bytes of packed numbers are NaN in any width when all are 0xff.
+        byte = 0xFF if t.dtype == torch.uint8 else 0x7F
+        t.view(torch.uint8).masked_fill_(where, byte if poison else 0)
     elif t.is_floating_point():
         t.masked_fill_(where, float("nan") if poison else 0.0)
     return t
@@ -201,3 +206,25 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[
         what = f"{kernel.op}.{kernel.name}: {pages}"
         errors[pages] = compare(what, got.double().flatten(0, 1), want, allowed, 1.0)
     return errors
+
+
+def _written_packed(kernel: Kernel, call: Call, got: Tensor) -> dict[str, tuple[float, float]]:
+    """As `_written`: scales are exact, slots not written keep their bytes, what is read back is within half a step."""
+    what = f"{kernel.op}.{kernel.name}: latent_pages"
+    slots, latent, k_pe = (call.arguments[n] for n in ("slots", "latent", "k_pe"))
+    real, before, after = slots[slots >= 0].long(), call.arguments["latent_pages"].flatten(0, 1), got.flatten(0, 1)
+    kept = torch.ones(before.shape[0], dtype=torch.bool, device=got.device)
+    kept[real] = False
+    if not torch.equal(after[kept], before[kept]):
+        raise Mismatch(f"{what}: slot {int(torch.nonzero((after != before).any(1) & kept)[0])} changed, and no token goes there")
+    latent, k_pe, rows = latent[slots >= 0].double(), k_pe[slots >= 0].double(), after[real]
+    groups = latent.unflatten(-1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / TOP)
+    scale = torch.exp2((exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(min=LEAST).double())
+    scale = torch.where(mantissa == 0, 2.0**LEAST, scale)
+    found = rows[:, latent.shape[1] : rows.shape[1] - 2 * k_pe.shape[1]].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    compare(f"{what}: scale", found, scale, 0.0, 1.0)
+    step = (budget.stored(groups / scale[..., None], torch.float8_e4m3fn) * scale[..., None]).flatten(-2)
+    allowed = torch.cat([step, k_pe.abs() * 2.0**-8], -1)
+    want = torch.cat([latent, k_pe], -1)
+    return {"latent_pages": compare(what, unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64), want, allowed, 1.0)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from attnops.testing import CASES, Features, Source, builders, latent
+from attnops.testing import CASES, Features, Source, builders, latent, sparse
 
 LENGTH = st.integers(0, 5)
 LENGTHS = st.lists(st.integers(0, 5), max_size=3)
@@ -95,6 +95,31 @@ def write_latent(draw):
 
 
 @st.composite
+def sparse_features(draw, packed):
+    f = draw(latent_features())
+    dims = {"head_dim": 130, "v_head_dim": 128, "kv_dtype": None} if packed else {}
+    return replace(f, causal=False, window=(-1, -1), softcap=0.0, mask="none", **dims)
+
+
+@st.composite
+def sparse_mla(draw):
+    packed, topk = draw(st.booleans()), draw(st.integers(0, 6))
+    pages = draw(st.integers(0, 3))
+    counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
+    return sparse.sparse(
+        source(draw), counts, topk, pages, draw(st.sampled_from([1, 3, 4])), draw(sparse_features(packed)),
+        lengths=draw(st.booleans()), packed=packed, twice=draw(st.booleans()), whole=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def write_packed(draw):
+    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
+    return sparse.write_packed(source(draw), slots, pages, page, draw(sparse_features(True)), draw(INDEX))
+
+
+@st.composite
 def merge(draw):
     return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
 
@@ -130,6 +155,8 @@ CALLS = {
     "write_kv": write(),
     "mla_attention": mla(),
     "write_latent": write_latent(),
+    "sparse_mla_attention": sparse_mla(),
+    "write_latent_packed": write_packed(),
     "merge_state": merge(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
 }

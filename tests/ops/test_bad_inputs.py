@@ -11,7 +11,7 @@ import attnops
 from attnops import ops
 from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel
 
-I32, I64, BF16, F32, F64 = torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64
+I32, I64, U8, BF16, F32, F64 = torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 NAN, INF = float("nan"), float("inf")
 
@@ -47,6 +47,13 @@ def good(name) -> dict[str, Any]:
         },
         "write_latent": lambda: {
             "latent": torch.ones(3, 6), "k_pe": torch.ones(3, 2), "latent_pages": f(4, 2, 8), "slots": i(0, -1, 5, dtype=I64),
+        },
+        "sparse_mla_attention": lambda: {
+            "q_nope": f(3, 4, 128), "q_pe": f(3, 4, 2), "latent_pages": f(4, 2, 136, dtype=U8),
+            "indices": i(0, -1, 7, 3, -1, -1).reshape(3, 2), "scale": 0.3, "output": torch.full((3, 4, 128), 7.0),
+        },
+        "write_latent_packed": lambda: {
+            "latent": torch.ones(3, 128), "k_pe": torch.ones(3, 2), "latent_pages": f(4, 2, 136, dtype=U8), "slots": i(0, -1, 5, dtype=I64),
         },
         "merge_state": lambda: {"output_a": f(3, 2, 4), "lse_a": f(3, 2), "output_b": f(3, 2, 4), "lse_b": f(3, 2)},
         "cu_seqlens": lambda: {"lengths": i(1, 2)},
@@ -228,6 +235,36 @@ BAD = [
     Bad("write_latent", {"latent_pages": f(4, 2, 9)}, "latent_pages.shape[2]", "9", "8 (Dc + Dr)"),
     Bad("write_latent", {"latent_pages": f(4, 2, 8).to(E4M3)}, "kv_scale", "None", "because the latents are float8_e4m3fn"),
     Bad("write_latent", {"latent_pages": f(4, 2, 8).to(torch.float8_e5m2)}, "latent_pages.dtype", "float8_e5m2", "float8_e4m3fn"),
+    # picked latents, packed latents
+    Bad("sparse_mla_attention", {"q_nope": f(3, 512)}, "q_nope", "(3, 512)", "[T, H, Dc]"),
+    Bad("sparse_mla_attention", {"q_pe": f(3, 3, 2)}, "q_pe.shape[1]", "3", "4 (the heads of q_nope)"),
+    Bad("sparse_mla_attention", {"indices": f(3, 2)}, "indices.dtype", "float32", "int32"),
+    Bad("sparse_mla_attention", {"indices": i(0, 1).reshape(1, 2)}, "indices.shape[0]", "1", "3 (the tokens of q_nope)"),
+    Bad("sparse_mla_attention", {"indices": i(0, 1, 2).reshape(3, 1, 1)}, "indices", "(3, 1, 1)", "[T, topk]"),
+    Bad("sparse_mla_attention", {"topk_length": i(0, 1)}, "topk_length.shape[0]", "2", "3 (the tokens of q_nope)"),
+    Bad("sparse_mla_attention", {"topk_length": i(0, 1, 2, dtype=I64)}, "topk_length.dtype", "int64", "int32"),
+    Bad("sparse_mla_attention", {"sinks": f(2)}, "sinks.shape[0]", "2", "4 (one logit a query head)"),
+    Bad("sparse_mla_attention", {"latent_pages": f(4, 2, 130, dtype=U8)}, "latent_pages.shape[2]", "130", "136 (bytes of a packed latent)"),
+    Bad("sparse_mla_attention", {"latent_pages": f(4, 0, 136, dtype=U8)}, "latent_pages.shape[1]", "0", ">= 1 token a page"),
+    Bad("sparse_mla_attention", {"latent_pages": f(8, 136, dtype=U8)}, "latent_pages", "(8, 136)", "[P, page, bytes]"),
+    Bad("sparse_mla_attention", {"latent_pages": f(4, 2, 136)}, "latent_pages.shape[2]", "136", "130 (Dc + Dr)"),
+    Bad("sparse_mla_attention", {"latent_pages": f(4, 2, 130, dtype=BF16)}, "latent_pages.dtype", "bfloat16", "float32 | float8_e4m3fn"),
+    Bad("sparse_mla_attention", {"latent_pages": f(4, 2, 130).to(E4M3)}, "kv_scale", "None", "because the latents are float8_e4m3fn"),
+    Bad("sparse_mla_attention", {"kv_scale": f(1)}, "kv_scale", "a tensor", "None, because packed pages hold their own"),
+    Bad("sparse_mla_attention", {"q_nope": f(3, 4, 16), "output": f(3, 4, 16)}, "q_nope.shape[2]", "16", "a multiple of 128"),
+    Bad("sparse_mla_attention", {"scale": NAN}, "scale", "nan", "finite"),
+    Bad("sparse_mla_attention", {"output": f(3, 4, 130)}, "output.shape[2]", "130", "128 ([T, H, Dc])"),
+    Bad("sparse_mla_attention", {"lse": f(4, 3)}, "lse.shape[0]", "4", "3 ([T, H])"),
+    Bad("sparse_mla_attention", {"plan": f(3)}, "plan", "float32 on cpu", "int32 on cpu"),
+    Bad("sparse_mla_attention", {"kernel": "flashmla"}, "target", "target=cpu", "(wants sm90 | sm100)", NoKernel),
+    Bad("sparse_mla_attention", {"q_pe": f(3, 4, 2).requires_grad_()}, "q_pe", "requires_grad=True on q_pe", "no gradient", NoGradient),
+    Bad("write_latent_packed", {"latent": f(3, 100)}, "latent.shape[1]", "100", "a multiple of 128 (pages are packed)"),
+    Bad("write_latent_packed", {"latent": f(3, 1, 128)}, "latent", "(3, 1, 128)", "[T, Dc]"),
+    Bad("write_latent_packed", {"k_pe": f(2, 2)}, "k_pe.shape[0]", "2", "3 (as many as latents)"),
+    Bad("write_latent_packed", {"slots": i(0, 1)}, "slots.shape[0]", "2", "3 (one slot a token)"),
+    Bad("write_latent_packed", {"latent_pages": f(4, 2, 136)}, "latent_pages.dtype", "float32", "uint8"),
+    Bad("write_latent_packed", {"latent_pages": f(4, 2, 656, dtype=U8)}, "latent_pages.shape[2]", "656", "136 (bytes of a packed latent)"),
+    Bad("write_latent_packed", {"k_pe": f(3, 2).requires_grad_()}, "k_pe", "requires_grad=True on k_pe", "no gradient", NoGradient),
 ]  # fmt: skip
 
 

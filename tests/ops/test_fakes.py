@@ -15,7 +15,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops._op import watch
 from attnops.problem import Extent, Target
-from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
+from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle, sparse
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 
@@ -156,6 +156,10 @@ DIMS = {
         "max_seqlen_q": "Q", "output": "T..", "lse": "T.",
     },
     "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
+    "sparse_mla_attention": {
+        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "indices": "TK", "topk_length": "T", "output": "T..", "lse": "T.",
+    },
+    "write_latent_packed": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
     "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
     "cu_seqlens": {"lengths": "B"},
     "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
@@ -182,8 +186,11 @@ def full_call(op) -> Call:
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
         "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
         "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
+        "sparse_mla_attention": lambda: sparse.sparse(s, (5, 0, 7), 7, 4, 16, replace(sparse.PACKABLE, sinks=torch.float32, lse=True),
+                                                      lengths=True, packed=True),
+        "write_latent_packed": lambda: sparse.write_packed(s, (3, -1, 5), 4, 3, sparse.PACKABLE),
         "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),
-    }
+    }  # fmt: skip
     return make[op]() if op in make else CASES[op][0].call()
 
 

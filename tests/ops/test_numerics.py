@@ -160,6 +160,7 @@ def typical_mistakes():
     dense, packed, paged, write = (OPS[n].reference for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
 
     mla, write_latent = OPS["mla_attention"].reference, OPS["write_latent"].reference
+    sparse, write_packed = OPS["sparse_mla_attention"].reference, OPS["write_latent_packed"].reference
 
     def narrow_sum(query, key, value, *args, **kw):
         # Weights and sum in the dtype itself: what a kernel without wide accumulation does.
@@ -228,6 +229,15 @@ def typical_mistakes():
     yield "mla_attention", "deepseek-lse", lambda qn, qp, p, *a, **kw: mla(qn, qp * 0.9, p, *a, **kw)
     yield "write_latent", "plain", lambda c, k, p, slots, **kw: write_latent(c.nan_to_num(), k.nan_to_num(), p, slots.clamp(min=0), **kw)
     yield "write_latent", "int8", lambda c, k, p, slots, s, **kw: write_latent(c, k, p, slots, s * 1.07, **kw)
+    yield "sparse_mla_attention", "plain", lambda qn, qp, p, at, **kw: sparse(qn, qp, p.nan_to_num(), at.clamp(min=0), **kw)
+    yield "sparse_mla_attention", "lse", lambda *a, lse, **kw: (sparse(*a, lse=lse, **kw), lse.div_(math.log(2)))[0]
+    yield "sparse_mla_attention", "sinks_lse", lambda *a, lse, **kw: (sparse(*a, **kw), sparse(*a[:4], lse=lse, **kw))[0]
+    yield "sparse_mla_attention", "lengths", lambda qn, qp, p, at, n, **kw: sparse(qn, qp, p.nan_to_num(), at % 64, **kw)
+    yield "sparse_mla_attention", "packed", lambda qn, qp, p, at, **kw: sparse(qn, qp * 1.1, p, at, **kw)
+    yield "write_latent_packed", "plain", lambda c, k, p, at, **kw: write_packed(c.nan_to_num(), k.nan_to_num(), p, at.clamp(min=0), **kw)
+    yield "write_latent_packed", "plain", lambda c, k, p, at, **kw: write_packed(c * 1.07, k, p, at, **kw)
+    yield "write_latent_packed", "plain", lambda c, k, p, at, **kw: write_packed(c, k * 1.02, p, at, **kw)
+    yield "write_latent_packed", "edge", lambda c, k, p, at, **kw: write_packed(c.nextafter(c * 2), k, p, at, **kw)
     yield "write_kv", "plain", touches_skipped
     yield "write_kv", "int8", wraps
     yield "write_kv", "plain", lambda k, v, kp, vp, slots, **kw: write(k.nan_to_num(), v.nan_to_num(), kp, vp, slots.clamp(min=0), **kw)

@@ -1,0 +1,175 @@
+"""Stand-ins for FlashMLA's sparse ops in the sgl_kernel wheel (sglang-kernel 0.4.3): not the kernels.
+
+The same schema strings, argument checks and shapes, over a plain torch body on the CPU, so that a wrapper's whole path runs where the
+wheel cannot. Like the wheel they register one backend and no fake. Messages of checks are the wheel's. That a tensor is on CUDA is
+the one thing they do not check; what the real kernels do not check and read regardless (slots past the pages, misaligned rows),
+these raise for, and what comes of it there as garbage or NaN comes of it here as NaN.
+"""
+
+import torch
+
+from tests.standins.sgl_kernel_mla import architecture, check
+
+SPARSE_DECODE = (
+    "sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, Tensor? tile_scheduler_metadata, "
+    "Tensor? num_splits, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, int d_v, float sm_scale) "
+    "-> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+SPARSE_PREFILL = (
+    "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? attn_sink=None, "
+    "Tensor? topk_length=None) -> Tensor[]"
+)
+
+CALLS: list[str] = []
+"""The stand-ins called, in order."""
+
+LOG_BASE_OF_PREFILL = None
+"""None: natural, as the source says; a number: what a wheel whose docstring is right would do."""
+
+SM_PARTS, METADATA_INTS = 132, 8
+BYTES = 656
+
+
+def dim_of(name: str, tensor: torch.Tensor | None, dims: int) -> None:
+    check(tensor is None or tensor.dim() == dims, f"{name} must have {dims} dimensions")
+
+
+def dtype_of(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, text: str) -> None:
+    check(tensor is None or tensor.dtype == dtype, f"{name} must have dtype torch::{text}")
+
+
+def last_dim(name: str, tensor: torch.Tensor | None) -> None:
+    check(tensor is None or tensor.stride(-1) == 1, f"{name} must have contiguous last dimension")
+
+
+def shape_of(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], text: str) -> None:
+    check(tensor is None or tuple(tensor.shape) == shape, f"{name} must have shape ({text})")
+
+
+def asserted(ok: bool, text: str) -> None:
+    """KU_ASSERT: an exception that is no TORCH_CHECK's."""
+    check(ok, f"Assertion `{text}` failed.")
+
+
+def aligned(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Rows are loaded or described in pieces of `size` bytes; the GPU calls anything else a misaligned address."""
+    strides = (n * tensor.element_size() for length, n in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if length > 1)
+    good = tensor.data_ptr() % size == 0 and all(n % size == 0 for n in strides)
+    check(good, f"CUDA error: misaligned address ({name}: {size} bytes)")
+
+
+def attend(q, keys, valid, scale, sinks):
+    """q `[n, h, d]`, keys `[n, topk, d]` zero where not `valid` `[n, topk]` -> (out, max, lse without sinks, +inf for none)."""
+    # As the kernels do: masked before the scale.
+    scores = torch.einsum("nhd,nkd->nhk", q.float(), keys).masked_fill(~valid[:, None], float("-inf")) * scale
+    top = scores.amax(-1)
+    lse = torch.logsumexp(scores, -1)
+    below = lse if sinks is None else torch.logaddexp(lse, sinks.expand_as(lse))
+    weights = torch.exp(scores - torch.where(below == float("-inf"), 0.0, below)[..., None])
+    out = torch.einsum("nhk,nkd->nhd", weights, keys[..., :512])
+    return out.to(q.dtype), top, torch.where(lse == float("-inf"), float("inf"), lse)
+
+
+def sparse_decode_fwd(
+    q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices, extra_topk_length, d_v, sm_scale
+):
+    CALLS.append("sparse_decode_fwd")
+    for name, tensor, dims in (("q", q, 4), ("kv", kv, 4), ("indices", indices, 3)):
+        dim_of(name, tensor, dims)
+    batch, queries, heads, dim = q.shape
+    blocks, page, kv_heads, _ = kv.shape
+    topk = indices.shape[2]
+    check(batch > 0, "Expected b > 0 to be true, but got false.")
+    check(queries > 0, "Expected s_q > 0 to be true, but got false.")
+    check(heads > 0, "Expected h_q > 0 to be true, but got false.")
+    check(kv_heads == 1, "Currently only MQA (i.e. h_kv == 1) is supported for sparse decoding")
+    check(dim in (576, 512), "Only head_size_k == 576 or 512 is supported for sparse decoding")
+    check(d_v == 512, "Only head_size_v == 512 is supported for sparse decoding")
+    check(topk > 0, "Expected topk > 0 to be true, but got false.")
+    check(extra_kv is None and extra_indices is None and extra_topk_length is None, "this stand-in takes no extra pages")
+    check(dim == 576, "this stand-in takes 576")
+    dtype_of("q", q, torch.bfloat16, "kBFloat16")
+    check(kv.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8), "key must have dtype fp8_e4m3fn, int8 or uint8")
+    dtype_of("indices", indices, torch.int32, "kInt32")
+    dtype_of("topk_length", topk_length, torch.int32, "kInt32")
+    dtype_of("attn_sink", attn_sink, torch.float32, "kFloat32")
+    for name, tensor in (("q", q), ("kv", kv), ("indices", indices)):
+        last_dim(name, tensor)
+    for name, tensor in (("topk_length", topk_length), ("attn_sink", attn_sink)):
+        check(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
+    shape_of("kv", kv, (blocks, page, kv_heads, BYTES), "num_blocks, page_block_size, h_kv, bytes_per_token")
+    check(kv.stride(1) == BYTES, "The whole block must be contiguous when is_fp8_cache is True for kv cache")
+    shape_of("indices", indices, (batch, queries, topk), "b, s_q, topk")
+    shape_of("topk_length", topk_length, (batch,), "b")
+    shape_of("attn_sink", attn_sink, (heads,), "h_q")
+    check(heads in (64, 128), f"Unsupported h_q: {heads}")
+    check(architecture() in (90, 100), "Unsupported architecture for sparse decode fwd")
+    check(tile_scheduler_metadata is None and num_splits is None, "this stand-in takes no scheduler metadata")
+    asserted(topk % 64 == 0, "params.topk % TOPK_BLOCK_SIZE == 0")
+    asserted(topk_length is None, "params.topk_length == nullptr, V3.2 does not support dynamic topk length")
+    aligned("q", q, 16)
+    aligned("kv", kv, 16)
+    aligned("indices", indices, 8)
+    slots = indices.flatten(0, 1).long()
+    valid = slots != -1
+    # -1 alone is no slot; any other is read.
+    check(bool(((slots >= -1) & (slots < blocks * page)).all()), "CUDA error: an illegal memory access was encountered")
+    rows = kv.view(torch.uint8)[slots.clamp(min=0) // page, slots.clamp(min=0) % page, 0]
+    scales = rows[..., 512:528].clone().view(torch.float32).bfloat16().float()
+    nope = rows[..., :512].clone().view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, -1)
+    keys = torch.cat([nope.bfloat16().float(), rows[..., 528:].clone().view(torch.bfloat16).float()], -1)
+    out, _, lse = attend(q.flatten(0, 1), torch.where(valid[..., None], keys, 0.0), valid, sm_scale, attn_sink)
+    metadata = torch.zeros(SM_PARTS, METADATA_INTS, dtype=torch.int32)
+    lse = lse.unflatten(0, (batch, queries)).transpose(1, 2)
+    return out.unflatten(0, (batch, queries)), lse, metadata, torch.arange(batch + 1, dtype=torch.int32)
+
+
+def sparse_prefill_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
+    CALLS.append("sparse_prefill_fwd")
+    good = architecture() in (90, 100)
+    check(good, "Sparse Attention Forward Kernel is only supported on SM90a and SM100f architectures.")
+    ranks = (("q", q, 3), ("kv", kv, 3), ("indices", indices, 3), ("attn_sink", attn_sink, 1), ("topk_length", topk_length, 1))
+    for name, tensor, dims in ranks:
+        dim_of(name, tensor, dims)
+    tokens, heads, dim = q.shape
+    slots_in_all, kv_heads, _ = kv.shape
+    topk = indices.shape[2]
+    check(dim in (576, 512), f"Invalid d_qk: {dim}")
+    check(d_v == 512, f"Invalid d_v{d_v}")
+    for name, tensor, dtype, text in (
+        ("q", q, torch.bfloat16, "kBFloat16"), ("kv", kv, torch.bfloat16, "kBFloat16"), ("indices", indices, torch.int32, "kInt32"),
+        ("attn_sink", attn_sink, torch.float32, "kFloat32"), ("topk_length", topk_length, torch.int32, "kInt32"),
+    ):  # fmt: skip
+        dtype_of(name, tensor, dtype, text)
+    shape_of("kv", kv, (slots_in_all, kv_heads, dim), "s_kv, h_kv, d_qk")
+    shape_of("indices", indices, (tokens, kv_heads, topk), "s_q, h_kv, topk")
+    shape_of("attn_sink", attn_sink, (heads,), "h_q")
+    shape_of("topk_length", topk_length, (tokens,), "s_q")
+    for name, tensor in (("q", q), ("kv", kv), ("indices", indices), ("attn_sink", attn_sink), ("topk_length", topk_length)):
+        last_dim(name, tensor)
+    check(heads in (64, 128), f"Unsupported h_q: {heads}")
+    asserted(kv_heads == 1, "params.h_kv == 1")
+    asserted(topk % 128 == 0, "params.topk % (2*B_TOPK) == 0")
+    asserted(topk > 0, "params.topk > 0")
+    check(tokens > 0, "CUDA error: invalid configuration argument")  # a grid of no blocks
+    aligned("q", q, 16)
+    aligned("kv", kv, 16)
+    aligned("indices", indices, 4 if architecture() == 90 else 32)
+    slots = indices[:, 0].long()
+    valid = (slots >= 0) & (slots < slots_in_all)
+    if topk_length is not None:
+        check(bool(((topk_length >= 0) & (topk_length <= topk)).all()), "CUDA error: an illegal memory access was encountered")
+        valid = valid & (torch.arange(topk) < topk_length[:, None])
+    keys = kv[torch.where(valid, slots, 0), 0].float()
+    out, top, lse = attend(q, torch.where(valid[..., None], keys, 0.0), valid, sm_scale, attn_sink)
+    if LOG_BASE_OF_PREFILL is not None:
+        lse = lse / torch.log(torch.tensor(LOG_BASE_OF_PREFILL))
+    return [out, top, lse]
+
+
+LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+if not hasattr(torch.ops.sgl_kernel, "sparse_decode_fwd"):
+    LIBRARY.define(SPARSE_DECODE)
+    LIBRARY.impl("sparse_decode_fwd", sparse_decode_fwd, "CPU")
+    LIBRARY.define(SPARSE_PREFILL)
+    LIBRARY.impl("sparse_prefill_fwd", sparse_prefill_fwd, "CPU")

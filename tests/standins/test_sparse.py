@@ -1,0 +1,305 @@
+"""The wrapper of FlashMLA's sparse kernels over stand-ins of the foreign ops: the whole path but the kernels themselves."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnops.errors import InvalidInput, NoGradient, NoKernel
+from attnops.kernel import kernels_of
+from attnops.kernels import _flashmla_sparse, _sgl
+from attnops.ops import sparse_mla_attention, write_latent_packed
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Call, Source, check_kernel, sparse
+from attnops.testing.latent import DEEPSEEK, SMALL
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import sgl_kernel_sparse as standin
+
+OP = "sparse_mla_attention"
+KERNEL = kernels_of(OP)["flashmla"]
+SM90, SM100 = (Target("cuda", arch, assume=("sgl_kernel",)) for arch in (90, 100))
+FOREIGN = {False: "sparse_prefill_fwd", True: "sparse_decode_fwd"}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+LSE = replace(DEEPSEEK, lse=True)
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch):
+    """The library is taken to be loaded, and the stand-ins' record is empty."""
+    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    standin.CALLS.clear()
+
+
+def call(counts=(128, 3), topk=128, pages=4, page=64, f=LSE, **more: Any) -> Call:
+    return sparse.sparse(Source(0), counts, topk, pages, page, f, **more)
+
+
+class Spy(TorchDispatchMode):
+    """Every op that runs, and what the foreign ones are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops: list[str] = []
+        self.given: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func.name().partition(".")[0])
+        if func.namespace == "sgl_kernel":
+            self.given.append(args)
+        return func(*args, **kwargs or {})
+
+
+def spied(a_call: Call) -> Spy:
+    with pretend(SM90), torch.no_grad(), Spy() as spy:
+        KERNEL.run(*a_call.args, **a_call.kwargs)
+    return spy
+
+
+# The truth about the foreign ops --------------------------------------------------------------------------------------
+
+
+def test_schemas_are_the_wheels():
+    # As read in the wheel of sglang-kernel 0.4.3.
+    assert str(torch.ops.sgl_kernel.sparse_decode_fwd.default._schema) == (
+        "sgl_kernel::sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
+        "Tensor? tile_scheduler_metadata, Tensor? num_splits, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
+        "int d_v, float sm_scale) -> (Tensor, Tensor, Tensor?, Tensor?)"
+    )
+    assert str(torch.ops.sgl_kernel.sparse_prefill_fwd.default._schema) == (
+        "sgl_kernel::sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? attn_sink=None, "
+        "Tensor? topk_length=None) -> Tensor[]"
+    )
+
+
+@pytest.mark.parametrize("schema", [standin.SPARSE_DECODE, standin.SPARSE_PREFILL])
+def test_an_installed_wheel_holds_these_schemas(schema):
+    path = _sgl.library(_flashmla_sparse.LIBRARY)
+    if path is None:
+        pytest.skip(f"no sgl_kernel with {_flashmla_sparse.LIBRARY}")
+    assert schema.encode() in path.read_bytes()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_foreign_op_refuses_other_devices(packed):
+    a_call = call(packed=packed)
+    with pretend(Target("cuda", 80, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match=r"only supported on|Unsupported arch"):
+        KERNEL.run(*a_call.args, **a_call.kwargs)
+
+
+# The path -------------------------------------------------------------------------------------------------------------
+
+GRID = [c for c in CASES[OP] if c.label.startswith("deepseek")]
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=str)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_kernel(case, target):
+    with pretend(target):
+        figures = check_kernel(KERNEL, case.call())
+    assert not figures.refused
+    assert figures.worst <= 1.0
+    a_call = case.call()
+    if all(a_call.arguments[n].numel() for n in ("output", "indices", "latent_pages")):
+        assert set(standin.CALLS) == {FOREIGN[a_call.arguments["latent_pages"].dtype == torch.uint8]}
+    else:
+        assert not standin.CALLS
+
+
+def test_the_rest_of_the_grid_is_refused():
+    with pretend(SM90):
+        taken = {c.label for c in CASES[OP] if not KERNEL.refusals(c.call().problem)}
+    assert taken == {c.label for c in GRID}
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.0, -0.05])
+@pytest.mark.parametrize("packed", [False, True])
+def test_scales_of_every_sign(packed, scale):
+    with pretend(SM90):
+        assert check_kernel(KERNEL, call((100, 0), packed=packed, f=replace(LSE, scale=scale))).worst <= 1.0
+
+
+def test_many_tokens_are_several_calls(monkeypatch):
+    monkeypatch.setattr(_flashmla_sparse, "MOST_TOKENS", 3)
+    a_call = call((5, 0, 64, 1, 3, 128, 2), packed=True, lengths=True, f=replace(LSE, sinks=F32))
+    with pretend(SM90):
+        assert check_kernel(KERNEL, a_call).worst <= 1.0
+    assert standin.CALLS == ["sparse_decode_fwd"] * 3
+
+
+@pytest.mark.parametrize("base", [2.0, 10.0])
+def test_the_log_base_is_one_constant(monkeypatch, base):
+    monkeypatch.setattr(standin, "LOG_BASE_OF_PREFILL", base)
+    with pretend(SM90), pytest.raises(AssertionError, match="lse"):
+        check_kernel(KERNEL, call())
+    monkeypatch.setattr(_flashmla_sparse, "PREFILL_LSE_BASE", base)
+    with pretend(SM90):
+        assert check_kernel(KERNEL, call((128, 0, 3))).worst <= 1.0
+
+
+# What is called with what ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_but_the_kernel_and_a_copy_where_the_layout_permits(packed):
+    spy = spied(call(packed=packed, whole=True, f=replace(DEEPSEEK, q_heads=64, lse=True)))
+    views = {"aten::as_strided", "aten::slice", "aten::unsqueeze", "aten::select", "aten::view", "aten::_unsafe_view", "aten::alias"}
+    work = [op for op in spy.ops if op not in views]
+    assert work == [f"sgl_kernel::{FOREIGN[packed]}", "aten::copy_", "aten::nan_to_num"]
+    query = spy.given[0][0]
+    assert query.stride()[-3:] == (64 * 576, 576, 1) if not packed else query.stride()[-2:] == (576, 1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("have", "want"), [(1, 64), (16, 64), (64, 64), (65, 128), (80, 128), (128, 128)])
+def test_heads_are_padded(packed, have, want):
+    spy = spied(call(packed=packed, f=replace(LSE, q_heads=have, sinks=BF16)))
+    query, sinks = spy.given[0][0], spy.given[0][4 if packed else 5]
+    assert query.shape[-2:] == (want, 576)
+    assert (sinks.shape, sinks.dtype) == ((want,), F32)
+
+
+@pytest.mark.parametrize(("packed", "topk", "want"), [(True, 1, 64), (True, 64, 64), (True, 65, 128), (False, 64, 128), (False, 256, 256)])
+def test_lists_are_padded_with_none(packed, topk, want):
+    spy = spied(call((1, 1), topk, packed=packed))
+    indices = spy.given[0][2]
+    assert indices.shape[-1] == want
+    assert (indices[..., topk:] == -1).all()
+
+
+def test_lengths_become_none_where_the_kernel_takes_no_lengths():
+    spy = spied(call((5, 0), packed=True, lengths=True))
+    assert spy.given[0][3] is None
+    assert (spy.given[0][2][:, 0] >= 0).sum(1).tolist() == [5, 0]
+    spy = spied(call((5, 0), lengths=True))
+    assert spy.given[0][6].tolist() == [5, 0]
+    assert (spy.given[0][2][0, 0, 5:] == sparse.PAST).all()
+
+
+def test_parts_that_lie_otherwise_are_joined():
+    f = replace(LSE, q_heads=64)
+    for change in (
+        lambda t: t["q_nope"].clone(),
+        lambda t: torch.nn.functional.pad(t["q_nope"], (0, 1))[..., :512],
+    ):
+        a_call = call(whole=True, f=f)
+        a_call = a_call.with_(q_nope=change(a_call.arguments))
+        assert "aten::cat" in spied(a_call).ops
+        with pretend(SM90):
+            assert check_kernel(KERNEL, a_call).worst <= 1.0
+    # Neighbours in one buffer that are not the two parts of one row.
+    both = torch.randn(2, 64, 1152).bfloat16()
+    a_call = call(f=f).with_(q_nope=both[..., :512], q_pe=both[..., 576:640])
+    assert "aten::cat" in spied(a_call).ops
+
+
+def test_lists_that_lie_otherwise_are_copied():
+    a_call = call()
+    wide = torch.full((2, 129), -1, dtype=torch.int32)
+    wide[:, 1:] = a_call.arguments["indices"]
+    with pretend(SM90):
+        assert check_kernel(KERNEL, a_call.with_(indices=wide[:, 1:])).worst <= 1.0
+
+
+def test_pages_that_start_askew_are_refused():
+    a_call = call(packed=True)
+    pages = a_call.arguments["latent_pages"]
+    room = torch.zeros(pages.numel() + 8, dtype=torch.uint8)
+    askew = room[8:].view(pages.shape)
+    with pretend(SM90), pytest.raises(InvalidInput, match=r"^latent_pages.data_ptr\(\): got \d+, want a multiple of 16"):
+        KERNEL.run(*a_call.with_(latent_pages=askew).args, **a_call.kwargs)
+    assert not standin.CALLS
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed):
+    overload = torch.ops.attnops.sparse_mla_attention.flashmla
+    for a_call in (call(packed=packed), call((100, 0), 100, packed=packed, lengths=True, f=replace(LSE, q_heads=64, sinks=F32))):
+        with pretend(SM90):
+            assert set(torch.library.opcheck(overload, a_call.args, a_call.kwargs).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_inductor_names_the_kernel(packed):
+    a_call = call(packed=packed, whole=True, lengths=True, f=replace(DEEPSEEK, q_heads=64, sinks=F32))
+    given = {n: t for n, t in a_call.tensors().items() if n not in ("output", "q_nope", "q_pe")}
+    query = torch.randn(2, 64, 576).bfloat16()
+
+    def run(query, **tensors):
+        q = query * 2
+        return sparse_mla_attention(q[..., :512], q[..., 512:], **tensors, scale=192**-0.5) * 2
+
+    with pretend(SM90), torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(query, **given))
+        want = run(query, **given)
+    assert kernel_calls(code) == [f"{OP}.flashmla"]
+    assert [FOREIGN[packed]] * 2 == standin.CALLS
+    torch.testing.assert_close(got, want)
+
+
+def test_a_written_cache_is_read_back_in_one_graph():
+    latent, k_pe, query = torch.randn(130, 512).bfloat16(), torch.randn(130, 64).bfloat16(), torch.randn(3, 16, 576).bfloat16()
+    slots, indices = torch.randperm(4 * 64)[:130], torch.full((3, 130), -1, dtype=torch.int32)
+    indices[0], indices[1, :5] = slots.int(), slots[:5].int()
+
+    def run(latent, k_pe, query, pages):
+        write_latent_packed(latent + 1, k_pe, pages, slots)
+        return sparse_mla_attention(query[..., :512], query[..., 512:], pages, indices, scale=0.05)
+
+    pages, others = (torch.full((4, 64, 656), 0xFF, dtype=torch.uint8) for _ in range(2))
+    with pretend(SM90), torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(latent, k_pe, query, pages))
+    assert kernel_calls(code) == [f"{OP}.flashmla"]  # the write is fused, not called
+    want = run(latent, k_pe, query, others)
+    torch.testing.assert_close(pages, others)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert not got.isnan().any()
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+NARROW = replace(DEEPSEEK, head_dim=160, v_head_dim=128)
+REFUSED: dict[str, tuple[Call, int, list[str]]] = {
+    "arch": (call(), 80, ["target=sm80 (wants sm90 | sm100)"]),
+    "sm103": (call(packed=True), 103, ["target=sm103 (wants sm90 | sm100)"]),
+    "float16": (call(f=replace(DEEPSEEK, dtype=F16)), 90, ["dtype=float16 (wants bfloat16)", "kv_dtype=float16 (wants bfloat16 | uint8)"]),
+    "packed_float16": (call(f=replace(DEEPSEEK, dtype=F16), packed=True), 90, ["dtype=float16 (wants bfloat16)"]),
+    "heads": (call(f=replace(DEEPSEEK, q_heads=192)), 90, ["q_heads=192 (wants <= 128)"]),
+    "dims": (call(f=NARROW), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
+    "packed_dims": (call(f=NARROW, packed=True), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
+    "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
+               ["kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)", "kv_scales=True (wants no)"]),
+    "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 90, ["pages_packed=False (wants True)"]),
+    "strided": (call().map(lambda n, t: t.repeat_interleave(2, -1)[..., ::2] if n == "q_pe" else t), 90,
+                ["last_dim_contiguous=False (wants True)"]),
+    "sinks": (call(f=replace(LSE, sinks=BF16)), 90, []),
+    "page": (call(page=3, pages=80, packed=True), 90, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", REFUSED)
+def test_refusals(point):
+    a_call, arch, want = REFUSED[point]
+    with pretend(Target("cuda", arch, assume=("sgl_kernel",))):
+        assert list(map(str, KERNEL.refusals(a_call.problem))) == want
+
+
+def test_a_forced_kernel_says_why_not():
+    given = call(f=replace(SMALL, dtype=BF16)).arguments
+    with pretend(SM90), pytest.raises(NoKernel, match=r"v_head_dim=16 \(wants 512\)"):
+        sparse_mla_attention(**given, kernel="flashmla")
+
+
+def test_no_gradient():
+    a_call = call()
+    a_call.arguments["q_nope"].requires_grad_()
+    with pretend(SM90), pytest.raises(NoGradient, match="q_nope"):
+        torch.ops.attnops.sparse_mla_attention.flashmla(*a_call.args, **a_call.kwargs)
+
+
+def test_absent_wheels_are_named():
+    assert "sgl_kernel missing" in str(KERNEL.absences(Target("cuda", 90, assume=()))[0])
