@@ -108,6 +108,7 @@ register(
             arch(90, 100, 103, 120, 121),
             _dtypes,
             scales,
+            _workspace.not_of_a_plan,
             one_of("head_dim", 64, 128, 256),
             one_head_dim,
             at_most("group_size", 16),
