@@ -8,7 +8,8 @@ from torch.utils import _pytree as pytree
 
 from attnops.kernel import Capture, Kernel, all_kernels
 from attnops.ops import OPS
-from attnops.testing import CASES, Mismatch, check_kernel, equip, refusals
+from attnops.testing import CASES, Mismatch, check_kernel, refusals
+from attnops.testing.equip import equip
 
 KERNELS = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels()]
 
