@@ -5,12 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnops.errors import InvalidInput
+from attnops.problem import Problem, Refusal
 
 COUNTERS = 8 << 20
 """Bytes at the start where kernels count blocks that are done. Zero before the first call and, because every kernel counts back, after
 each. Fixed, so that kernels that take turns agree; two million counters of 32 bits, as FlashInfer sets aside for XQA."""
 
 ALIGNMENT = 16
+
+
+def not_of_a_plan(p: Problem) -> Refusal | None:
+    """A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
+    return Refusal("plan", p.plan, "none (a host plan fills the workspace)") if p.plan == "host" else None
 
 
 def total(scratch: int) -> int:

@@ -194,8 +194,8 @@ def _cost_us(p: Problem) -> float:
 
 COMMON: tuple[Need, ...] = (arch(100, 103), one_of("last_dim_contiguous", True), _rules, at_most("group_size", 64))
 PAGED = (
-    _paged, scales, one_of("head_dim", 64, 128, 256), one_head_dim, one_of("page_size", 16, 32, 64, 128), one_of("pages_alike", True),
-    *without("mask", "softcap"),
+    _paged, scales, _workspace.not_of_a_plan, one_of("head_dim", 64, 128, 256), one_head_dim, one_of("page_size", 16, 32, 64, 128),
+    one_of("pages_alike", True), *without("mask", "softcap"),
 )  # fmt: skip
 PACKED = (dtypes(torch.float16, torch.bfloat16), _prefill_dims, *without("mask", "softcap", "sinks", "kv_scales"))
 ABOUT = "TensorRT-LLM's generated kernels (flashinfer)"

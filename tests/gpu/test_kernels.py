@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from attnops.kernel import Capture, Kernel, all_kernels
 from attnops.ops import OPS
-from attnops.testing import CASES, Case, Mismatch, check_kernel, equip, refusals
+from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
+from attnops.testing.equip import equip
 from attnops.testing.inputs import Source
 from tests.gpu.wide import WIDE, DeviceSource
 

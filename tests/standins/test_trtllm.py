@@ -325,7 +325,7 @@ REFUSED = {
         ({"q_heads": 136}, "group_size=17 (wants <= 16)"),
         ({"page_size": 8}, "page_size=8 (wants 16 | 32 | 64 | 128)"),
         ({"queries": Extent(2, 2, 2)}, "queries=2 (wants <= 1)"),
-        ({"pages_alike": False}, "pages_alike=False (wants True)"),
+        ({"pages_alike": False}, "pages_alike=False (wants True)"), ({"plan": "host"}, "plan=host (wants none"),
         ({"mask": "bool"}, "mask=bool"), ({"softcap": True}, "softcap=True"), ({"lse": True}, "lse=True"),
     ],
     "trtllm": [
@@ -334,7 +334,8 @@ REFUSED = {
         ({"kv_dtype": E4M3, "kv_scales": True, "queries": Extent(9, 16, 16)}, "queries=9..16 (wants <= 8 and causal"),
         ({"page_size": 24}, "page_size=24"), ({"head_dim": 192, "v_head_dim": 192}, "head_dim=192"),
         ({"causal": False, "window": (5, -1)}, "window=(5, -1) (wants none (but with causal))"),
-        ({"lse": True, "sinks": True}, "lse=True (wants no (with sinks))"), ({"pages_alike": False}, "pages_alike=False"),
+        ({"lse": True, "sinks": True}, "lse=True (wants no (with sinks))"), ({"plan": "host"}, "plan=host"),
+        ({"pages_alike": False}, "pages_alike=False"),
     ],
 }  # fmt: skip
 
