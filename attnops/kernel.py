@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class Kernel:
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+
+    `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """
 
     name: str
@@ -110,6 +113,10 @@ class Kernel:
     contract: int = CONTRACT
     about: str = ""
 
+    def __post_init__(self) -> None:
+        if self.op in ("varlen_attention", "paged_attention") and not _takes(self.run, "padded"):
+            object.__setattr__(self, "run", _untold(self.run))
+
     def absences(self, target: Target) -> tuple[Refusal, ...]:
         """Why the kernel is not there at all on `target`: packages, then its probe."""
         out = [r for p in self.packages if (r := p.missing(target))]
@@ -119,7 +126,9 @@ class Kernel:
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem)))
+        unknown = problem.attention_chunk and not _takes(self.run, "attention_chunk")
+        chunk = (Refusal("attention_chunk", problem.attention_chunk, "0"),) if unknown else ()
+        return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem))) + chunk
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""
@@ -128,6 +137,21 @@ class Kernel:
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, for cache keys and reports."""
         return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+
+
+@functools.cache
+def _takes(run: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(run).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _untold(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("padded", None)
+        return run(*args, **kwargs)
+
+    return call
 
 
 @dataclass

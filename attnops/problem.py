@@ -136,6 +136,7 @@ class Problem:
     `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
     says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
+    `attention_chunk` is in keys, 0 is off. `padded`: there may be tokens of no request (only packed and paged calls say no).
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
@@ -154,6 +155,7 @@ class Problem:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
+    attention_chunk: int = 0
     sinks: bool = False
     sinks_dtype: torch.dtype | None = None
     mask: str = "none"
@@ -164,6 +166,7 @@ class Problem:
     mask_grad: bool = False
     lse_grad: bool = False
     plan: str = "none"
+    padded: bool = True
     last_dim_contiguous: bool = True
     pages_packed: bool = True
     sizes_equal: bool = False
