@@ -114,7 +114,7 @@ class Kernel:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if self.op in ("varlen_attention", "paged_attention") and not _takes(self.run, "padded"):
+        if self.op in ("varlen_attention", "paged_attention") and not takes(self.run, "padded"):
             object.__setattr__(self, "run", _untold(self.run))
 
     def absences(self, target: Target) -> tuple[Refusal, ...]:
@@ -126,7 +126,7 @@ class Kernel:
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        unknown = problem.attention_chunk and not _takes(self.run, "attention_chunk")
+        unknown = problem.attention_chunk and not takes(self.run, "attention_chunk")
         chunk = (Refusal("attention_chunk", problem.attention_chunk, "0"),) if unknown else ()
         return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem))) + chunk
 
@@ -140,7 +140,8 @@ class Kernel:
 
 
 @functools.cache
-def _takes(run: Callable[..., Any], name: str) -> bool:
+def takes(run: Callable[..., Any], name: str) -> bool:
+    """Has the function a parameter of this name?"""
     parameters = inspect.signature(run).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

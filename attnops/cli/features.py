@@ -39,6 +39,8 @@ FEATURES = (
     Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA)),
     Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
     Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, "write_kv", "write_latent")),
+    Feature("float8 query", {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED)),
+    Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
     *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, "write_kv", "write_latent")) for n in (1, 16, 64, 128)),
 )
@@ -59,6 +61,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
     MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
+    "fa3_schedule": ({**_HEADS, "page_size": 64, "causal": True, "batch": Extent.of(8)},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),

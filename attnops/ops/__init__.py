@@ -14,4 +14,5 @@ from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
+from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.varlen import varlen_attention as varlen_attention

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem
 from attnops.reference import attention as reference
@@ -326,12 +327,17 @@ def attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = check.window(window)
-    output, lse = torch.ops.attnops.attention.default(
-        query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end,
-        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
-        attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale, policy=key_for("attention", kernel),
+    output, lse = _dense(
+        (query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end),
+        {
+            "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right, "softcap": softcap,
+            "attention_chunk": attention_chunk, "return_lse": return_lse, "q_scale": q_scale, "policy": key_for("attention", kernel),
+        },
     )  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+_dense = Direct(ATTENTION)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

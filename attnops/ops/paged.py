@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.ops.varlen import token_mask
@@ -213,13 +214,18 @@ def paged_attention(
     if output is None:
         output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=check.result_dtype(query), device=query.device)
     left, right = check.window(window)
-    torch.ops.attnops.paged_attention.default(
-        query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan,
-        max_seqlen_q=max_seqlen_q, scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right,
-        softcap=softcap, attention_chunk=attention_chunk, q_scale=q_scale, padded=padded, policy=key_for("paged_attention", kernel),
-        output=output, lse=lse, workspace=workspace,
+    _paged(
+        (query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan),
+        {
+            "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
+            "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
+            "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
+        },
     )  # fmt: skip
     return output
+
+
+_paged = Direct(PAGED)
 
 
 def _check_write(
@@ -299,4 +305,7 @@ def write_kv(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    torch.ops.attnops.write_kv.default(key, value, k_pages, v_pages, slots, k_scale, v_scale, policy=key_for("write_kv", kernel))
+    _write((key, value, k_pages, v_pages, slots, k_scale, v_scale), {"policy": key_for("write_kv", kernel)})
+
+
+_write = Direct(WRITE_KV)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.problem import Extent, Problem
@@ -284,11 +285,15 @@ def varlen_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = check.window(window)
-    output, lse = torch.ops.attnops.varlen_attention.default(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
-        attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale, padded=padded,
-        policy=key_for("varlen_attention", kernel),
+    output, lse = _packed(
+        (query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale),
+        {
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
+            "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,
+            "return_lse": return_lse, "q_scale": q_scale, "padded": padded, "policy": key_for("varlen_attention", kernel),
+        },
     )  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+_packed = Direct(VARLEN)

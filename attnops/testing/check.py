@@ -69,6 +69,8 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     for name, tensor in given.tensors().items():
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
+    if kernel.op in OPAQUE:
+        return Figures(kernel.name, kernel.op, errors={n: (0.0, 0.0) for n in results})
     if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)
@@ -171,6 +173,9 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
         if got.numel() and got.untyped_storage().data_ptr() in storages:
             raise Mismatch(f"{where}: {name} shares memory with an input")
 
+
+OPAQUE = ("fa3_schedule",)
+"""Ops whose results mean something to one kernel only: shape, strides and dtype are all that can be compared."""
 
 WRITES = {
     "write_kv": (("k_pages", ("key",), "k_scale"), ("v_pages", ("value",), "v_scale")),

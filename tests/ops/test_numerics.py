@@ -205,7 +205,7 @@ def typical_mistakes():
     yield "attention", "window_left", lambda *a, **kw: dense(*a, **kw | {"window_left": kw["window_left"] - 1})
     yield "attention", "window_both", lambda *a, **kw: dense(*a, **kw | {"window_right": kw["window_right"] + 1})
     yield "attention", "chunk", lambda *a, **kw: dense(*a, **kw | {"attention_chunk": kw["attention_chunk"] + 1})
-    yield "attention", "float8_query", lambda *a, **kw: dense(*a, **kw | {"q_scale": kw["q_scale"].flip(0) * 1.5})
+    yield "attention", "float8_query", lambda *a, **kw: dense(*a, **kw | {"q_scale": kw["q_scale"] * 4})
     yield "attention", "softcap", lambda *a, **kw: dense(*a, **kw | {"softcap": 0.0})
     yield "attention", "scale", lambda *a, **kw: dense(*a, **kw | {"scale": 0.25})
     yield "attention", "sinks", lambda q, k, v, mask, sinks, **kw: dense(q, k, v, **kw)
