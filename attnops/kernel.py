@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import Any
 
@@ -62,10 +63,16 @@ class Package:
 
 @functools.cache
 def _installed(module: str) -> bool:
+    # A parent is not imported to look into it: importlib.util.find_spec would.
+    head, *parts = module.split(".")
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(head)
+        for part in parts:
+            head = f"{head}.{part}"
+            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
     except (ImportError, ValueError):
         return False
+    return spec is not None
 
 
 @functools.cache

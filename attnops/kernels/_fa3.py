@@ -111,8 +111,10 @@ def schedule_size(batch: int, queries: int, keys: int, head_dim: int, rules: tup
     return -(-batch // 4) * 4 * (2 + (not local) + (plain or local)) + 1
 
 
-def part_of_plan(plan: Tensor | None, batch: int, queries: int, keys: int, head_dim: int, rules: tuple[bool, int, int, int]) -> Tensor | None:
-    """What `fwd` is given of a plan made by `fa3_schedule`; None for a plan of the host's. Raises InvalidInput on a plan of another batch."""
+def part_of_plan(
+    plan: Tensor | None, batch: int, queries: int, keys: int, head_dim: int, rules: tuple[bool, int, int, int]
+) -> Tensor | None:
+    """What `fwd` is given of `fa3_schedule`'s plan; None for a plan of the host's. Raises InvalidInput on a plan of another batch."""
     if plan is None or plan.dtype != torch.int32:
         return None
     want = -(-batch // 4) * 16 + 1

@@ -58,8 +58,5 @@ register(
     )
 )
 # Zeros would have fa3 do nothing at all, so where fa3 may run there is no other schedule than its own.
-register(
-    Kernel(
-        "reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), batch_invariant=True, about="zeros: nobody on a CPU reads it"
-    )
-)
+ABOUT = "zeros: nobody on a CPU reads it"
+register(Kernel("reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), batch_invariant=True, about=ABOUT))

@@ -15,12 +15,9 @@ from attnops.ops._op import Op
 from attnops.problem import pretended
 from attnops.select import choose
 
-try:
-    # What Dynamo checks a compiled function's inputs with: type, dtype, device, sizes, strides, requires_grad and dispatch keys
-    # (hence vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one.
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # pragma: no cover - a torch that keeps it elsewhere
-    TensorGuards = None
+# What Dynamo checks a compiled function's inputs with: type, dtype, device, sizes, strides, requires_grad and dispatch keys (hence
+# vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 Run = Callable[..., Any]
 KINDS = 512
@@ -84,7 +81,7 @@ def _ordinary() -> bool:
         torch.is_grad_enabled()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     )
 
 

@@ -320,7 +320,8 @@ def attention(
         kernel: force a kernel by name for this call.
 
     Returns:
-        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[B, S, Hq]` float32, natural log.
+        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[B, S, Hq]`
+        float32, natural log.
         A query that sees no key gives output 0 and lse -inf.
 
     Raises:

@@ -200,7 +200,8 @@ def paged_attention(
         plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
             otherwise, or not at all, do not read it. A kernel may count in a device plan while it runs and leaves it as it was:
             calls that share one must not run at the same time.
-        output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None. lse: float32 `[T, Hq]` to write into, or None.
+        output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
+        lse: float32 `[T, Hq]` to write into, or None.
         workspace: scratch for kernels that ask for one, owned by the caller.
         kernel: force a kernel by name for this call.
 

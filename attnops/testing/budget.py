@@ -1,8 +1,8 @@
 """How far from the exact result a kernel may be.
 
 Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32, float64 for float64, 2^-14 for
-float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| + max|mask|, which bounds the logits (max|x|: the
-largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
+float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| + max|mask|, which bounds the
+logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
 
     delta(logit) = a (sqrt(D) + 4) L        products summed in the accumulation dtype, then scaled, capped and exponentiated
     delta(output) = (4 u + 2 delta(logit) + a (sqrt(N) + 4)) V
@@ -145,7 +145,8 @@ def _requests(call: Call) -> list[dict[str, Any]]:
 def _terms(t: Mapping[str, Any]) -> dict[str, Tensor]:
     """S, the sum of the sizes of the terms, of every entry of every gradient."""
     query, key, value, grad, mask, sinks = t["query"], t["key"], t["value"], t["grad_output"], t.get("mask"), t.get("sinks")
-    rules = Rules(t["scale"], t["causal"], *(t.get(n, d) for n, d in (("window_left", -1), ("window_right", -1), ("softcap", 0.0), ("attention_chunk", 0))))
+    window = t.get("window_left", -1), t.get("window_right", -1)
+    rules = Rules(t["scale"], t["causal"], *window, t.get("softcap", 0.0), t.get("attention_chunk", 0))
     logits = scores(query, key, dense_visible(query, key, t.get("kv_start"), t.get("kv_end"), rules), mask, rules)
     lse = logsumexp(logits, sinks)[..., None]
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)

@@ -42,7 +42,13 @@ def dense(
 
 
 def varlen(
-    source: Source, q_lens: Sequence[int], k_lens: Sequence[int], f: Features, padding: tuple[int, int] = (2, 3), slack: int = 0, promise: bool = False
+    source: Source,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    f: Features,
+    padding: tuple[int, int] = (2, 3),
+    slack: int = 0,
+    promise: bool = False,
 ) -> Call:
     """`varlen_attention`. padding: query and key tokens past the last request, free. slack: how loose the maxima are.
 
@@ -72,12 +78,13 @@ def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: b
     """`<op>_backward` of a forward call: its output and lse as the reference gives them, and random gradients."""
     given = dict(forward.arguments)
     exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
-    statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only} - {"padded"}
+    given.pop("padded", None)
+    statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only}
     output, lse = OPS[forward.op].reference(
         **{n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()} | {"return_lse": True}
     )
     query = given["query"]
-    arguments = {n: v for n, v in given.items() if n not in statics | {"padded"}} | {n: given[n] for n in statics & given.keys() - {"return_lse"}}
+    arguments = {n: v for n, v in given.items() if n not in statics} | {n: given[n] for n in statics & given.keys() - {"return_lse"}}
     arguments |= {"output": output.to(query.dtype), "lse": lse, "grad_output": source.normal(*output.shape, dtype=query.dtype)}
     if lse_grad:
         arguments["grad_lse"] = source.normal(*lse.shape)

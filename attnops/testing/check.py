@@ -70,7 +70,7 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
     if kernel.op in OPAQUE:
-        return Figures(kernel.name, kernel.op, errors={n: (0.0, 0.0) for n in results})
+        return Figures(kernel.name, kernel.op, errors=dict.fromkeys(results, (0.0, 0.0)))
     if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)

@@ -132,5 +132,6 @@ CALLS = {
     "mla_attention": mla(),
     "write_latent": write_latent(),
     "merge_state": merge(),
-    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits", "fa3_schedule")},
+    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+    "fa3_schedule": metadata("fa3_schedule"),
 }

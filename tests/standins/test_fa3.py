@@ -340,7 +340,13 @@ def test_refusals(change, field):
     assert field in [r.field for r in fa3("paged_attention").refusals(replace(LLAMA, **change))]
 
 
-@pytest.mark.parametrize("change", [{"head_dim": 192}, {"head_dim": 64, "v_head_dim": 512}, {"page_size": 1}, {"q_heads": 24}, F8, {"attention_chunk": 64}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 192}, {"head_dim": 64, "v_head_dim": 512}, {"page_size": 1}, {"q_heads": 24}, F8, {"attention_chunk": 64},
+        {"plan": "device"},
+    ],
+)  # fmt: skip
 def test_taken(change):
     assert not fa3("paged_attention").refusals(replace(LLAMA, **change))
 
