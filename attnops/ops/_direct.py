@@ -19,6 +19,8 @@ from attnops.select import choose
 # vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
+_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
+
 Run = Callable[..., Any]
 KINDS = 512
 SHAPES = 8
@@ -81,7 +83,7 @@ def _ordinary() -> bool:
         torch.is_grad_enabled()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
+        or _profiling()
     )
 
 
