@@ -36,6 +36,14 @@ class NoKernel(AttnopsError, RuntimeError):
         self.decision = decision
 
 
+class NotCompiled(AttnopsError, RuntimeError):
+    """A kernel that compiles at its first call of each kind met a new kind while a CUDA graph was captured."""
+
+    def __init__(self, kernel: str, got: str) -> None:
+        super().__init__(f"{kernel}: got a kind of call not yet compiled ({got}) while a CUDA graph is captured, want one such call before")
+        self.kernel, self.got = kernel, got
+
+
 class NoGradient(AttnopsError, RuntimeError):
     """A gradient was asked of an op that has none."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import Any
 
@@ -61,10 +63,16 @@ class Package:
 
 @functools.cache
 def _installed(module: str) -> bool:
+    # A parent is not imported to look into it: importlib.util.find_spec would.
+    head, *parts = module.split(".")
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(head)
+        for part in parts:
+            head = f"{head}.{part}"
+            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
     except (ImportError, ValueError):
         return False
+    return spec is not None
 
 
 @functools.cache
@@ -96,6 +104,8 @@ class Kernel:
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
         The caller zeroes it once. None: the kernel asks for none.
+
+    `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """
 
     name: str
@@ -113,6 +123,10 @@ class Kernel:
     contract: int = CONTRACT
     about: str = ""
 
+    def __post_init__(self) -> None:
+        if self.op in ("varlen_attention", "paged_attention") and not takes(self.run, "padded"):
+            object.__setattr__(self, "run", _untold(self.run))
+
     def absences(self, target: Target) -> tuple[Refusal, ...]:
         """Why the kernel is not there at all on `target`: packages, then its probe."""
         out = [r for p in self.packages if (r := p.missing(target))]
@@ -123,6 +137,8 @@ class Kernel:
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
         unmet = tuple(r for need in self.needs if (r := need(problem)))
+        if problem.attention_chunk and not takes(self.run, "attention_chunk"):
+            unmet += (Refusal("attention_chunk", problem.attention_chunk, "0"),)
         if not unmet and self.workspace_bytes is not None and problem.workspace < (size := self.workspace_bytes(problem)):
             want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
             unmet = (Refusal("workspace", f"{problem.workspace} bytes", want),)
@@ -135,6 +151,22 @@ class Kernel:
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, for cache keys and reports."""
         return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+
+
+@functools.cache
+def takes(run: Callable[..., Any], name: str) -> bool:
+    """Has the function a parameter of this name?"""
+    parameters = inspect.signature(run).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _untold(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("padded", None)
+        return run(*args, **kwargs)
+
+    return call
 
 
 @dataclass

@@ -139,6 +139,7 @@ class Problem:
     in the packed format.
     `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
     multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
+    `attention_chunk` is in keys, 0 is off. `padded`: there may be tokens of no request (only packed and paged calls say no).
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
@@ -157,6 +158,7 @@ class Problem:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
+    attention_chunk: int = 0
     sinks: bool = False
     sinks_dtype: torch.dtype | None = None
     mask: str = "none"
@@ -168,6 +170,7 @@ class Problem:
     mask_grad: bool = False
     lse_grad: bool = False
     plan: str = "none"
+    padded: bool = True
     last_dim_contiguous: bool = True
     pages_packed: bool = True
     pages_alike: bool = True

@@ -29,8 +29,13 @@ from attnops.select import active_policy
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def interleaved_us(calls: dict[str, Callable[[], Any]], repeats: int = 15, inner: int = 400) -> dict[str, dict[str, float]]:
-    """Median and half the interquartile range, in microseconds a call, of each of `calls`, run in turn so that drift hits all alike."""
+def interleaved_us(
+    calls: dict[str, Callable[[], Any]], repeats: int = 15, inner: int = 400, wait: bool = True
+) -> dict[str, dict[str, float]]:
+    """Median and half the interquartile range, in microseconds a call, of each of `calls`, run in turn so that drift hits all alike.
+
+    wait: for the device to be done before the clock is read.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(20):
@@ -41,7 +46,8 @@ def interleaved_us(calls: dict[str, Callable[[], Any]], repeats: int = 15, inner
             start = time.perf_counter()
             for _ in range(inner):
                 call()
-            _sync()
+            if wait:
+                _sync()
             taken[name].append((time.perf_counter() - start) / inner * 1e6)
     out = {}
     for name, us in taken.items():
@@ -98,6 +104,35 @@ def eager_overhead(device: str) -> dict[str, Any]:
     return {**figures, "function_over_plain_us": round(over, 2)}
 
 
+def fa3_overhead(device: str) -> dict[str, Any]:
+    """Host microseconds of an eager decode through `paged_attention` over the raw op of the wheel, called as the wrap calls it."""
+    from attnops.kernel import kernels_of
+    from attnops.kernels import _fa3
+
+    (query, *rest), kwargs = _paged_call(device)
+    pages, _, table, lengths, cu = rest
+    kernel = kernels_of("paged_attention")["fa3"]
+    if device != "cuda" or kernel.absences(attnops.problem.Target.of(query.device)):
+        return {"skipped": "fa3 is not usable here"}
+    fwd, tail = _fa3.raw_op()
+    values, output, none = pages.clone(), kwargs["output"], None
+    raw = (
+        query, pages, values, none, none, none, output, cu, none, none, none, lengths, 1, none, table, none, none, none, none, none,
+        none, none, none, 0.125, True, -1, -1, 0, 0.0, False, none, 0, none, 0, none, *tail,
+    )  # fmt: skip
+    calls = {
+        "raw": lambda: fwd(*raw),
+        "promised": lambda: attnops.paged_attention(
+            query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, padded=False, kernel="fa3"
+        ),
+        "padded": lambda: attnops.paged_attention(query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, kernel="fa3"),
+    }
+    with torch.no_grad():
+        # Few calls at a time, so that the queue of launches never fills and what is timed is the host.
+        figures = interleaved_us(calls, repeats=25, inner=20, wait=False)
+    return {**figures, "promised_over_raw_us": round(figures["promised"]["median_us"] - figures["raw"]["median_us"], 2)}
+
+
 def compiled_overhead(device: str) -> dict[str, Any]:
     """Microseconds that one more paged op, its output buffer included, adds to a compiled graph: 96 against 32 ops that do nothing."""
     (query, *rest), _ = _paged_call(device)
@@ -149,6 +184,7 @@ def main() -> None:
         **environment(device),
         "import": import_s(),
         "eager": eager_overhead(device),
+        "fa3": fa3_overhead(device),
         "compiled": compiled_overhead(device),
     }
     folder = folder_of(device)

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": (4, -1)},
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
+    "chunk": {"attention_chunk": 3},
     "scale": {"scale": 0.11},
     "all": {"window": (6, 0), "softcap": 5.0, "sinks": True, "scale": 0.4},
 }
@@ -40,7 +41,7 @@ def formula(module, q, k, v, mask=None):
             j
             for j in range(kk)
             if (j <= at or not module.causal) and (left < 0 or j >= at - left) and (right < 0 or j <= at + right)
-            and (mask is None or mask[i, j])
+            and (mask is None or mask[i, j]) and (not module.attention_chunk or j // module.attention_chunk == at // module.attention_chunk)
         ]  # fmt: skip
         if not seen:
             continue

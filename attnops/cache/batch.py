@@ -19,7 +19,9 @@ class PagedBatch:
     cu_seqlens_q: int32 `[B + 1]`; request b brings tokens `cu[b]:cu[b + 1]`.
     slots: int64 `[T]`, `page_id * page_size + offset` where each new token's key and value go; -1 is not stored.
     positions: int64 `[T]`, the position of each new token in its request, from 0.
-    max_seqlen_q: the most new tokens of one request; 1 says decode. The only value a compiled graph may look at.
+    max_seqlen_q: the most new tokens of one request; 1 says decode. It and `padded` are what a compiled graph may look at.
+    padded: may there be tokens of no request? False, as PagedCache says of the batches it makes, spares clearing the output first.
+        Whoever appends tokens to a batch must say True.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
     """
 
@@ -29,6 +31,7 @@ class PagedBatch:
     slots: Tensor
     positions: Tensor
     max_seqlen_q: int
+    padded: bool = True
     workspace: Tensor | None = None
 
 

@@ -192,7 +192,7 @@ class PagedCache:
         owner = token_rows(starts, sum(counts))
         positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
         slots = slot_mapping(positions, owner, table, page_size=self.page_size)
-        return PagedBatch(table, lengths, starts, slots, positions, max(counts), workspace=self.workspace)
+        return PagedBatch(table, lengths, starts, slots, positions, max(counts), padded=False, workspace=self.workspace)
 
     def _make(self, plan: Plan) -> int:
         with _ordinary():

@@ -40,7 +40,9 @@ FEATURES = (
     Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
     Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
     Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, "write_kv", "write_latent")),
+    Feature("float8 query", {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED)),
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
+    Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
     *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, *WRITES)) for n in (1, 16, 64, 128)),
 )
@@ -63,6 +65,7 @@ _BASES: dict[str, tuple[Change, ...]] = {
     MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
     SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),
     "write_latent_packed": ({**_DEEPSEEK, "kv_dtype": U8, "q_heads": 0, "tokens": Extent.of(512)},),
+    "fa3_schedule": ({**_HEADS, "page_size": 64, "causal": True, "batch": Extent.of(8)},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),

@@ -1,4 +1,7 @@
-"""How sgl-kernel's FlashAttention-3 is found and called: the raw op `sgl_kernel::fwd`, by position, without its Python package."""
+"""How sgl-kernel's FlashAttention-3 is found and called: the raw ops `sgl_kernel::fwd` and `get_scheduler_metadata`, by position.
+
+Read from hopper/flash_api.cpp. Its Python package is not imported.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.errors import InvalidInput
+from attnops.kernel import dtypes
 from attnops.kernels import _sgl
 from attnops.problem import Problem, Refusal, Target
 
+# get_scheduler_metadata is there since 0.4.1; no wheel before 0.4.2 fits the torch that attnops asks for.
 PACKAGE = _sgl.package("0.4.2")
 LIBRARY = "flash_ops.abi3.so"
+FLOAT8 = torch.float8_e4m3fn
+HALF = (torch.float16, torch.bfloat16)
 
 
 def missing(target: Target) -> Refusal | None:
@@ -39,30 +47,94 @@ def call(
     sinks: Tensor | None,
     policy: str,
     scale: float,
-    rules: tuple[bool, int, int, float],
+    rules: tuple[bool, int, int, float, int],
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     out: Tensor | None = None,
     cu: tuple[Tensor | None, Tensor | None] = (None, None),
     longest: tuple[int | None, int | None] = (None, None),
     ends: Tensor | None = None,
     starts: Tensor | None = None,
     table: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse with the heads first). rules: causal, left, right, softcap."""
+    """(output, lse with the heads first). rules: causal, left, right, softcap, chunk. scales: of query, key and value."""
     fwd, tail = raw_op()
-    causal, left, right, softcap = rules
-    sinks = None if sinks is None else sinks.to(torch.bfloat16).contiguous()
-    cu_q, cu_k = (None if x is None else x.contiguous() for x in cu)
+    causal, left, right, softcap, chunk = rules
+    if sinks is not None:
+        sinks = sinks.to(torch.bfloat16).contiguous()
+    cu_q, cu_k = cu
+    batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    q_scale, k_scale, v_scale = (None,) * 3 if scales is None else (_expanded(s, batch, key.shape[-2]) for s in scales)
     found = fwd(
-        query, key, value, None, None, None, out, cu_q, cu_k, None, None, ends, *longest, table, None, starts, None, None, None,
-        None, None, None, scale, causal, left, right, 0, softcap, False, None, 1 if deterministic(policy) else 0, None, 0, sinks, *tail,
+        query, key, value, None, None, None, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
+        None, None, ends, *longest, table, None, starts, None, None, None,
+        q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, 1 if deterministic(policy) else 0, None, 0,
+        sinks, *tail,
     )  # fmt: skip
     return found[0], found[1]
+
+
+def _expanded(scale: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """`[1]` or `[Hkv]` as `[B, Hkv]`, which the kernel reads through its strides: nothing is copied."""
+    return None if scale is None else scale.expand(batch, heads)
 
 
 def deterministic(policy: str) -> bool:
     """Does the policy ask for results that do not depend on batch mates?"""
     # The number of splits follows from the whole batch's size, and with it the order of summation.
     return "deterministic" in policy.split(";")
+
+
+def left_padding(page_size: int, rows: int, policy: str, like: Tensor) -> Tensor | None:
+    """int32 zeros `[B]` for a paged call that must keep off TMA, else None. rows: query rows of a key head and request, at most.
+
+    Pages of whole tiles are loaded by TMA when the queries fill a tile, stale NaN with them; the other path, which a left padding
+    selects, zeroes what lies past the end. It also has one tile size, hence one order of summation.
+    """
+    whole = page_size >= 64 and page_size % 16 == 0 and rows > 64
+    return torch.zeros_like(like, memory_format=torch.contiguous_format) if whole or deterministic(policy) else None
+
+
+def schedule_size(batch: int, queries: int, keys: int, head_dim: int, rules: tuple[bool, int, int, int]) -> int:
+    """int32 words that a paged call of these sizes on SM90 takes for its schedule. rules: causal, left, right, chunk.
+
+    Two words a request, one more where the requests are sorted (no window), one more where heads are swizzled (causal or window);
+    requests are rounded up to 4, and the last word of all is the counter of tiles.
+    """
+    causal, left, right, chunk = rules
+    left, right = (-1 if left >= keys - 1 else left), (-1 if right >= queries - 1 else right)
+    if queries == 1 and left == right == -1 and not chunk and not 64 < head_dim <= 128:
+        causal = False
+    right = 0 if causal else right
+    plain = left < 0 and right == 0 and not chunk
+    local = (left >= 0 or right >= 0 or chunk > 0) and not plain
+    return -(-batch // 4) * 4 * (2 + (not local) + (plain or local)) + 1
+
+
+def part_of_plan(
+    plan: Tensor | None, batch: int, queries: int, keys: int, head_dim: int, rules: tuple[bool, int, int, int]
+) -> Tensor | None:
+    """What `fwd` is given of `fa3_schedule`'s plan; None for a plan of the host's. Raises InvalidInput on a plan of another batch."""
+    if plan is None or plan.dtype != torch.int32:
+        return None
+    want = -(-batch // 4) * 16 + 1
+    if plan.dim() != 1 or plan.shape[0] != want or not plan.is_contiguous():
+        raise InvalidInput("plan", f"shape {tuple(plan.shape)}", f"[{want}] contiguous, what fa3_schedule makes of {batch} requests")
+    return plan[: schedule_size(batch, queries, keys, head_dim, rules)]
+
+
+def dtype_rules(p: Problem) -> Refusal | None:
+    """Half types all through, or float8_e4m3fn all through with scales on SM90."""
+    if p.dtype != FLOAT8:
+        return dtypes(*HALF)(p) or (Refusal("kv_scales", True, "no") if p.kv_scales else None)
+    if p.target.arch != 90:
+        return Refusal("dtype", p.dtype, "float16 | bfloat16 (but on sm90)")
+    for field in ("head_dim", "v_head_dim"):
+        if getattr(p, field) % 16:
+            return Refusal(field, getattr(p, field), "a multiple of 16 (float8)")
+    if p.v_head_dim != p.head_dim:
+        return Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the query's (float8)")
+    return None if p.kv_dtype == FLOAT8 else Refusal("kv_dtype", p.kv_dtype, "the query's float8_e4m3fn")
 
 
 def value_dim(p: Problem) -> Refusal | None:
@@ -86,3 +158,15 @@ def bfloat16_sinks(p: Problem) -> Refusal | None:
     if p.lse and p.sinks_dtype != torch.bfloat16:
         return Refusal("sinks_dtype", p.sinks_dtype, "bfloat16 (lse is exact to float32)")
     return None
+
+
+def chunk_rules(p: Problem) -> Refusal | None:
+    """Chunks are counted from the first visible key, and a query before the first key lies in one of them."""
+    if p.attention_chunk and p.kv_range:
+        return Refusal("kv_range", True, "no (attention_chunk)")
+    return Refusal("causal", False, "True (attention_chunk)") if p.attention_chunk and not p.causal else None
+
+
+def plan_rules(p: Problem) -> Refusal | None:
+    """Schedules are made for SM90."""
+    return Refusal("plan", p.plan, "none | host (but on sm90)") if p.plan == "device" and p.target.arch != 90 else None

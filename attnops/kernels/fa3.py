@@ -2,6 +2,8 @@
 
 The raw op `sgl_kernel::fwd` is called, in the 35-argument form of wheels 0.4.2 to 0.4.3 and the 37-argument form of 0.4.4 and later.
 Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks for lse must bring them in it.
+A float8 query's weights are rounded to float8 before they meet the value. With `fa3_schedule`'s plan a paged call starts no kernel
+but its own: it counts tiles in the plan's last word and leaves 0 there, as it found it.
 Data pointers must be 16-byte aligned, as torch allocates them: a view that starts elsewhere makes the kernel raise.
 """
 
@@ -10,10 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch, at_most, dtypes, multiple_of, one_of, register, without
-from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, value_dim
+from attnops.kernel import Kernel, Need, arch, at_most, multiple_of, one_of, register, without
+from attnops.kernels._fa3 import (
+    PACKAGE,
+    bfloat16_sinks,
+    call,
+    chunk_rules,
+    dtype_rules,
+    left_padding,
+    missing,
+    part_of_plan,
+    plan_rules,
+    value_dim,
+)
 from attnops.problem import Problem
-from attnops.reference.attention import compact, no_lse
+from attnops.reference.attention import compact, no_lse, result_dtype
 
 
 def attention(
@@ -33,21 +46,28 @@ def attention(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`. With `kv_end` the value is copied once."""
+    """See `attnops.attention`. With `kv_end` and more than a few queries the value is copied once."""
     if query.numel() == 0 or key.numel() == 0:
-        output = query.new_zeros((*query.shape[:3], value.shape[3]))
+        output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=result_dtype(query, q_scale))
         lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), float("-inf"), dtype=torch.float32)
     else:
+        table = None
         if kv_end is not None:
-            # Whole tiles are loaded and a weight of 0 does not silence NaN. Those of the key are masked after the product.
-            past = torch.arange(key.shape[1], device=key.device) >= kv_end[:, None]
-            value = value.masked_fill(past[..., None, None], 0.0)
             kv_start = kv_start if kv_start is None else torch.minimum(kv_start, kv_end)
+            if query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW:
+                # Each row is a page: the way pages are read for few queries zeroes what lies past the end.
+                table = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)[:, None]
+            else:
+                # Whole tiles are loaded and a weight of 0 does not silence NaN. Those of the key are masked after the product.
+                value = _silent(value, torch.arange(key.shape[1], device=key.device) >= kv_end[:, None])
         starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (kv_start, kv_end))
-        rules = (causal, window_left, window_right, softcap)
-        output, lse = call(query, key, value, sinks, policy, scale, rules, ends=ends, starts=starts)
+        rules = (causal, window_left, window_right, softcap, attention_chunk)
+        scales = None if q_scale is None else (q_scale, k_scale, v_scale)
+        output, lse = call(query, key, value, sinks, policy, scale, rules, scales, ends=ends, starts=starts, table=table)
     return output, compact(_with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
 
 
@@ -70,20 +90,26 @@ def varlen_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """See `attnops.varlen_attention`. The value is copied once."""
+    """See `attnops.varlen_attention`. The value is copied once and the output cleared, unless nothing is padding."""
+    shape, dtype = (*query.shape[:2], value.shape[2]), result_dtype(query, q_scale)
+    runs = query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1
     # Rows of no request are not written by the kernel, and how many there are only the device knows: one memset of the output
     # costs less than finding them. Nor may what stands in the value's be read; see `attention`.
-    output = query.new_zeros((*query.shape[:2], value.shape[2]))
-    if query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1:
-        value = value.masked_fill(_past(cu_seqlens_k, value.shape[0]), 0.0)
-        rules = (causal, window_left, window_right, softcap)
+    output = query.new_zeros(shape, dtype=dtype) if padded or not runs else query.new_empty(shape, dtype=dtype)
+    if runs:
+        value = _silent(value, _past(cu_seqlens_k, value.shape[0])[:, 0, 0]) if padded else value
+        rules = (causal, window_left, window_right, softcap, attention_chunk)
+        scales = None if q_scale is None else (q_scale, k_scale, v_scale)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        lse = call(query, key, value, sinks, policy, scale, rules, output, cu, longest)[1]
+        lse = call(query, key, value, sinks, policy, scale, rules, scales, output, cu, longest)[1]
     else:
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-    return output, _packed_lse(lse, sinks, cu_seqlens_q) if return_lse else no_lse(query)
+    return output, compact(_packed_lse(lse, sinks, cu_seqlens_q, padded)) if return_lse else no_lse(query)
 
 
 def paged_attention(
@@ -105,33 +131,49 @@ def paged_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """See `attnops.paged_attention`. The kernel writes into `output` itself."""
-    output.zero_()  # as in varlen_attention
-    raw = None
-    if query.numel() and k_pages.numel() and page_table.numel() and max_seqlen_q:
-        page_size, rows = k_pages.shape[1], max_seqlen_q * (query.shape[1] // k_pages.shape[2])
-        # Pages of whole tiles are loaded by TMA when the queries fill a tile, stale NaN with them; the other path, which a left
-        # padding selects, zeroes what lies past the end. It also has one tile size, hence one order of summation.
-        whole = page_size >= 64 and page_size % 16 == 0 and rows > 64
-        starts = torch.zeros_like(seq_lens, memory_format=torch.contiguous_format) if whole or deterministic(policy) else None
-        table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-        rules = (causal, window_left, window_right, softcap)
-        out = output if output.stride(2) == 1 else None
-        found, raw = call(
-            query, k_pages, v_pages, sinks, policy, scale, rules, out, (cu_seqlens_q, None), (max_seqlen_q, None),
-            seq_lens.contiguous(), starts, table,
-        )  # fmt: skip
-        if out is None:
-            output.copy_(found.masked_fill(_past(cu_seqlens_q, found.shape[0]), 0.0))
+    """See `attnops.paged_attention`. The kernel writes into `output` itself, which is cleared first unless nothing is padding."""
+    if not (query.numel() and k_pages.numel() and page_table.numel() and max_seqlen_q):
+        output.zero_()
+        if lse is not None:
+            lse.copy_(_packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), sinks, cu_seqlens_q, padded))
+        return
+    if padded:
+        output.zero_()  # as in varlen_attention
+    page_size, (batch, width) = k_pages.shape[1], page_table.shape
+    starts = left_padding(page_size, max_seqlen_q * (query.shape[1] // k_pages.shape[2]), policy, seq_lens)
+    rules = (causal, window_left, window_right, softcap, attention_chunk)
+    if plan is not None:
+        static = (causal, window_left, window_right, attention_chunk)
+        plan = part_of_plan(plan, batch, max_seqlen_q, width * page_size, query.shape[2], static)
+    out = output if output.stride(2) == 1 else None
+    found, raw = call(
+        query, k_pages, v_pages, sinks, policy, scale, rules, None if q_scale is None else (q_scale, k_scale, v_scale), out,
+        (cu_seqlens_q, None), (max_seqlen_q, None), seq_lens.contiguous(), starts,
+        page_table if page_table.stride(1) == 1 else page_table.contiguous(), plan,
+    )  # fmt: skip
+    if out is None:
+        output.copy_(found.masked_fill(_past(cu_seqlens_q, found.shape[0]), 0.0) if padded else found)
     if lse is not None:
-        if raw is None:
-            raw = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-        lse.copy_(_packed_lse(raw, sinks, cu_seqlens_q))
+        lse.copy_(_packed_lse(raw, sinks, cu_seqlens_q, padded))
+
+
+FEW = 64
+"""Query rows of a key head and request up to which the kernel reads pages without TMA: no tile of its is smaller."""
+
+
+def _silent(value: Tensor, past: Tensor) -> Tensor:
+    """A copy of the value, 0 where `past`, a bool of its first dims."""
+    past = past[..., None, None]
+    # float8 has no masked_fill; a byte of 0 is its 0.
+    return value.view(torch.uint8).masked_fill(past, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(past, 0.0)
 
 
 def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -144,9 +186,10 @@ def _past(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
 
 
-def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
+def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor, padded: bool) -> Tensor:
     """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
-    return compact(_with_sinks(lse.transpose(0, 1), sinks).masked_fill(_past(cu_seqlens_q, lse.shape[1])[..., 0], float("-inf")))
+    lse = _with_sinks(lse.transpose(0, 1), sinks)
+    return lse.masked_fill(_past(cu_seqlens_q, lse.shape[0])[..., 0], float("-inf")) if padded else lse
 
 
 def _cost_us(p: Problem) -> float:
@@ -155,25 +198,29 @@ def _cost_us(p: Problem) -> float:
     context = max(p.context.hint, 1)
     if p.window[0] >= 0:
         context = min(context, p.window[0] + queries)
+    if p.attention_chunk:
+        context = min(context, p.attention_chunk)
     width = p.head_dim + p.v_head_dim
-    size = 2.0 * (tokens * p.q_heads + batch * context * p.kv_heads) * width
-    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0)
+    size = p.dtype.itemsize * (tokens * p.q_heads + batch * context * p.kv_heads) * width
+    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0) * p.dtype.itemsize / 2
     split = batch * p.kv_heads * -(-queries * p.group_size // 128) < 132
-    copy = 0.0 if p.op == "paged_attention" else 4.0 * batch * context * p.kv_heads * p.v_head_dim
-    return 8.0 + 9.0 * split + max(size / 4.2e6, flops / 6e8) + copy * (p.op != "attention" or p.kv_range) / 4.2e6
+    copies = p.padded if p.op == "varlen_attention" else p.kv_range and queries * p.group_size > FEW
+    copy = 2.0 * p.dtype.itemsize * batch * context * p.kv_heads * p.v_head_dim * copies
+    return 8.0 + 9.0 * split + max(size / 4.2e6, flops / 6e8) + copy / 4.2e6
 
 
-HALF = (torch.float16, torch.bfloat16)
 NEEDS: tuple[Need, ...] = (
     arch(80, 86, 87, 89, 90),
-    dtypes(*HALF),
+    dtype_rules,
     multiple_of("head_dim", 8),
     at_most("head_dim", 256),
     multiple_of("v_head_dim", 8),
     value_dim,
     bfloat16_sinks,
+    chunk_rules,
+    plan_rules,
     one_of("last_dim_contiguous", True),
-    *without("mask", "kv_scales"),
+    *without("mask"),
 )
 ABOUT = "FlashAttention-3 of sgl-kernel"
 for _op, _run in (("attention", attention), ("varlen_attention", varlen_attention), ("paged_attention", paged_attention)):

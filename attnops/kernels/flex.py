@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import Rules, compact, no_lse
+from attnops.reference.attention import Rules, compact, no_lse, same_chunk
 from attnops.reference.packed import lengths_of, rows_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     return_lse: bool = False,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def attention(
     full = torch.full((batch,), keys, device=query.device, dtype=torch.int64)
     end = full if kv_end is None else kv_end.long()
     start = torch.zeros_like(full) if kv_start is None else kv_start.long()
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     if mask is not None:
         mask = mask.detach().expand(batch, query.shape[2], queries, keys)
 
@@ -84,11 +85,12 @@ def varlen_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     return_lse: bool = False,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
     """See `attnops.varlen_attention`: one long sequence in which a query sees the keys of its own request only."""
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     batch = cu_seqlens_q.shape[0] - 1
     row_q, row_k = rows_of(cu_seqlens_q, query.shape[0]), rows_of(cu_seqlens_k, key.shape[0])
     starts_k = cu_seqlens_k[:-1].long()
@@ -122,7 +124,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _near(position: Tensor, j: Tensor, rules: Rules) -> Tensor:
-    """Causality and window for a query at `position` and key `j`."""
+    """Causality, window and chunk for a query at `position` and key `j`."""
     see = j == j
     if rules.causal:
         see = see & (j <= position)
@@ -130,6 +132,8 @@ def _near(position: Tensor, j: Tensor, rules: Rules) -> Tensor:
         see = see & (j >= position - rules.left)
     if rules.right >= 0:
         see = see & (j <= position + rules.right)
+    if rules.chunk:
+        see = see & same_chunk(position, j, rules.chunk)
     return see
 
 
@@ -169,6 +173,8 @@ def _dense_blocks(queries: int, keys: int, start: Tensor, end: Tensor, rules: Ru
     high = end[:, None].expand(-1, first.shape[0]) - 1
     if rules.left >= 0:
         low = torch.maximum(low, first + shift - rules.left)
+    if rules.chunk:
+        low = torch.maximum(low, torch.div(first + shift, rules.chunk, rounding_mode="floor") * rules.chunk)
     if rules.causal or rules.right >= 0:
         high = torch.minimum(high, last + shift + (0 if rules.causal else rules.right))
     return _block_mask(low, high, queries, keys)

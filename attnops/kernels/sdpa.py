@@ -71,17 +71,18 @@ def attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     return_lse: bool = False,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
     """See `attnops.attention`."""
-    windowed = window_left >= 0 or (window_right >= 0 and not causal)
+    windowed = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0
     ranged = kv_start is not None or kv_end is not None
     if causal and query.shape[1] == 1 and not windowed and not ranged:
         causal = False  # one query at the last key sees them all
     if mask is None and not windowed and not ranged and (not causal or query.shape[1] == key.shape[1]):
         return _sdpa(query, key, value, None, scale, causal), no_lse(query)
-    see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap))
+    see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap, attention_chunk))
     joined = _join(see, mask, query.dtype)
     if kv_start is not None or kv_end is not None:
         value = _drop_unseen(value, kv_start, kv_end)
@@ -117,12 +118,13 @@ def varlen_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     return_lse: bool = False,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
     """See `attnops.varlen_attention`."""
     ends = lengths_of(cu_seqlens_k)
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
     joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k), query.dtype)
     padded = (pad(query, cu_seqlens_q, max_seqlen_q), pad(key, cu_seqlens_k, max_seqlen_k), pad(value, cu_seqlens_k, max_seqlen_k))
@@ -149,6 +151,7 @@ def paged_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -157,7 +160,7 @@ def paged_attention(
     """See `attnops.paged_attention`."""
     ends = seq_lens.long()
     keys = page_table.shape[1] * k_pages.shape[1]
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
     joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
     key = _drop_unseen(gather_pages(k_pages, page_table), None, ends)
@@ -170,7 +173,7 @@ def _cost_us(p: Problem) -> float:
     """Bytes of the padded problem over a modest bandwidth; a mask costs a pass over the logits."""
     pairs = max(p.tokens.hint, 1) * max(p.context.hint, 1)
     logits = p.q_heads * pairs
-    masked = p.mask != "none" or p.windowed or p.kv_range or not p.sizes_equal
+    masked = p.mask != "none" or p.windowed or p.attention_chunk > 0 or p.kv_range or not p.sizes_equal
     return 20.0 + logits * (2.0 if masked else 0.5) * p.head_dim / 1e6
 
 

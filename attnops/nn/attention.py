@@ -21,6 +21,7 @@ class Attention(nn.Module):
         causal: query i sees keys up to its own position.
         window: (left, right) keys visible besides the query's own position; -1 is unbounded.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
+        attention_chunk: query and key see each other only if their positions lie in one chunk of so many; 0 is off.
         sinks: learn one logit a query head that joins the softmax denominator: a parameter `sinks` `[Hq]`, zero at first.
         kernel: force a kernel by name; None lets attnops choose.
         device, dtype: of the sinks.
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         causal: bool = True,
         window: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
+        attention_chunk: int = 0,
         sinks: bool = False,
         kernel: str | None = None,
         device: torch.device | str | None = None,
@@ -58,6 +60,7 @@ class Attention(nn.Module):
         self.causal = causal
         self.window = check.window(window)
         self.softcap = check.number("softcap", softcap, 0.0)
+        self.attention_chunk = 0 if attention_chunk == 0 else check.size("attention_chunk", attention_chunk)
         self.kernel = kernel
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)
 
@@ -124,7 +127,8 @@ class Attention(nn.Module):
             return paged_attention(
                 query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
                 scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks,
-                k_scale=k_scale, v_scale=v_scale, workspace=batch.workspace, kernel=self.kernel,
+                k_scale=k_scale, v_scale=v_scale, attention_chunk=self.attention_chunk, padded=batch.padded, workspace=batch.workspace,
+                kernel=self.kernel,
             )  # fmt: skip
         if cu_seqlens_q is not None:
             if max_seqlen_q is None:
@@ -134,11 +138,12 @@ class Attention(nn.Module):
             return varlen_attention(
                 query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_q if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,
-                window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks, kernel=self.kernel,
+                window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks, attention_chunk=self.attention_chunk,
+                kernel=self.kernel,
             )  # fmt: skip
         return attention(
             query, key, value, scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask,
-            sinks=self.sinks, kv_start=kv_start, kv_end=kv_end, kernel=self.kernel,
+            sinks=self.sinks, kv_start=kv_start, kv_end=kv_end, attention_chunk=self.attention_chunk, kernel=self.kernel,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -152,6 +157,8 @@ class Attention(nn.Module):
             parts.append(f"window={self.window}")
         if self.softcap:
             parts.append(f"softcap={self.softcap}")
+        if self.attention_chunk:
+            parts.append(f"attention_chunk={self.attention_chunk}")
         if self.sinks is not None:
             parts.append("sinks=True")
         if self.kernel is not None:

@@ -14,6 +14,7 @@ from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
+from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention
 from attnops.ops.sparse import write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention

@@ -13,6 +13,7 @@ from attnops.problem import Extent
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 INDEX = (torch.int32, torch.int64)
+QUERY = (*FLOATS, torch.float8_e4m3fn)
 
 
 def need(ok: Any, field: str, got: object, want: str) -> None:
@@ -93,11 +94,23 @@ def heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     need(value.shape[-1] >= 1, "value.shape[-1]", value.shape[-1], ">= 1")
 
 
+def q_scale(query: Tensor, given: Tensor | None) -> None:
+    """A quantised query comes with a scale, another without."""
+    if (query.dtype == torch.float8_e4m3fn) != (given is not None):
+        got, want = ("None", "a scale") if given is None else ("a tensor", "None")
+        raise InvalidInput("q_scale", got, f"{want}, because the query is {name(query.dtype)}")
+
+
+def result_dtype(query: Tensor) -> torch.dtype:
+    """The output's: the query's, bfloat16 for a quantised one."""
+    return query.dtype if query.dtype in FLOATS else torch.bfloat16
+
+
 def kv_dtype(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     """Key and value share a dtype: the query's, or a quantised one that comes with scales."""
     if key.dtype != value.dtype:
         raise InvalidInput("value.dtype", name(value.dtype), f"{name(key.dtype)}, as the key")
-    if key.dtype != query.dtype:
+    if key.dtype != query.dtype or key.dtype not in FLOATS:
         if key.dtype not in QUANTISED:
             raise InvalidInput("key.dtype", name(key.dtype), f"{name(query.dtype)} (the query's) or {' | '.join(map(name, QUANTISED))}")
         if k_scale is None or v_scale is None:
@@ -120,7 +133,7 @@ def sinks(value: Tensor | None, num_q_heads: Any) -> None:
         equal("sinks.shape[0]", value.shape[0], num_q_heads, "one logit a query head")
 
 
-def numbers(scale: float, window_left: int, window_right: int, softcap: float) -> None:
+def numbers(scale: float, window_left: int, window_right: int, softcap: float, attention_chunk: int = 0) -> None:
     """The scalars every attention op takes."""
     if not isinstance(scale, (int, float)) or scale != scale or scale in (float("inf"), float("-inf")):
         raise InvalidInput("scale", scale, "a finite number")
@@ -129,6 +142,8 @@ def numbers(scale: float, window_left: int, window_right: int, softcap: float) -
     for field, value in (("window_left", window_left), ("window_right", window_right)):
         if value < -1:
             raise InvalidInput(field, value, ">= -1 (-1: unbounded)")
+    if attention_chunk < 0:
+        raise InvalidInput("attention_chunk", attention_chunk, ">= 0 (0: off)")
 
 
 def window(value: Any) -> tuple[int, int]:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem
 from attnops.reference import attention as reference
 from attnops.select import key_for
 
-STATICS = "float scale, bool causal=False, int window_left=-1, int window_right=-1, float softcap=0.0"
+STATICS = "float scale, bool causal=False, int window_left=-1, int window_right=-1, float softcap=0.0, int attention_chunk=0"
 
 
 def _check(
@@ -35,21 +36,25 @@ def _check(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> None:
-    check.tensor("query", query, 4, check.FLOATS, "[B, S, Hq, D]")
+    check.tensor("query", query, 4, check.QUERY, "[B, S, Hq, D]")
     check.tensor("key", key, 4, (*check.FLOATS, *check.QUANTISED), "[B, K, Hkv, D]")
     check.tensor("value", value, 4, (*check.FLOATS, *check.QUANTISED), "[B, K, Hkv, Dv]")
     check.same_device(
-        query, key=key, value=value, mask=mask, sinks=sinks, k_scale=k_scale, v_scale=v_scale, kv_start=kv_start, kv_end=kv_end
-    )
+        query, key=key, value=value, mask=mask, sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, kv_start=kv_start,
+        kv_end=kv_end,
+    )  # fmt: skip
     check.equal("key.shape[0]", key.shape[0], query.shape[0], "the query's batch")
     check.equal("value.shape[0]", value.shape[0], key.shape[0], "the key's batch")
     check.equal("value.shape[1]", value.shape[1], key.shape[1], "as many values as keys")
     check.heads(query, key, value)
+    check.q_scale(query, q_scale)
     check.kv_dtype(query, key, value, k_scale, v_scale)
-    check.scales(key.shape[2], k_scale=k_scale, v_scale=v_scale)
+    check.scales(key.shape[2], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     check.sinks(sinks, query.shape[2])
-    check.numbers(scale, window_left, window_right, softcap)
+    check.numbers(scale, window_left, window_right, softcap, attention_chunk)
     for field, rows in (("kv_start", kv_start), ("kv_end", kv_end)):
         if rows is not None:
             check.tensor(field, rows, 1, check.INDEX, "[B]")
@@ -76,7 +81,7 @@ def _fake(
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=check.result_dtype(query))
     return output, query.new_empty(query.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
@@ -97,6 +102,8 @@ def _problem(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Any = None,
+    attention_chunk: int = 0,
     **more: Any,
 ) -> Problem:
     batch, queries, q_heads, head_dim = query.shape
@@ -113,6 +120,7 @@ def _problem(
         causal=causal,
         window=(window_left, window_right),
         softcap=softcap > 0,
+        attention_chunk=attention_chunk,
         sinks=sinks is not None,
         sinks_dtype=None if sinks is None else sinks.dtype,
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
@@ -167,10 +175,12 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), None, None, None, None)
 
 
-def _autograd(overload: Any, *args: Any, return_lse: bool = False, **statics: Any) -> tuple[Tensor, Tensor]:
+def _autograd(
+    overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any
+) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
-    if tensors[5] is not None or tensors[6] is not None:
-        raise NoGradient("attention with k_scale or v_scale", ("query, key or value",))
+    if q_scale is not None or tensors[5] is not None or tensors[6] is not None:
+        raise NoGradient("attention with q_scale, k_scale or v_scale", ("query, key or value",))
     output, lse = _Attention.apply(overload, statics, return_lse, *tensors)
     return output, lse if return_lse else lse.new_empty(0)
 
@@ -179,8 +189,8 @@ ATTENTION = define(
     Op(
         name="attention",
         schema="(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? sinks=None, Tensor? k_scale=None, "
-        f'Tensor? v_scale=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool return_lse=False, str policy="") '
-        "-> (Tensor output, Tensor lse)",
+        f'Tensor? v_scale=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool return_lse=False, '
+        'Tensor? q_scale=None, str policy="") -> (Tensor output, Tensor lse)',
         check=_check,
         fake=_fake,
         problem=_problem,
@@ -260,14 +270,14 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, scale: float | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-    kernel: str | None = None,
+    q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], scale: float | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-    kernel: str | None = None,
+    q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
@@ -285,12 +295,14 @@ def attention(
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a rectangular batch. Differentiable in query, key, value, sinks and an additive mask.
 
     Args:
-        query: `[B, S, Hq, D]`, float16, bfloat16, float32 or float64. Not scaled beforehand.
+        query: `[B, S, Hq, D]`, float16, bfloat16, float32 or float64, or float8_e4m3fn with q_scale. Not scaled beforehand.
         key, value: `[B, K, Hkv, D]`, `[B, K, Hkv, Dv]`, the query's dtype, or float8/int8 with both scales. Hq is a multiple of Hkv.
         scale: factor on q.k; default `1 / sqrt(D)`.
         causal: query i sees keys up to its own position. The last query stands at the last visible key (bottom-right).
@@ -299,24 +311,34 @@ def attention(
         mask: `[B or 1, Hq or 1, S or 1, K]`; bool (True: visible) or float (added to the logits after the soft cap).
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
+        q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head, for a float8 query, which has no gradient; the
+            key is then quantised too. A kernel may round the weights to the query's dtype, as it does for other dtypes.
+        attention_chunk: query and key see each other only if their positions, from the first key on, lie in one chunk of so many;
+            0 is off.
         kv_start, kv_end: int32 or int64 `[B]`; keys outside `[kv_start, kv_end)` are invisible and may hold anything.
         return_lse: also return the log-sum-exp.
         kernel: force a kernel by name for this call.
 
     Returns:
-        output `[B, S, Hq, Dv]` contiguous, the query's dtype; with return_lse also lse `[B, S, Hq]` float32, natural log.
+        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[B, S, Hq]`
+        float32, natural log.
         A query that sees no key gives output 0 and lse -inf.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = check.window(window)
-    output, lse = torch.ops.attnops.attention.default(
-        query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end,
-        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
-        return_lse=return_lse, policy=key_for("attention", kernel),
+    output, lse = _dense(
+        (query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end),
+        {
+            "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right, "softcap": softcap,
+            "attention_chunk": attention_chunk, "return_lse": return_lse, "q_scale": q_scale, "policy": key_for("attention", kernel),
+        },
     )  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+_dense = Direct(ATTENTION)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

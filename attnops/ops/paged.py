@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.ops.varlen import token_mask
@@ -35,29 +36,33 @@ def _check_paged(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    check.tensor("query", query, 3, check.FLOATS, "[T, Hq, D]")
+    check.tensor("query", query, 3, check.QUERY, "[T, Hq, D]")
     _check_pages(query.device, k_pages, v_pages)
     check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
     check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
     check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.tensor("output", output, 3, (query.dtype,), "[T, Hq, Dv]")
+    check.tensor("output", output, 3, (check.result_dtype(query),), "[T, Hq, Dv]")
     check.same_device(
         query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
+        sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     check.plan(query.device, plan)
     check.workspace(workspace)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.heads(query, k_pages, v_pages)
+    check.q_scale(query, q_scale)
     check.kv_dtype(query, k_pages, v_pages, k_scale, v_scale)
-    check.scales(k_pages.shape[2], k_scale=k_scale, v_scale=v_scale)
+    check.scales(k_pages.shape[2], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     check.sinks(sinks, query.shape[1])
-    check.numbers(scale, window_left, window_right, softcap)
+    check.numbers(scale, window_left, window_right, softcap, attention_chunk)
     check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
     token_mask(mask, query, page_table.shape[1] * k_pages.shape[1], "max_pages * page_size")
     for dim, size in enumerate((query.shape[0], query.shape[1], v_pages.shape[3])):
@@ -99,6 +104,9 @@ def _problem_paged(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    q_scale: Any = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     output: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -117,6 +125,7 @@ def _problem_paged(
         causal=causal,
         window=(window_left, window_right),
         softcap=softcap > 0,
+        attention_chunk=attention_chunk,
         sinks=sinks is not None,
         sinks_dtype=None if sinks is None else sinks.dtype,
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
@@ -124,6 +133,7 @@ def _problem_paged(
         per_head_scales=any(s is not None and s.shape[0] != 1 for s in (k_scale, v_scale)),
         lse=lse is not None,
         plan=check.plan_kind(plan),
+        padded=padded,
         last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
         pages_alike=_alike(k_pages, v_pages),
         workspace=check.workspace_bytes(workspace),
@@ -144,7 +154,7 @@ PAGED = define(
         name="paged_attention",
         schema="(Tensor query, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? mask=None, "
         "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, *, SymInt max_seqlen_q, "
-        f'{STATICS.replace("causal=False", "causal=True")}, str policy="", '
+        f'{STATICS.replace("causal=False", "causal=True")}, Tensor? q_scale=None, bool padded=True, str policy="", '
         "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()",
         check=_check_paged,
         fake=_nothing,
@@ -176,6 +186,9 @@ def paged_attention(
     output: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     kernel: str | None = None,
 ) -> Tensor:
     """Attention of new tokens over pages that already hold their keys and values. No gradient.
@@ -190,10 +203,14 @@ def paged_attention(
         max_seqlen_q: upper bound in tokens on one request's queries, a host int; 1 says decode.
         mask: `[T, >= max_pages * page]`, bool or additive, e.g. the tree of a speculative verify.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
-        scale, window, softcap, sinks, k_scale, v_scale: as in `attention`.
+        scale, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk: as in `attention`.
+        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others:
+            fa3 clears the output first otherwise. Output is undefined where the promise is not kept.
         plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
-            otherwise, or not at all, do not read it.
-        output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]` to write into, or None.
+            otherwise, or not at all, do not read it. A kernel may count in a device plan while it runs and leaves it as it was:
+            calls that share one must not run at the same time.
+        output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
+        lse: float32 `[T, Hq]` to write into, or None.
         workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
             to every call on one stream; see `attnops.explain(...).workspace_bytes`.
         kernel: force a kernel by name for this call.
@@ -206,14 +223,20 @@ def paged_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     if output is None:
-        output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=query.dtype, device=query.device)
+        output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=check.result_dtype(query), device=query.device)
     left, right = check.window(window)
-    torch.ops.attnops.paged_attention.default(
-        query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan,
-        max_seqlen_q=max_seqlen_q, scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right,
-        softcap=softcap, policy=key_for("paged_attention", kernel), output=output, lse=lse, workspace=workspace,
+    _paged(
+        (query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan),
+        {
+            "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
+            "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
+            "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
+        },
     )  # fmt: skip
     return output
+
+
+_paged = Direct(PAGED)
 
 
 def _check_write(
@@ -293,4 +316,7 @@ def write_kv(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    torch.ops.attnops.write_kv.default(key, value, k_pages, v_pages, slots, k_scale, v_scale, policy=key_for("write_kv", kernel))
+    _write((key, value, k_pages, v_pages, slots, k_scale, v_scale), {"policy": key_for("write_kv", kernel)})
+
+
+_write = Direct(WRITE_KV)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
+from attnops.ops._direct import Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.problem import Extent, Problem
@@ -37,24 +38,28 @@ def _check(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
 ) -> None:
-    check.tensor("query", query, 3, check.FLOATS, "[T, Hq, D]")
+    check.tensor("query", query, 3, check.QUERY, "[T, Hq, D]")
     check.tensor("key", key, 3, (*check.FLOATS, *check.QUANTISED), "[N, Hkv, D]")
     check.tensor("value", value, 3, (*check.FLOATS, *check.QUANTISED), "[N, Hkv, Dv]")
     check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
     check.tensor("cu_seqlens_k", cu_seqlens_k, 1, (torch.int32,), "[B + 1]")
     check.same_device(
         query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     check.equal("value.shape[0]", value.shape[0], key.shape[0], "as many values as keys")
     check.need(cu_seqlens_q.shape[0] >= 1, "cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], ">= 1")
     check.equal("cu_seqlens_k.shape[0]", cu_seqlens_k.shape[0], cu_seqlens_q.shape[0], "as many requests as the queries")
     check.heads(query, key, value)
+    check.q_scale(query, q_scale)
     check.kv_dtype(query, key, value, k_scale, v_scale)
-    check.scales(key.shape[1], k_scale=k_scale, v_scale=v_scale)
+    check.scales(key.shape[1], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     check.sinks(sinks, query.shape[1])
-    check.numbers(scale, window_left, window_right, softcap)
+    check.numbers(scale, window_left, window_right, softcap, attention_chunk)
     check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
     check.need(max_seqlen_k >= 0, "max_seqlen_k", max_seqlen_k, ">= 0")
     token_mask(mask, query, max_seqlen_k, "max_seqlen_k")
@@ -69,7 +74,7 @@ def token_mask(mask: Tensor | None, query: Tensor, keys: Any, meaning: str) -> N
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, return_lse: bool = False, **__: Any) -> tuple[Tensor, Tensor]:
-    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    output = query.new_empty((*query.shape[:2], value.shape[2]), dtype=check.result_dtype(query))
     return output, query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
 
 
@@ -92,6 +97,9 @@ def _problem(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Any = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     **more: Any,
 ) -> Problem:
     return Problem(
@@ -106,11 +114,13 @@ def _problem(
         causal=causal,
         window=(window_left, window_right),
         softcap=softcap > 0,
+        attention_chunk=attention_chunk,
         sinks=sinks is not None,
         sinks_dtype=None if sinks is None else sinks.dtype,
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
         kv_scales=k_scale is not None or v_scale is not None,
         lse=return_lse,
+        padded=padded,
         last_dim_contiguous=_packed_last(query) and _packed_last(key) and _packed_last(value),
         tokens=Extent.of(query.shape[0]),
         batch=Extent.of(cu_seqlens_q.shape[0] - 1),
@@ -125,7 +135,7 @@ class _Varlen(torch.autograd.Function):
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         output, lse = overload(*tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
-        ctx.statics = statics
+        ctx.statics = {n: v for n, v in statics.items() if n != "padded"}
         ctx.set_materialize_grads(False)
         if not return_lse:
             ctx.mark_non_differentiable(lse)
@@ -144,10 +154,12 @@ class _Varlen(torch.autograd.Function):
         return (None, None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), None, None)
 
 
-def _autograd(overload: Any, *args: Any, return_lse: bool = False, **statics: Any) -> tuple[Tensor, Tensor]:
+def _autograd(
+    overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any
+) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
-    if tensors[7] is not None or tensors[8] is not None:
-        raise NoGradient("varlen_attention with k_scale or v_scale", ("query, key or value",))
+    if q_scale is not None or tensors[7] is not None or tensors[8] is not None:
+        raise NoGradient("varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
     if tensors[5] is not None and tensors[5].requires_grad:
         raise NoGradient("varlen_attention", ("mask",))
     output, lse = _Varlen.apply(overload, statics, return_lse, *tensors)
@@ -158,8 +170,8 @@ VARLEN = define(
     Op(
         name="varlen_attention",
         schema="(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, "
-        f'Tensor? k_scale=None, Tensor? v_scale=None, *, {MAXIMA}, {STATICS}, bool return_lse=False, str policy="") '
-        "-> (Tensor output, Tensor lse)",
+        f'Tensor? k_scale=None, Tensor? v_scale=None, *, {MAXIMA}, {STATICS}, bool return_lse=False, '
+        'Tensor? q_scale=None, bool padded=True, str policy="") -> (Tensor output, Tensor lse)',
         check=_check,
         fake=_fake,
         problem=_problem,
@@ -219,14 +231,16 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
     return_lse: Literal[False] = False, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, kernel: str | None = None,
+    v_scale: Tensor | None = None, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True,
+    kernel: str | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
     return_lse: Literal[True], scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, kernel: str | None = None,
+    v_scale: Tensor | None = None, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True,
+    kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor,
@@ -246,6 +260,9 @@ def varlen_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over requests packed one after the other. Differentiable in query, key, value and sinks.
@@ -256,19 +273,27 @@ def varlen_attention(
             Tokens past `cu_seqlens_q[B]` are padding: their output is 0. They, and keys past `cu_seqlens_k[B]`, may hold anything.
         max_seqlen_q, max_seqlen_k: upper bounds in tokens on the requests' lengths, host ints.
         mask: `[T, >= max_seqlen_k]`, bool or additive; column j is key j of the token's request.
-        scale, causal, window, softcap, sinks, k_scale, v_scale, kernel: as in `attention`; causal is bottom-right per request.
+        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T` and `cu_seqlens_k[B] == N`, so that nothing
+            need be spent on others: fa3 copies the value and clears the output otherwise. Output is undefined where it is not kept.
+        scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel: as in `attention`; causal is
+            bottom-right per request.
 
     Returns:
-        output `[T, Hq, Dv]`, the query's dtype; with return_lse also lse `[T, Hq]` float32, natural log.
+        output `[T, Hq, Dv]`, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[T, Hq]` float32, natural log.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = check.window(window)
-    output, lse = torch.ops.attnops.varlen_attention.default(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
-        return_lse=return_lse, policy=key_for("varlen_attention", kernel),
+    output, lse = _packed(
+        (query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale),
+        {
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
+            "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,
+            "return_lse": return_lse, "q_scale": q_scale, "padded": padded, "policy": key_for("varlen_attention", kernel),
+        },
     )  # fmt: skip
     return (output, lse) if return_lse else output
+
+
+_packed = Direct(VARLEN)

@@ -4,9 +4,10 @@
     p = exp(s - lse),  lse = log(sum_j exp(s[i, j]) + exp(sink))
     output[i] = sum_j p[i, j] v[j];  a query that sees no key gives 0, and lse = -inf (or the sink)
 
-Query i of a request stands at position i + offset; it sees key j when start <= j < end, j <= position (causal), and
-position - left <= j <= position + right (window, -1 unbounded). Softmax with sinks: https://arxiv.org/abs/2309.17453 as
-gpt-oss uses it (a learned logit in the denominator). Soft-capping: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+Query i of a request stands at position i + offset; it sees key j when start <= j < end, j <= position (causal),
+position - left <= j <= position + right (window, -1 unbounded), and floor(j / chunk) == floor(position / chunk) (chunk, 0 off).
+Softmax with sinks: https://arxiv.org/abs/2309.17453 as gpt-oss uses it (a learned logit in the denominator). Soft-capping: Gemma 2,
+https://arxiv.org/abs/2408.00118, section 2. Chunks: Llama 4's local attention, as FlashAttention-3 has it (hopper/mask.h).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Rules(NamedTuple):
     left: int
     right: int
     softcap: float
+    chunk: int = 0
 
 
 def wide(x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def visible(
     queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
 ) -> Tensor | None:
     """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
-    if not (rules.causal or rules.left >= 0 or rules.right >= 0 or start is not None or end is not None):
+    if not (rules.causal or rules.left >= 0 or rules.right >= 0 or rules.chunk or start is not None or end is not None):
         return None
     j = torch.arange(keys, device=offset.device)[None, None, :]
     position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
@@ -58,11 +60,19 @@ def visible(
         see = see & (j >= position - rules.left)
     if rules.right >= 0:
         see = see & (j <= position + rules.right)
+    if rules.chunk:
+        see = see & same_chunk(position, j, rules.chunk)
     if start is not None:
         see = see & (j >= start[:, None, None])
     if end is not None:
         see = see & (j < end[:, None, None])
     return see
+
+
+def same_chunk(position: Tensor, j: Tensor, chunk: int) -> Tensor:
+    """Do a query at `position` and key j lie in one chunk? A query before the first key lies in a chunk of no key."""
+    first = torch.div(position, chunk, rounding_mode="floor") * chunk
+    return (j >= first) & (j < first + chunk)
 
 
 def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules) -> Tensor:
@@ -117,16 +127,34 @@ def attention(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Dense reference; see `attnops.attention`."""
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     see = dense_visible(query, key, kv_start, kv_end, rules)
-    values = dequantise(value, v_scale, query.dtype)
+    like = result_dtype(query, q_scale)
+    values = dequantise(value, v_scale, like)
     if kv_start is not None or kv_end is not None:
         values = _clean(values, kv_start, kv_end)
-    out, lse = attend(wide(query), dequantise(key, k_scale, query.dtype), values, see, mask, sinks, rules)
-    return compact(out.to(query.dtype)), compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
+    out, lse = attend(wide_query(query, q_scale), dequantise(key, k_scale, like), values, see, mask, sinks, rules)
+    return compact(out.to(like)), compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
+
+
+def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
+    """The query's dtype; bfloat16 for a quantised one."""
+    if q_scale is None:
+        return query.dtype
+    # Only who asks for the exact result passes a wider scale than the op takes.
+    return torch.float64 if q_scale.dtype == torch.float64 else torch.bfloat16
+
+
+def wide_query(query: Tensor, q_scale: Tensor | None) -> Tensor:
+    """`[..., Hq, D]` in the accumulation dtype, times its scale `[1]` or `[Hkv]`, of which each serves a group of heads."""
+    if q_scale is None:
+        return wide(query)
+    return dequantise(query, q_scale.repeat_interleave(query.shape[-2] // q_scale.shape[0]), result_dtype(query, q_scale))
 
 
 def no_lse(query: Tensor) -> Tensor:
@@ -170,6 +198,7 @@ def attention_backward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     mask_grad: bool = False,
     policy: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -178,7 +207,7 @@ def attention_backward(
     With p = exp(s - lse) and delta_i = sum_d dO_i O_i - dlse_i: dV = p^T dO, ds = p * (dO V^T - delta), dsink = -sum p_sink delta.
     FlashAttention, https://arxiv.org/abs/2205.14135, appendix B; the soft cap adds the factor 1 - (s / softcap)^2.
     """
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     see = dense_visible(query, key, kv_start, kv_end, rules)
     q, k, v, g = wide(query), wide(key), wide(value), wide(grad_output)
     if kv_start is not None or kv_end is not None:

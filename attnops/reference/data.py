@@ -151,3 +151,13 @@ def num_kv_splits(
     total = lens.sum().clamp(min=1)
     share = torch.div(lens * num_sms * 2 + total * blocks_per_split - 1, total * blocks_per_split, rounding_mode="floor")
     return compact(torch.minimum(share.clamp(min=1, max=max_splits), tiles).to(torch.int32))
+
+
+def schedule_words(batch: int) -> int:
+    """The length of `fa3_schedule`'s result: at most four words for each of the requests, rounded up to 4, and a counter."""
+    return (batch + 3) // 4 * 16 + 1
+
+
+def fa3_schedule(seq_lens: Tensor, cu_seqlens_q: Tensor, *, policy: str = "", **_: object) -> Tensor:
+    """`[schedule_words(B)]` int32 of zeros: what stands in a schedule is the kernel's own affair."""
+    return seq_lens.new_zeros(schedule_words(seq_lens.shape[0]))

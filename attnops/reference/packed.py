@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import Rules, attend, attention_backward, compact, dequantise, no_lse, visible, wide
+from attnops.reference.attention import (
+    Rules,
+    attend,
+    attention_backward,
+    compact,
+    dequantise,
+    no_lse,
+    result_dtype,
+    visible,
+    wide_query,
+)
 
 
 def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -64,26 +74,35 @@ def varlen_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Packed reference; see `attnops.varlen_attention`."""
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
+    like = result_dtype(query, q_scale)
     ends = lengths_of(cu_seqlens_k)
     see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
     out, lse = attend(
-        wide(pad(query, cu_seqlens_q, max_seqlen_q)),
-        dequantise(pad(key.to(query.dtype) if key.dtype != query.dtype else key, cu_seqlens_k, max_seqlen_k), k_scale, query.dtype),
-        dequantise(pad(value.to(query.dtype) if value.dtype != query.dtype else value, cu_seqlens_k, max_seqlen_k), v_scale, query.dtype),
+        wide_query(pad(_indexable(query, like), cu_seqlens_q, max_seqlen_q), q_scale),
+        dequantise(pad(_indexable(key, like), cu_seqlens_k, max_seqlen_k), k_scale, like),
+        dequantise(pad(_indexable(value, like), cu_seqlens_k, max_seqlen_k), v_scale, like),
         see,
         padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
         sinks,
         rules,
     )
     tokens = query.shape[0]
-    packed = compact(unpad(out, cu_seqlens_q, tokens).to(query.dtype))
+    packed = compact(unpad(out, cu_seqlens_q, tokens).to(like))
     if not return_lse:
         return packed, no_lse(query)
     return packed, compact(unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float())
+
+
+def _indexable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantised numbers in `dtype`, which holds them exactly: float8 has no `where`."""
+    return x.to(dtype) if x.dtype.itemsize == 1 else x
 
 
 def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
@@ -111,12 +130,14 @@ def varlen_attention_backward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     policy: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks (`[0]` when there are none). Formula: see `attention_backward`."""
     ends = lengths_of(cu_seqlens_k)
     offset = ends - lengths_of(cu_seqlens_q)
-    see = visible(max_seqlen_q, max_seqlen_k, offset, None, ends, Rules(scale, causal, window_left, window_right, softcap))
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
+    see = visible(max_seqlen_q, max_seqlen_k, offset, None, ends, rules)
     dense_mask = padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     if see is not None:
         hidden = ~see[:, None]
@@ -174,22 +195,26 @@ def paged_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
     """Paged reference; see `attnops.paged_attention`."""
-    rules = Rules(scale, causal, window_left, window_right, softcap)
+    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
+    like = result_dtype(query, q_scale)
     ends = seq_lens.long()
     keys = page_table.shape[1] * k_pages.shape[1]
     see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
     inside = (torch.arange(keys, device=query.device)[None] < ends[:, None])[..., None, None]
-    zero = torch.zeros((), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32, device=query.device)
+    zero = torch.zeros((), dtype=torch.float64 if like == torch.float64 else torch.float32, device=query.device)
     out, z = attend(
-        wide(pad(query, cu_seqlens_q, max_seqlen_q)),
-        torch.where(inside, dequantise(gather_pages(k_pages, page_table), k_scale, query.dtype), zero),
-        torch.where(inside, dequantise(gather_pages(v_pages, page_table), v_scale, query.dtype), zero),
+        wide_query(pad(_indexable(query, like), cu_seqlens_q, max_seqlen_q), q_scale),
+        torch.where(inside, dequantise(gather_pages(k_pages, page_table), k_scale, like), zero),
+        torch.where(inside, dequantise(gather_pages(v_pages, page_table), v_scale, like), zero),
         see,
         padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys),
         sinks,

@@ -1,8 +1,8 @@
 """How far from the exact result a kernel may be.
 
-Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32, or float64 for float64); D and
-Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| + max|mask|, which bounds the logits (max|x|: the
-largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
+Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32, float64 for float64, 2^-14 for
+float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| + max|mask|, which bounds the
+logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
 
     delta(logit) = a (sqrt(D) + 4) L        products summed in the accumulation dtype, then scaled, capped and exponentiated
     delta(output) = (4 u + 2 delta(logit) + a (sqrt(N) + 4)) V
@@ -35,6 +35,9 @@ from torch import Tensor
 from attnops.reference.attention import Rules, dense_visible, logsumexp, reduce_to, scores
 from attnops.reference.latent_format import unpack
 from attnops.testing.inputs import QUANTISED, Call
+
+FLOAT8_SUMS = 2.0**-14
+"""Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2."""
 
 Allowed = dict[str, "float | Tensor"]
 
@@ -79,9 +82,9 @@ class _Sizes:
         q_factor = _largest(t.get("q_scale")) or 1.0
         k_scale, v_scale = (t.get("kv_scale"),) * 2 if "latent_pages" in t else (t.get("k_scale"), t.get("v_scale"))
         self.k_factor, self.v_factor = _largest(k_scale) or 1.0, _largest(v_scale) or 1.0
-        # A quantised query is exact; what is rounded is the output.
-        self.u = roundoff(t["output"].dtype if query.dtype in QUANTISED else query.dtype)
-        self.a = min(self.u, roundoff(torch.float32))
+        # A quantised query is exact. What is rounded is the output, and, but for latents, the weights to the query's dtype.
+        self.u = roundoff(t["output"].dtype if query.dtype in QUANTISED and "latent_pages" in t else query.dtype)
+        self.a = FLOAT8_SUMS if query.dtype in QUANTISED and "latent_pages" not in t else min(self.u, roundoff(torch.float32))
         if "page_table" in t:
             keys = t["page_table"].shape[1] * key.shape[1]
         elif "indices" in t:
@@ -147,7 +150,8 @@ def _requests(call: Call) -> list[dict[str, Any]]:
 def _terms(t: Mapping[str, Any]) -> dict[str, Tensor]:
     """S, the sum of the sizes of the terms, of every entry of every gradient."""
     query, key, value, grad, mask, sinks = t["query"], t["key"], t["value"], t["grad_output"], t.get("mask"), t.get("sinks")
-    rules = Rules(t["scale"], t["causal"], t.get("window_left", -1), t.get("window_right", -1), t.get("softcap", 0.0))
+    window = t.get("window_left", -1), t.get("window_right", -1)
+    rules = Rules(t["scale"], t["causal"], *window, t.get("softcap", 0.0), t.get("attention_chunk", 0))
     logits = scores(query, key, dense_visible(query, key, t.get("kv_start"), t.get("kv_end"), rules), mask, rules)
     lse = logsumexp(logits, sinks)[..., None]
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)

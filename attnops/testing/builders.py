@@ -42,9 +42,18 @@ def dense(
 
 
 def varlen(
-    source: Source, q_lens: Sequence[int], k_lens: Sequence[int], f: Features, padding: tuple[int, int] = (2, 3), slack: int = 0
+    source: Source,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    f: Features,
+    padding: tuple[int, int] = (2, 3),
+    slack: int = 0,
+    promise: bool = False,
 ) -> Call:
-    """`varlen_attention`. padding: query and key tokens past the last request, free. slack: how loose the maxima are."""
+    """`varlen_attention`. padding: query and key tokens past the last request, free. slack: how loose the maxima are.
+
+    promise: say that there is no padding.
+    """
     tokens, keys = sum(q_lens) + padding[0], sum(k_lens) + padding[1]
     most = max(k_lens, default=0) + slack
     arguments = source.qkv((tokens,), (keys,), f) | f.statics()
@@ -54,6 +63,8 @@ def varlen(
         arguments["mask"] = mask
     if f.lse:
         arguments["return_lse"] = True
+    if promise:
+        arguments["padded"] = False
     free = {n: past(source, sum(lens), t, 3) for n, lens, t in (("query", q_lens, tokens), ("key", k_lens, keys), ("value", k_lens, keys))}
     return Call("varlen_attention", arguments, free)
 
@@ -67,6 +78,7 @@ def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: b
     """`<op>_backward` of a forward call: its output and lse as the reference gives them, and random gradients."""
     given = dict(forward.arguments)
     exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
+    given.pop("padded", None)
     statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only}
     output, lse = OPS[forward.op].reference(
         **{n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()} | {"return_lse": True}
@@ -96,12 +108,13 @@ def paged(
     wider: int = 1,
     shared: bool = False,
     interleaved: bool = False,
+    promise: bool = False,
 ) -> Call:
     """`paged_attention`. Pages lie in random order.
 
     padding: query tokens past the last request. spare: pages of no request. wider: columns of the table past the longest request;
     entries past a request's end are -1 or a spare page. shared: the second request's first page is the first one's.
-    interleaved: key and value pages are views of one buffer.
+    interleaved: key and value pages are views of one buffer. promise: say that there is no padding.
     """
     table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
     total, width = used.shape[0], table.shape[1]
@@ -118,6 +131,8 @@ def paged(
     if (mask := source.mask((tokens, width * page_size), f)) is not None:
         arguments["mask"] = mask
     unused = ~used[..., None, None]
+    if promise:
+        arguments["padded"] = False
     free = {"query": past(source, sum(q_lens), tokens, 3), "k_pages": unused, "v_pages": unused}
     return Call("paged_attention", arguments, free, writes=("output", "lse"))
 

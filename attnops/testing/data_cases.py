@@ -88,6 +88,15 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         more = {"tile": 64, "q_heads": 40, "kv_heads": 2, "num_sms": 13} if rule == "balanced" else {}
         return {"seq_lens": source.ints([100 * n for n in lens], dtype), "rule": rule, "max_splits": 8, **more}
 
+    def schedule(source: Source, lens: tuple[int, ...], flags: dict[str, Any]) -> dict[str, Any]:
+        sizes = {"page_size": 16, "q_heads": 8, "kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "max_pages": 9, "max_seqlen_q": 5}
+        return {"seq_lens": source.ints([20 * n for n in lens]), "cu_seqlens_q": source.cumulative(lens), **sizes, **flags}
+
+    flags = {
+        "plain": {}, "full": {"causal": False}, "window": {"window_left": 7}, "chunk": {"attention_chunk": 16},
+        "long": {"max_seqlen_q": 100, "page_size": 64}, "float8": {"float8": True, "softcap": 2.0},
+    }  # fmt: skip
+
     def grid(op: str, make: Callable[..., dict[str, Any]], **axes: Sequence[Any] | dict[str, Any]) -> tuple[Case, ...]:
         named = [axis if isinstance(axis, dict) else {str(v).removeprefix("torch."): v for v in axis} for axis in axes.values()]
         points = product(*(axis.items() for axis in named))
@@ -102,6 +111,7 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "slot_mapping": grid("slot_mapping", slots, page=(1, 3, 16), dtype=ints),
         "page_table": grid("page_table", pages, lens=lengths, page=(1, 3, 16), dtype=ints),
         "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
+        "fa3_schedule": grid("fa3_schedule", schedule, lens=lengths, flags=flags),
         "num_kv_splits": grid("num_kv_splits", splits, rule=("static", "deterministic", "balanced"), lens=lengths, dtype=ints),
     }
 

@@ -75,7 +75,8 @@ class Call:
 class Features:
     """What an attention call asks for, apart from its lengths.
 
-    kv_dtype: a quantised dtype, or None for `dtype`. v_head_dim: None for head_dim. sinks: the sinks' dtype.
+    kv_dtype: a quantised dtype, or None for `dtype`. q_dtype: a quantised query's, with `dtype` that of the output.
+    v_head_dim: None for head_dim. sinks: the sinks' dtype.
     mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as position biases of long contexts.
     mask_shape, dense only: which of batch, head and query the mask has ("bhq"), the others being 1.
     loud: logits of several hundred, where a softmax that does not subtract its maximum overflows.
@@ -83,6 +84,7 @@ class Features:
 
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
+    q_dtype: torch.dtype | None = None
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -91,6 +93,7 @@ class Features:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
+    chunk: int = 0
     sinks: torch.dtype | None = None
     mask: str = "none"
     mask_shape: str = "bhq"
@@ -109,7 +112,7 @@ class Features:
         for name, value in (("window_left", self.window[0]), ("window_right", self.window[1])):
             if value != -1:
                 out[name] = value
-        return out | ({"softcap": self.softcap} if self.softcap else {})
+        return out | ({"softcap": self.softcap} if self.softcap else {}) | ({"attention_chunk": self.chunk} if self.chunk else {})
 
 
 class Source:
@@ -158,7 +161,9 @@ class Source:
         """query `[*queries, Hq, D]`, key and value `[*keys, Hkv, D or Dv]`, sinks and scales as `f` asks."""
         kv = f.kv_dtype or f.dtype
         out: dict[str, Any] = {
-            "query": self.normal(*queries, f.q_heads, f.head_dim, dtype=f.dtype, spread=60.0 if f.loud else 1.0),
+            "query": self.normal(*queries, f.q_heads, f.head_dim, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
+            if f.q_dtype is None
+            else self.stored(*queries, f.q_heads, f.head_dim, dtype=f.q_dtype),
             "key": self.stored(*keys, f.kv_heads, f.head_dim, dtype=kv),
             "value": self.stored(*keys, f.kv_heads, f.v_dim, dtype=kv),
         }
@@ -167,6 +172,8 @@ class Source:
         if f.kv_dtype is not None:
             heads = f.kv_heads if f.scale_per_head else 1
             out["k_scale"], out["v_scale"] = self.scales(heads, kv), self.scales(heads, kv)
+            if f.q_dtype is not None:
+                out["q_scale"] = self.scales(heads, f.q_dtype)
         return out
 
     def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:

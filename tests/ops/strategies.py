@@ -27,6 +27,7 @@ def features(draw, masks=True, kv=QUANTISED, head_dims=(1, 4, 8)):
         v_head_dim=draw(st.sampled_from([None, None, 2])),
         causal=draw(st.booleans()),
         window=draw(st.sampled_from([(-1, -1), (-1, -1), (2, -1), (1, 1)])),
+        chunk=draw(st.sampled_from([0, 0, 0, 2, 3])),
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
         sinks=draw(st.sampled_from([None, None, torch.float32])),
         mask=draw(st.sampled_from(["none", "none", "bool", "additive"])) if masks else "none",
@@ -74,7 +75,7 @@ def latent_features(draw):
     f = draw(features())
     # The query's head dim is the latent and the rotated key, the value's the latent alone.
     kv = f.kv_dtype if f.dtype != torch.float64 else None
-    return replace(f, kv_dtype=kv, head_dim=f.head_dim + 2, v_head_dim=f.head_dim, window=(f.window[0], -1))
+    return replace(f, kv_dtype=kv, head_dim=f.head_dim + 2, v_head_dim=f.head_dim, window=(f.window[0], -1), chunk=0)
 
 
 @st.composite
@@ -159,4 +160,5 @@ CALLS = {
     "write_latent_packed": write_packed(),
     "merge_state": merge(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+    "fa3_schedule": metadata("fa3_schedule"),
 }

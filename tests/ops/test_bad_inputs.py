@@ -62,6 +62,10 @@ def good(name) -> dict[str, Any]:
         "page_table": lambda: {"token_table": i(0, 1, 2, 3).reshape(1, 4), "rows": i(0), "seq_lens": i(3), "page_size": 2},
         "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
         "num_kv_splits": lambda: {"seq_lens": i(3, 4), "rule": "static", "max_splits": 4},
+        "fa3_schedule": lambda: {
+            "seq_lens": i(3, 4), "cu_seqlens_q": cu, "max_seqlen_q": 2, "max_pages": 3, "page_size": 16, "q_heads": 4, "kv_heads": 2,
+            "head_dim": 64,
+        },
     }  # fmt: skip
     return calls[name]()
 
@@ -108,6 +112,21 @@ BAD = [
     Bad("attention", {"window": 4}, "window", "4", "(left, right)"),
     Bad("varlen_attention", {"window": (1, 2, 3)}, "window", "(1, 2, 3)", "(left, right)"),
     Bad("paged_attention", {"window": (4,)}, "window", "(4,)", "(left, right)"),
+    Bad("attention", {"attention_chunk": -1}, "attention_chunk", "-1", ">= 0"),
+    Bad("varlen_attention", {"attention_chunk": -2}, "attention_chunk", "-2", ">= 0"),
+    Bad("paged_attention", {"attention_chunk": -3}, "attention_chunk", "-3", ">= 0"),
+    # float8 queries
+    Bad("attention", {"query": f(2, 3, 4, 8).to(E4M3)}, "q_scale", "None", "a scale, because the query is float8_e4m3fn"),
+    Bad("attention", {"q_scale": f(1)}, "q_scale", "a tensor", "None, because the query is float32"),
+    Bad("varlen_attention", {"query": f(3, 4, 8).to(E4M3), "q_scale": f(1)}, "key.dtype", "float32", "float8_e4m3fn (the query's)"),
+    Bad("attention", {"query": f(2, 3, 4, 8).to(torch.float8_e5m2)}, "query.dtype", "float8_e5m2", "float8_e4m3fn"),
+    Bad("varlen_attention", {"q_scale": f(2)}, "q_scale", "a tensor", "None, because the query is float32"),
+    Bad("paged_attention", {"query": f(3, 4, 8).to(E4M3)}, "output.dtype", "float32", "bfloat16"),
+    Bad("paged_attention", {"query": f(3, 4, 8).to(E4M3), "output": f(3, 4, 6, dtype=BF16), "q_scale": f(3), "k_scale": f(1),
+                            "k_pages": f(4, 2, 2, 8).to(E4M3), "v_pages": f(4, 2, 2, 6).to(E4M3), "v_scale": f(1)},
+        "q_scale.shape[0]", "3", "1 or 2 (key heads)"),
+    Bad("varlen_attention", {"query": f(3, 4, 8).to(E4M3), "key": f(5, 2, 8).to(E4M3), "value": f(5, 2, 6).to(E4M3), "q_scale": f(1)},
+        "k_scale, v_scale", "None", "both, because the key is float8_e4m3fn"),
     # dense: optional tensors
     Bad("attention", {"mask": f(2, 1, 3, 4)}, "mask.shape[3]", "4", "5 (the number of keys)"),
     Bad("attention", {"mask": f(3, 1, 3, 5)}, "mask.shape[0]", "3", "1 or 2"),
@@ -195,6 +214,12 @@ BAD = [
     Bad("num_kv_splits", {"max_splits": 0}, "max_splits", "0", ">= 1"),
     Bad("num_kv_splits", {"tile": 0}, "tile", "0", ">= 1"),
     Bad("num_kv_splits", {"num_sms": -1}, "num_sms", "-1", ">= 1"),
+    Bad("fa3_schedule", {"seq_lens": i(3)}, "cu_seqlens_q.shape[0]", "3", "2 (one more than the requests)"),
+    Bad("fa3_schedule", {"seq_lens": i(3, 4, dtype=I64)}, "seq_lens.dtype", "int64", "int32"),
+    Bad("fa3_schedule", {"q_heads": 3}, "q_heads", "3", "a multiple of the 2 key heads"),
+    Bad("fa3_schedule", {"page_size": 0}, "page_size", "0", ">= 1"),
+    Bad("fa3_schedule", {"window": (-2, -1)}, "window_left", "-2", ">= -1"),
+    Bad("fa3_schedule", {"kernel": "fa3"}, "target", "target=cpu", "(wants sm90)", NoKernel),
     # kernels asked for by name
     Bad("attention", {"kernel": "fa9"}, "kernel", "'fa9'", "one of", UnknownKernel),
     Bad("attention", {"kernel": "scatter"}, "kernel", "'scatter'", "reference", UnknownKernel),

@@ -167,6 +167,7 @@ DIMS = {
     "page_table": {"token_table": "RN", "rows": "B", "seq_lens": "B"},
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
     "num_kv_splits": {"seq_lens": "B"},
+    "fa3_schedule": {"seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q", "max_pages": "W"},
 }  # fmt: skip
 DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]
 

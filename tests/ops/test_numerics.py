@@ -58,10 +58,13 @@ def test_every_grid_point_is_answered():
 
 def requests(call):
     """(query [n, Hq, D], key [L, Hkv, D], value, mask [n, Hq, L] or None, start, where in the result) of every request."""
-    t = call.arguments
+    t = dict(call.arguments)
 
     def scaled(x, scale):
         return x.double() if scale is None else x.double() * scale.double().reshape(-1, 1)
+
+    if "query" in t and "q_scale" in t:
+        t["query"] = scaled(t["query"], t["q_scale"].repeat_interleave(t["query"].shape[-2] // t["q_scale"].shape[0]))
 
     if call.op == "attention":
         for b in range(t["query"].shape[0]):
@@ -104,12 +107,15 @@ def by_hand(query, key, value, mask, start, t):
     lse = torch.full((n, heads), -INF, dtype=torch.float64)
     q, k, v = query.tolist(), key.tolist(), value.tolist()
     left, right, cap = t.get("window_left", -1), t.get("window_right", -1), t.get("softcap", 0.0)
+    chunk = t.get("attention_chunk", 0)
     for i in range(n):
         position = keys - n + i
         for h in range(heads):
             logits = {}
             for j in range(start, keys):
                 if (t["causal"] and j > position) or (left >= 0 and j < position - left) or (right >= 0 and j > position + right):
+                    continue
+                if chunk and j // chunk != position // chunk:
                     continue
                 s = t["scale"] * math.fsum(a * b for a, b in zip(q[i][h], k[j][h // group], strict=True))
                 s = cap * math.tanh(s / cap) if cap else s
@@ -199,6 +205,8 @@ def typical_mistakes():
     yield "attention", "causal", lambda q, k, v, *a, **kw: dense(q, k, v, *a, **kw | {"causal": False, "window_right": 1})
     yield "attention", "window_left", lambda *a, **kw: dense(*a, **kw | {"window_left": kw["window_left"] - 1})
     yield "attention", "window_both", lambda *a, **kw: dense(*a, **kw | {"window_right": kw["window_right"] + 1})
+    yield "attention", "chunk", lambda *a, **kw: dense(*a, **kw | {"attention_chunk": kw["attention_chunk"] + 1})
+    yield "attention", "float8_query", lambda *a, **kw: dense(*a, **kw | {"q_scale": kw["q_scale"] * 4})
     yield "attention", "softcap", lambda *a, **kw: dense(*a, **kw | {"softcap": 0.0})
     yield "attention", "scale", lambda *a, **kw: dense(*a, **kw | {"scale": 0.25})
     yield "attention", "sinks", lambda q, k, v, mask, sinks, **kw: dense(q, k, v, **kw)

@@ -2,11 +2,13 @@
 
 Kept from the real one because the wrapper must cope with it: rows of no request are left unwritten (NaN here), lse comes heads first
 and is -inf for a query without keys whatever the sinks, and +inf when there is no key at all; TMA loads whole tiles, so that NaN
-in a value past a request's end spoils its queries, while the paged path without TMA zeroes what lies past the end.
+in a value past a request's end spoils its queries, while the paged path without TMA zeroes what lies past the end. A schedule given
+is counted in and its last word left 0; one made of other numbers gives nothing but NaN. A float8 query's weights are rounded.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +29,16 @@ SCHEMA = (
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""
 
+METADATA = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, "
+    "int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, "
+    "Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, int window_size_left, "
+    "int window_size_right, int attention_chunk, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"
+)
+"""Of the same wheel, from the call in its flash_attn.py and its C++ declaration."""
+
 TILE = 128
+FLOAT8 = torch.float8_e4m3fn
 Called = list[dict[str, Any]]
 
 
@@ -46,13 +57,15 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         return _fwd(**calls[-1])
 
     library.impl("fwd", fwd, "CPU")
+    library.define(METADATA)
+    library.impl("get_scheduler_metadata", _schedule, "CPU")
     _fa3.raw_op.cache_clear()
     try:
         yield calls
     finally:
         library._destroy()
-        if "fwd" in vars(torch.ops.sgl_kernel):
-            delattr(torch.ops.sgl_kernel, "fwd")
+        for name in {"fwd", "get_scheduler_metadata"} & vars(torch.ops.sgl_kernel).keys():
+            delattr(torch.ops.sgl_kernel, name)
         _fa3.raw_op.cache_clear()
 
 
@@ -70,10 +83,9 @@ def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = 
 
 def _fwd(**a: Any) -> tuple[Tensor, ...]:
     q, k, v, table, cu_q, cu_k = (a[n] for n in ("q", "k", "v", "page_table", "cu_seqlens_q", "cu_seqlens_k"))
-    for name in ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "q_descale", "k_descale", "v_descale"):
+    for name in ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos"):
         assert a[name] is None, f"the stand-in has no {name}"
-    assert a["scheduler_metadata"] is None and a["attention_chunk"] == 0 and a["rotary_cos"] is None
-    _check(q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
+    _check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     _check(k.dtype == q.dtype, "query and key must have the same dtype")
     _check(v.dtype == q.dtype, "query and value must have the same dtype")
     _check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
@@ -98,15 +110,20 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
     _check(tuple(k.shape) == (*v.shape[:-1], d), "k must have shape of v")
     _check_ints("seqused_k", a["seqused_k"], batch, "batch_size")
     _check_ints("leftpad_k", a["leftpad_k"], batch, "batch_size")
-    _check(d % 8 == 0, "head_size should be a multiple of 8")
-    _check(dv % 8 == 0, "head_size_v should be a multiple of 8")
-    shape, out = (*q.shape[:-1], dv), a["out"]
+    unit = 16 if q.dtype == FLOAT8 else 8
+    _check(d % unit == 0, f"head_size should be a multiple of {unit}")
+    _check(dv % unit == 0, f"head_size_v should be a multiple of {unit}")
+    for name in ("q_descale", "k_descale", "v_descale"):
+        scale = a[name]
+        assert scale is None or (q.dtype == FLOAT8 and scale.dtype == torch.float32), "read as float32, without a look"
+        _check(scale is None or tuple(scale.shape) == (batch, hkv), f"{name} must have shape (batch_size, num_heads_k)")
+    shape, out, out_dtype = (*q.shape[:-1], dv), a["out"], torch.bfloat16 if q.dtype == FLOAT8 else q.dtype
     if out is not None:
-        _check(out.dtype == q.dtype, "For FP16/BF16 input, output must have the same dtype as inputs.")
+        _check(out.dtype == out_dtype, "For FP16/BF16 input, output must have the same dtype as inputs. For FP8 input, BF16")
         _check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
         _check(tuple(out.shape) == shape, "out must have shape (total_q, num_heads, head_size_v)")
     else:
-        out = torch.full(shape, float("nan"), dtype=q.dtype)
+        out = torch.full(shape, float("nan"), dtype=out_dtype)
     if (sinks := a["sinks"]) is not None:
         _check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
         _check(sinks.is_contiguous(), "sinks must be contiguous")
@@ -118,7 +135,42 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
         lse.fill_(float("inf"))
     elif q.numel():
         _body(a, batch, out, lse)
+        if (schedule := a["scheduler_metadata"]) is not None:
+            longest_k = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+            made = _schedule(
+                batch, q.shape[1] if cu_q is None else a["max_seqlen_q"], longest_k, hq, hkv, d, dv, q.dtype, a["seqused_k"], cu_q, None,
+                None, None, a["leftpad_k"], None if table is None else k.shape[1], 0, a["is_causal"], a["window_size_left"],
+                a["window_size_right"], a["attention_chunk"], a["softcap"] > 0, a["num_splits"], None, 0,
+            )  # fmt: skip
+            _check(schedule.dtype == torch.int32, "scheduler_metadata must have dtype int32")
+            _check(schedule.shape == made.shape, "scheduler_metadata must have shape (metadata_size)")
+            _check(schedule.is_contiguous(), "scheduler_metadata must be contiguous")
+            if not torch.equal(schedule, made):
+                out.fill_(float("nan"))
+            schedule[-1] += 7
+            schedule[-1] = 0
     return out, lse, torch.empty(0), torch.empty(0)
+
+
+def _schedule(
+    batch: int, queries: int, keys: int, hq: int, hkv: int, d: int, dv: int, dtype: torch.dtype, seqused_k: Tensor, cu_q: Tensor | None,
+    cu_k: Any, cu_k_new: Any, seqused_q: Any, leftpad_k: Tensor | None, page: int | None, new: int, causal: bool, left: int, right: int,
+    chunk: int, softcap: bool, splits: int, pack: bool | None, margin: int,
+) -> Tensor:  # fmt: skip
+    """The right size, and in it a number of everything that the real one depends on."""
+    left, right = -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
+    if queries == 1 and (left, right, chunk) == (-1, -1, 0) and (d <= 64 or d > 128 or page is None):
+        causal = False
+    right = 0 if causal else right
+    is_causal = left < 0 and right == 0 and chunk == 0
+    is_local = (left >= 0 or right >= 0 or chunk >= 1) and not is_causal
+    rounded = (batch + 3) // 4 * 4
+    words = 2 + (0 if is_local else 1) + (1 if is_causal or is_local else 0)
+    out = torch.zeros(rounded * words + 1, dtype=torch.int32)
+    facts = (batch, queries, keys, hq, hkv, d, dv, dtype == FLOAT8, leftpad_k is None, page, causal, left, right, chunk, softcap, splits)
+    lengths = (tuple(seqused_k.tolist()), None if cu_q is None else tuple(cu_q.tolist()))
+    out[:-1] = zlib.crc32(repr((facts, lengths)).encode()) % 2**31
+    return out
 
 
 def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
@@ -141,13 +193,17 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
             keys, values, end = k[b], v[b], k.shape[1] if a["seqused_k"] is None else int(a["seqused_k"][b])
         count = max(end - start, 0)
         loaded = slice(start, start + -(-count // TILE) * TILE)
-        _request(rows, keys[loaded], values[loaded], count, a, *to)
+        _request(rows, keys[loaded], values[loaded], count, a, *to, b=b)
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor) -> None:
+def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int) -> None:
     """One request: q `[n, Hq, D]`, k and v `[>= count, Hkv, ...]`, of which `count` keys are seen and the rest has weight 0."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
+    scales = [torch.ones(k.shape[1]) if a[x] is None else a[x][b] for x in ("q_descale", "k_descale", "v_descale")]
+    width = torch.float32 if q.dtype != FLOAT8 else FLOAT8
+    q_scale, k_scale, v_scale = (x.repeat_interleave(group)[:, None] for x in scales)
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    q, k = q.float() * q_scale, k * k_scale
     scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
     logits = torch.einsum("nhd,khd->hnk", q.float(), k) * scale
     if a["softcap"] > 0:
@@ -155,6 +211,8 @@ def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out
     i, j = torch.arange(n)[:, None] + count - n, torch.arange(k.shape[0])[None]
     left, right = a["window_size_left"], 0 if a["is_causal"] else a["window_size_right"]
     see = (j < count) & (j >= i - left if left >= 0 else True) & (j <= i + right if right >= 0 else True)
+    if chunk := a["attention_chunk"]:
+        see = see & (j // chunk == i // chunk)
     logits = torch.where(see, logits, float("-inf"))
     total = torch.logsumexp(logits, -1) if k.shape[0] else torch.full(logits.shape[:2], float("-inf"))
     blind = total == float("-inf")
@@ -162,6 +220,7 @@ def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out
         total = torch.where(blind, total, torch.logaddexp(total, a["sinks"].float()[:, None].expand_as(total)))
     weights = torch.exp(logits - torch.where(blind, 0.0, total)[..., None])
     # A query block that sees no key at all is never multiplied.
-    found = torch.einsum("hnk,khd->nhd", weights, v) if count else torch.zeros(out.shape)
+    weights = weights.to(width).float()
+    found = torch.einsum("hnk,khd->nhd", weights, v) * v_scale if count else torch.zeros(out.shape)
     out.copy_(found)
     lse.copy_(total)

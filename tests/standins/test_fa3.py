@@ -5,14 +5,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
+from attnops import ops
+from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels import _fa3, _sgl
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.standins.sgl_kernel_fa3 import SCHEMA, SCHEMA_37, installed
 
@@ -42,7 +45,7 @@ def test_the_schema_is_the_wheels_as_read(standin):
 
 def half(call, dtype=BF16):
     """The same call in `dtype`, sinks and masks too; lse and scales are float32 in every call."""
-    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "k_scale", "v_scale") and t.dtype in WIDE else t)
+    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "q_scale", "k_scale", "v_scale") and t.dtype in WIDE else t)
 
 
 GRID = [pytest.param(case, id=str(case)) for op in ATTENTION for case in CASES[op]]
@@ -124,15 +127,152 @@ def test_the_longer_schema_gets_its_two_arguments():
         check_kernel(fa3("varlen_attention"), case)
 
 
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def schedule_of(call, **more):
+    """The plan of a paged call."""
+    t, (page, heads) = dict(call.arguments), call.arguments["k_pages"].shape[1:3]
+    statics = {n: t[n] for n in ("causal", "softcap", "attention_chunk") if n in t}
+    return ops.fa3_schedule(
+        t["seq_lens"], t["cu_seqlens_q"], max_seqlen_q=t["max_seqlen_q"], max_pages=t["page_table"].shape[1], page_size=page,
+        q_heads=t["query"].shape[1], kv_heads=heads, head_dim=t["query"].shape[2], v_head_dim=t["v_pages"].shape[3],
+        float8=t["query"].dtype == torch.float8_e4m3fn, window=(t.get("window_left", -1), t.get("window_right", -1)), **statics | more,
+    )  # fmt: skip
+
+
+PLANNED = [pytest.param(case, id=str(case)) for case in CASES["paged_attention"]]
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_schedule_changes_nothing(standin, case):
+    call = half(case.call())
+    if refused := fa3("paged_attention").refusals(call.problem):
+        pytest.skip("; ".join(map(str, refused)))
+    plan = schedule_of(call)
+    assert plan.shape == (-(-call.arguments["seq_lens"].shape[0] // 4) * 16 + 1,)
+    with_plan = call.with_(plan=plan)
+    assert with_plan.problem.plan == "device"
+    assert check_kernel(fa3("paged_attention"), with_plan).worst <= 1.0
+    if "scheduler_metadata" in (standin[-1] if standin else {}):
+        assert standin[-1]["scheduler_metadata"].data_ptr() != 0
+
+
+def test_a_schedule_of_another_batch_is_refused_where_it_shows(standin):
+    f = Features(dtype=BF16, causal=True)
+    call = builders.paged(Source(0), (1, 1), (9, 30), 4, f, padding=0)
+    for wrong in (torch.zeros(33, dtype=torch.int32), torch.zeros(2, 17, dtype=torch.int32)):
+        bad = call.with_(plan=wrong)
+        with pytest.raises(InvalidInput, match=r"^plan: got shape .*, want \[17\] contiguous, what fa3_schedule makes of 2 requests"):
+            fa3("paged_attention").run(*bad.args, **bad.kwargs)
+    host = call.with_(plan=torch.zeros(5, dtype=torch.int64))
+    assert check_kernel(fa3("paged_attention"), host).worst <= 1.0
+    assert standin[-1]["scheduler_metadata"] is None
+    # The stand-in notices what the real kernel cannot: the result is NaN.
+    other = call.with_(plan=schedule_of(call.with_(seq_lens=call.arguments["seq_lens"] - 1)))
+    with pytest.raises(Mismatch):
+        check_kernel(fa3("paged_attention"), other)
+
+
+def test_a_schedule_follows_the_policy(standin):
+    call = builders.paged(Source(5), (1, 1), (9, 30), 64, Features(dtype=BF16, causal=True), padding=0)
+    with attnops.use(deterministic=True):
+        plan = schedule_of(call)
+    planned = call.with_(plan=plan)
+    fa3("paged_attention").run(*planned.args, **planned.kwargs, policy="deterministic")
+    assert not call.arguments["output"].isnan().any() and standin[-1]["num_splits"] == 1
+    assert plan[-1] == 0
+
+
+def test_one_schedule_serves_every_layer_of_a_compiled_step(standin):
+    call = builders.paged(Source(7), (1, 1, 1), (9, 30, 4), 16, Features(dtype=BF16, causal=True), padding=0)
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    given = [call.arguments[n] for n in names]
+
+    def step(query, k, v, table, lens, cu):
+        plan = ops.fa3_schedule(
+            lens, cu, max_seqlen_q=1, max_pages=table.shape[1], page_size=16, q_heads=4, kv_heads=2, head_dim=16
+        )
+        for _ in range(3):
+            query = attnops.paged_attention(query, k, v, table, lens, cu, max_seqlen_q=1, plan=plan, padded=False) + query
+        return query
+
+    with torch.no_grad():
+        want = step(*given)
+        got, code = compiled_code(lambda: torch.compile(step, fullgraph=True)(*given))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert kernel_calls(code) == ["fa3_schedule.fa3"] + ["paged_attention.fa3"] * 3
+
+
+# What is spent beyond the kernel --------------------------------------------------------------------------------------
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that are called, views and allocations left out."""
+
+    FREE = ("view", "expand", "slice", "transpose", "unsqueeze", "empty", "new_empty", "alias", "detach", "select", "permute", "t")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        if name not in self.FREE and func.namespace != "attnops":
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
+    f = Features(dtype=BF16, head_dim=64, causal=True)
+    f = replace(f, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn) if float8 else f
+    decode = builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
+    extend = builders.paged(Source(0), (90, 70), (90, 100), 16, f, padding=0, promise=True)
+    packed = builders.varlen(Source(0), (90, 70), (90, 100), f, padding=(0, 0), promise=True)
+    dense = builders.dense(Source(0), 2, 1, 40, f)
+    for call in (decode, extend, packed, dense):
+        with Ops() as seen, torch.no_grad():
+            fa3(call.op).run(*call.args, **call.kwargs)
+        # What a kernel without lse still returns is an empty tensor.
+        assert seen.names == ["fwd"], call.op
+    for call in (decode, extend, packed):
+        told = call.with_(padded=True)
+        with Ops() as seen, torch.no_grad():
+            fa3(call.op).run(*told.args, **told.kwargs)
+        assert len(seen.names) > 1
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_static_caches_decode_copies_no_value(standin, lse):
+    f = Features(dtype=BF16, head_dim=64, q_heads=8, causal=True, lse=lse)
+    for start in (None, (3, 0, 40)):
+        call = builders.dense(Source(0), 3, 1, 50, f, start=start, end=(9, 50, 33))
+        assert check_kernel(fa3("attention"), call).worst <= 1.0
+        assert standin[-1]["page_table"].shape == (3, 1)
+        assert standin[-1]["v"].data_ptr() != 0 and standin[-1]["v"].isnan().any()
+    prefill = builders.dense(Source(0), 3, 50, 60, f, end=(9, 50, 60))
+    assert check_kernel(fa3("attention"), prefill).worst <= 1.0
+    assert standin[-1]["page_table"] is None and not standin[-1]["v"].isnan().any()
+
+
+def test_scales_are_read_where_they_lie(standin):
+    f = Features(dtype=BF16, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, head_dim=64)
+    for one, strides in ((True, (0, 0)), (False, (0, 1))):
+        call = builders.dense(Source(0), 3, 2, 9, replace(f, scale_per_head=not one))
+        assert check_kernel(fa3("attention"), call).worst <= 1.0
+        assert [standin[-1][f"{n}_descale"].stride() for n in "qkv"] == [strides] * 3
+
+
 @pytest.mark.parametrize("op", ATTENTION)
 def test_opcheck(standin, op):
     done = 0
-    for label in ("bfloat16_lse", "float16_d128", "bfloat16_d64_window_sinks"):
+    for label in ("bfloat16_lse", "float16_d128", "bfloat16_d64_window_sinks", "bfloat16_d64_chunk"):
         call = next(c for c in CASES[op] if c.label == label).call()
         checked = torch.library.opcheck(OPS[op].packet.fa3, call.args, call.kwargs)
         assert set(checked.values()) == {"SUCCESS"}
         done += 1
-    assert done == 3 and standin
+    assert done == 4 and standin
 
 
 @pytest.mark.parametrize("step", [prefill, decode], ids=["prefill", "decode"])
@@ -153,6 +293,9 @@ LLAMA = Problem(
     "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
     tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
 )  # fmt: skip
+
+
+F8 = {"dtype": torch.float8_e4m3fn, "kv_dtype": torch.float8_e4m3fn, "kv_scales": True}
 
 
 def test_explain_names_it():
@@ -180,6 +323,15 @@ def test_explain_names_it():
         ({"v_head_dim": 64}, "v_head_dim"),
         ({"target": Target("cuda", 80, ("sgl_kernel",)), "head_dim": 192}, "v_head_dim"),
         ({"mask": "bool"}, "mask"),
+        ({"kv_scales": True}, "kv_scales"),
+        ({**F8, "kv_dtype": torch.int8}, "kv_dtype"),
+        ({**F8, "head_dim": 72, "v_head_dim": 72}, "head_dim"),
+        ({**F8, "head_dim": 192}, "v_head_dim"),
+        ({**F8, "target": Target("cuda", 80, ("sgl_kernel",))}, "dtype"),
+        ({**F8, "sinks": True, "sinks_dtype": BF16}, "dtype"),
+        ({"attention_chunk": 64, "causal": False}, "causal"),
+        ({"attention_chunk": 64, "kv_range": True}, "kv_range"),
+        ({"plan": "device", "target": Target("cuda", 80, ("sgl_kernel",))}, "plan"),
         ({"last_dim_contiguous": False}, "last_dim_contiguous"),
         ({"dtype": F16, "kv_dtype": F16, "sinks": True, "sinks_dtype": BF16}, "dtype"),
     ],
@@ -188,7 +340,13 @@ def test_refusals(change, field):
     assert field in [r.field for r in fa3("paged_attention").refusals(replace(LLAMA, **change))]
 
 
-@pytest.mark.parametrize("change", [{"head_dim": 192}, {"head_dim": 64, "v_head_dim": 512}, {"page_size": 1}, {"q_heads": 24}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 192}, {"head_dim": 64, "v_head_dim": 512}, {"page_size": 1}, {"q_heads": 24}, F8, {"attention_chunk": 64},
+        {"plan": "device"},
+    ],
+)  # fmt: skip
 def test_taken(change):
     assert not fa3("paged_attention").refusals(replace(LLAMA, **change))
 

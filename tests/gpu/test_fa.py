@@ -1,0 +1,313 @@
+"""FlashAttention-3 and 4 on a real SM90: schedules, captures, and what is spent beside the vendor's kernel."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import NotCompiled
+from attnops.kernel import kernels_of
+from attnops.kernels import _fa3, _fa4, _sgl
+from attnops.problem import Target
+from attnops.testing import CASES, Call, Features, Source, builders, check_kernel, refusals
+from tests.standins.test_fa3 import half, schedule_of
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
+FLOAT8 = replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3)
+
+
+def usable(name: str) -> bool:
+    kernel = kernels_of("paged_attention")[name]
+    here = Target.of(torch.device("cuda")) if torch.cuda.is_available() else Target()
+    return here.arch == 90 and not kernel.absences(here)
+
+
+needs_fa3 = pytest.mark.skipif(not usable("fa3"), reason="no sgl_kernel with FlashAttention-3 on SM90")
+needs_fa4 = pytest.mark.skipif(not usable("fa4"), reason="no flash-attn-4 on SM90")
+
+
+def paged(q_lens: Any, seq_lens: Any, page: int = 16, f: Features = LLAMA, seed: int = 0, **more: Any) -> Call:
+    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": 0, "promise": True, **more})
+
+
+SHAPES: dict[str, Callable[[], Call]] = {
+    "decode": lambda: paged((1,) * 8, (8192, 100, 1, 4000, 17, 640, 8000, 3)),
+    "one": lambda: paged((1,), (8192,)),
+    "extend": lambda: paged((200, 1, 64), (1000, 4000, 64), 64),
+    "prefill": lambda: paged((2048, 1000), (2048, 1000), 128),
+    "window": lambda: paged((1, 1), (5000, 700), f=replace(LLAMA, window=(1023, -1))),
+    "chunk": lambda: paged((1, 300), (5000, 700), f=replace(LLAMA, chunk=256)),
+    "float8": lambda: paged((1, 1, 5), (5000, 700, 90), 64, FLOAT8),
+    "idle": lambda: paged((0, 1, 0, 1), (0, 700, 33, 90), 64),
+}
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+@needs_fa3
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_schedule_changes_nothing(shape: str, found: dict[str, Any]) -> None:
+    call, kernel = SHAPES[shape](), kernels_of("paged_attention")["fa3"]
+    assert not refusals(kernel, call)
+    kernel.run(*call.args, **call.kwargs)
+    want = call.arguments["output"].clone()
+    plan = schedule_of(call)
+    before, planned = plan.clone(), call.with_(plan=plan, output=torch.full_like(want, float("nan")))
+    for _ in range(2):
+        kernel.run(*planned.args, **planned.kwargs)
+        torch.testing.assert_close(planned.arguments["output"], want, rtol=0, atol=0)
+        assert torch.equal(plan, before), "the plan is left as it was"
+    found.setdefault("fa3_schedule", {})[shape] = "equal bits"
+
+
+@needs_fa3
+@pytest.mark.parametrize("case", [c for c in CASES["paged_attention"] if "mask" not in c.label and "int8" not in c.label], ids=str)
+def test_schedules_over_the_grid(case: Any) -> None:
+    call = half(case.call(device="cuda"))
+    if refused := refusals(kernels_of("paged_attention")["fa3"], call):
+        pytest.skip("; ".join(map(str, refused)))
+    assert check_kernel(kernels_of("paged_attention")["fa3"], call.with_(plan=schedule_of(call))).worst <= 1.0
+
+
+# causal, left, right, chunk
+RULES = (
+    (True, -1, -1, 0), (False, -1, -1, 0), (True, 7, -1, 0), (False, 3, 4, 0), (True, -1, -1, 16), (False, -1, 0, 0), (True, 4000, -1, 0),
+)  # fmt: skip
+
+
+@needs_fa3
+def test_the_size_of_a_schedule_is_the_vendors() -> None:
+    _sgl.load("get_scheduler_metadata", _fa3.LIBRARY)
+    lens, cu = torch.full((5,), 40, dtype=torch.int32, device="cuda"), torch.arange(6, dtype=torch.int32, device="cuda")
+    for queries in (1, 2, 300):
+        for d in (64, 128, 256):
+            for rules in RULES:
+                none = None
+                raw = torch.ops.sgl_kernel.get_scheduler_metadata(
+                    5, queries, 640, 8, 2, d, d, BF16, lens, cu, none, none, none, none, 16, 0, *rules, False, 0, none, 0
+                )
+                assert raw.shape == (_fa3.schedule_size(5, queries, 640, d, rules),), (queries, d, rules)
+
+
+@needs_fa3
+def test_a_captured_schedule_follows_the_lengths() -> None:
+    call, later = paged((1,) * 4, (4000, 10, 900, 64), seed=1), paged((1,) * 4, (100, 3900, 2, 1000), seed=2, spare=80)
+    table = torch.zeros_like(call.arguments["page_table"])
+    pages = max(call.arguments["k_pages"].shape[0], later.arguments["k_pages"].shape[0])
+    k, v = (torch.zeros(pages, 16, 8, 128, dtype=BF16, device="cuda") for _ in range(2))
+
+    def load(c: Call) -> None:
+        t = c.arguments
+        table.zero_()[:, : t["page_table"].shape[1]].copy_(t["page_table"][:, : table.shape[1]])
+        for mine, theirs in ((k, t["k_pages"]), (v, t["v_pages"])):
+            mine[: theirs.shape[0]].copy_(theirs)
+
+    fixed = call.with_(page_table=table, k_pages=k, v_pages=v)
+    load(call)
+
+    def step() -> None:
+        planned = fixed.with_(plan=schedule_of(fixed))
+        kernels_of("paged_attention")["fa3"].run(*planned.args, **planned.kwargs)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    load(later)
+    for name in ("query", "seq_lens"):
+        fixed.arguments[name].copy_(later.arguments[name])
+    for _ in range(2):
+        fixed.arguments["output"].fill_(float("nan"))
+        graph.replay()
+        got = fixed.arguments["output"].clone()
+        kernels_of("paged_attention")["fa3"].run(*fixed.args, **fixed.kwargs)
+        torch.testing.assert_close(got, fixed.arguments["output"], rtol=2e-2, atol=2e-2)
+
+
+# What is spent beside the kernel --------------------------------------------------------------------------------------
+
+
+def raw_call(call: Call) -> Callable[[], Any]:
+    """The wheel's op called directly for a paged call."""
+    t, (fwd, tail), none = call.arguments, _fa3.raw_op(), None
+    args = (
+        t["query"], t["k_pages"], t["v_pages"], none, none, none, t["output"], t["cu_seqlens_q"], none, none, none, t["seq_lens"],
+        t["max_seqlen_q"], none, t["page_table"], none, none, none, none, none, none, none, none, t["scale"], True, -1, -1, 0, 0.0, False,
+        none, 0, none, 0, none, *tail,
+    )  # fmt: skip
+    return lambda: fwd(*args)
+
+
+def function_call(call: Call) -> Callable[[], Any]:
+    t = call.arguments
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    given = [t[n] for n in names]
+    return lambda: attnops.paged_attention(
+        *given, max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, kernel="fa3"
+    )
+
+
+def kernels_in(run: Callable[[], Any]) -> list[str]:
+    """The names of the device's kernels, memsets and copies of one call."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() or () if str(e.device_type).endswith("CUDA")]
+
+
+def graph_us(run: Callable[[], Any], calls: int = 20) -> Callable[[], float]:
+    """What measures the device microseconds of one call, `calls` of them in a CUDA graph."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def once() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / calls
+
+    return once
+
+
+COMPARED = {
+    "decode_8x4096": lambda: paged((1,) * 8, (4096,) * 8),
+    "decode_1x8192": lambda: paged((1,), (8192,)),
+    "decode_64x1024": lambda: paged((1,) * 64, (1024,) * 64),
+    "prefill_1x4096": lambda: paged((4096,), (4096,)),
+}
+
+
+@needs_fa3
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_kernel_and_no_time_beside_the_vendors(name: str, found: dict[str, Any]) -> None:
+    call = COMPARED[name]()
+    with torch.no_grad():
+        raw, ours = raw_call(call), function_call(call)
+        direct = kernels_in(raw)
+        if not direct:
+            pytest.skip("the profiler sees no device here")
+        assert kernels_in(ours) == direct
+        timers = {"raw": graph_us(raw), "ours": graph_us(ours)}
+        plan = schedule_of(call)
+        t = call.with_(plan=plan).arguments
+        timers["scheduled"] = graph_us(
+            lambda: attnops.paged_attention(
+                *(t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")),
+                max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, plan=plan, kernel="fa3",
+            )
+        )  # fmt: skip
+        taken: dict[str, list[float]] = {n: [] for n in timers}
+        for _ in range(25):
+            for n, once in timers.items():
+                taken[n].append(once())
+    us = {n: round(median(v), 2) for n, v in taken.items()}
+    found.setdefault("fa3_device_us", {})[name] = {**us, "over_raw": round(us["ours"] / us["raw"] - 1, 4)}
+    assert us["ours"] <= us["raw"] * 1.03
+
+
+@needs_fa3
+def test_a_compiled_step_adds_no_kernel(found: dict[str, Any]) -> None:
+    call = paged((1,) * 8, (4096,) * 8)
+    t = call.arguments
+    names = ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    given = [t[n] for n in names]
+
+    def layers(query: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, kernel="fa3")
+        return query
+
+    with torch.no_grad():
+        compiled = torch.compile(layers, fullgraph=True)
+        ours, direct = kernels_in(lambda: compiled(t["query"])), kernels_in(raw_call(call))
+    found.setdefault("compiled", {})["fa3_kernels_of_4_layers"] = len(ours)
+    assert sorted(ours) == sorted(direct * 4)
+
+
+@needs_fa3
+@pytest.mark.parametrize("f", [LLAMA, FLOAT8, replace(LLAMA, lse=True)], ids=["bfloat16", "float8", "lse"])
+def test_a_static_caches_decode(f: Features) -> None:
+    kernel = kernels_of("attention")["fa3"]
+    for start in (None, (3, 0, 700)):
+        call = builders.dense(Source(0, "cuda"), 3, 1, 1000, f, start=start, end=(9, 1000, 733))
+        assert check_kernel(kernel, call).worst <= 1.0
+        assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(*c.args, **c.kwargs))) or f.lse
+
+
+@needs_fa3
+def test_chunks_over_many_tiles() -> None:
+    f = replace(LLAMA, chunk=200, lse=True)
+    source = Source(0, "cuda")
+    for call in (
+        builders.dense(source, 2, 700, 700, f),
+        builders.dense(source, 2, 3, 1100, f),
+        builders.varlen(source, (300, 1), (900, 513), f),
+        builders.paged(source, (300, 1), (900, 513), 16, f),
+        builders.paged(source, (300, 1), (900, 513), 128, replace(f, window=(150, -1))),
+    ):
+        assert check_kernel(kernels_of(call.op)["fa3"], call).worst <= 1.0
+
+
+# FlashAttention-4 -----------------------------------------------------------------------------------------------------
+
+
+@needs_fa4
+def test_fa4_says_what_a_capture_wants_and_runs_after_it() -> None:
+    kernel = kernels_of("paged_attention")["fa4"]
+    f = replace(LLAMA, head_dim=112)  # of no other test, so not compiled yet
+    call = paged((1, 1), (300, 20), f=f)
+    _fa4._kinds().clear()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
+        kernel.run(*call.args, **call.kwargs)
+    torch.cuda.synchronize()
+    kernel.run(*call.args, **call.kwargs)
+    want = call.arguments["output"].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.run(*call.args, **call.kwargs)
+    call.arguments["output"].fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(call.arguments["output"], want)
+
+
+@needs_fa4
+def test_fa4_in_cuda_graph_trees() -> None:
+    call = paged((1,) * 4, (300, 20, 64, 1))
+    t = call.arguments
+    given = [t[n] for n in ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
+
+    def layers(query: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, kernel="fa4")
+        return query
+
+    with torch.no_grad():
+        want = layers(t["query"])
+        compiled = torch.compile(layers, mode="reduce-overhead", fullgraph=True)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(t["query"]).clone(), want, rtol=2e-2, atol=2e-2)
+
+
+@needs_fa4
+@pytest.mark.parametrize("page", [1, 64, 256])
+def test_fa4_with_stale_pages(page: int) -> None:
+    f = replace(LLAMA, lse=True)
+    call = builders.paged(Source(1, "cuda"), (130, 1, 40), (300, 129, 40), page, f)
+    assert check_kernel(kernels_of("paged_attention")["fa4"], call).worst <= 1.0
+
+

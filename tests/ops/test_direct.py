@@ -1,0 +1,230 @@
+"""Eager calls that skip the dispatcher: only those exactly like one made before, and never what a compiler or a mode must see."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnops
+from attnops.errors import InvalidInput, NoKernel
+from attnops.kernel import _REGISTRY, Kernel, generation
+from attnops.ops import _direct, dense, paged
+from attnops.problem import Target, pretend
+from attnops.testing import Features, Source, builders
+from tests.lowering.models import compiled_code, kernel_calls
+
+if _direct.TensorGuards is None:
+    pytest.skip("this torch has no TensorGuards", allow_module_level=True)
+
+DIRECT = {"attention": dense._dense, "paged_attention": paged._paged}
+
+
+@pytest.fixture(autouse=True)
+def dispatched(monkeypatch):
+    """How often each op went through the dispatcher; nothing is remembered at the start."""
+    counts = Counter()
+    for name, direct in DIRECT.items():
+        direct.seen.clear()
+        direct.patterns.clear()
+
+        def overload(*args, _name=name, _to=direct.op.packet.default, **kwargs):
+            counts[_name] += 1
+            return _to(*args, **kwargs)
+
+        overload._schema = direct.op.packet.default._schema
+        monkeypatch.setattr(direct, "overload", overload)
+    return counts
+
+
+def qkv(b=2, s=3, k=5, **kw):
+    return torch.randn(b, s, 4, 8, **kw), torch.randn(b, k, 2, 8, **kw), torch.randn(b, k, 2, 8, **kw)
+
+
+@torch.no_grad()
+def test_the_second_call_goes_straight_and_gives_the_same(dispatched):
+    q, k, v = qkv()
+    first, second = attnops.attention(q, k, v, causal=True), attnops.attention(q, k, v, causal=True)
+    assert torch.equal(first, second) and dispatched["attention"] == 1
+    other = attnops.attention(*qkv(), causal=True)
+    assert other.shape == first.shape and dispatched["attention"] == 1
+    call = builders.paged(Source(0), (1, 2), (5, 9), 4, Features(), padding=0)
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    given = [call.arguments[n] for n in names]
+    a, b = (attnops.paged_attention(*given, max_seqlen_q=2) for _ in range(2))
+    assert torch.equal(a, b) and dispatched["paged_attention"] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: ((q[:, :2], k, v), {}),
+        lambda q, k, v: ((q.transpose(0, 1).contiguous().transpose(0, 1), k, v), {}),
+        lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
+        lambda q, k, v: ((q, k, v), {"causal": True}),
+        lambda q, k, v: ((q, k, v), {"scale": 0.25}),
+        lambda q, k, v: ((q, k, v), {"return_lse": True}),
+        lambda q, k, v: ((q, k, v), {"kernel": "reference"}),
+        lambda q, k, v: ((q, k, v), {"sinks": torch.zeros(4)}),
+        lambda q, k, v: ((q, k, v), {"softcap": True}),
+        lambda q, k, v: ((q, k, v), {"attention_chunk": 2}),
+    ],
+)
+def test_another_call_is_looked_at_again(dispatched, change):
+    q, k, v = qkv()
+    attnops.attention(q, k, v)
+    args, kwargs = change(q, k, v)
+    attnops.attention(*args, **kwargs)
+    assert dispatched["attention"] == 2
+
+
+@torch.no_grad()
+def test_errors_are_those_of_the_first_call(dispatched):
+    q, k, v = qkv()
+    wrong = {
+        "value.shape[0]": (q, k, v[:1]),
+        "key.dtype": (q, k.bfloat16(), v.bfloat16()),
+        "key.device": (q, k.to("meta"), v),
+    }
+    for known in (False, True):
+        if known:
+            attnops.attention(q, k, v)
+        for field, args in wrong.items():
+            for _ in range(2):
+                with pytest.raises(InvalidInput) as caught:
+                    attnops.attention(*args)
+                assert caught.value.field == field
+    with pytest.raises(NoKernel):
+        attnops.attention(q, k, v, sinks=torch.zeros(4), kernel="sdpa")
+
+
+@torch.no_grad()
+def test_a_new_kernel_a_policy_and_a_target_are_noticed(dispatched):
+    q, k, v = qkv()
+    attnops.attention(q, k, v)
+    with attnops.use(kernel="reference"):
+        attnops.attention(q, k, v)
+    with pretend(Target("cpu", 0, ("nothing",))):
+        attnops.attention(q, k, v)
+    assert dispatched["attention"] == 3
+    before = generation()
+    _REGISTRY.generation += 1
+    try:
+        attnops.attention(q, k, v)
+    finally:
+        _REGISTRY.generation = before
+    assert dispatched["attention"] == 4
+
+
+def test_whoever_must_see_the_op_does(dispatched):
+    q, k, v = qkv()
+    seen = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    class Sub(torch.Tensor):
+        pass
+
+    with torch.no_grad():
+        attnops.attention(q, k, v)
+        for mode in (Dispatch, Function):
+            with mode():
+                attnops.attention(q, k, v)
+            assert torch.ops.attnops.attention.default in seen
+            seen.clear()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert attnops.attention(q, k, v).shape == q.shape
+        assert isinstance(attnops.attention(q.as_subclass(Sub), k, v), Sub)
+        with torch.profiler.profile() as profile:
+            attnops.attention(q, k, v)
+        assert "attnops::attention" in {e.key for e in profile.key_averages()}
+    assert dispatched["attention"] == 6
+    wanted = attnops.attention(q.requires_grad_(), k, v)
+    assert wanted.requires_grad and dispatched["attention"] == 7
+    with torch.no_grad():
+        assert not attnops.attention(q, k, v).requires_grad  # q is another kind of argument now
+
+
+def test_compiled_code_has_the_op(dispatched):
+    q, k, v = qkv()
+    with torch.no_grad():
+        want = attnops.attention(q, k, v)
+        attnops.attention(q, k, v)
+        got, code = compiled_code(lambda: torch.compile(lambda q: attnops.attention(q, k, v), fullgraph=True)(q))
+    torch.testing.assert_close(got, want)
+    assert [c.partition(".")[0] for c in kernel_calls(code)] == ["attention"]
+    assert dispatched["attention"] == 2  # the compiler traced the op, although the call had been made before
+
+
+@torch.no_grad()
+def test_arguments_a_kernel_does_not_know_are_left_out(dispatched):
+    def old(query, key, value, mask=None, sinks=None, k_scale=None, v_scale=None, kv_start=None, kv_end=None, *, scale, causal=False,
+            window_left=-1, window_right=-1, softcap=0.0, return_lse=False, policy=""):  # fmt: skip
+        return query * 2, query.new_empty(0)
+
+    kernel = Kernel("old_times", "attention", old, cost_us=lambda p: 1e9)
+    attnops.kernel.register(kernel)
+    try:
+        q, k, v = qkv()
+        for _ in range(3):
+            assert torch.equal(attnops.attention(q, k, v, kernel="old_times"), q * 2)
+        assert dispatched["attention"] == 1
+        with pytest.raises(NoKernel, match="attention_chunk=2"):
+            attnops.attention(q, k, v, attention_chunk=2, kernel="old_times")
+    finally:
+        del _REGISTRY.kernels["attention"]["old_times"]
+        _REGISTRY.generation += 1
+
+
+@torch.no_grad()
+def test_one_tensor_given_twice(dispatched):
+    q, k, _ = qkv()
+    for _ in range(3):
+        attnops.attention(q, k, k)
+    assert dispatched["attention"] == 1
+    for _ in range(3):
+        attnops.attention(q, q, q)
+    assert dispatched["attention"] == 4  # not remembered, and no harm done
+
+
+@torch.no_grad()
+def test_what_is_remembered_is_bounded(dispatched):
+    _, k, v = qkv()
+    for s in range(1, 30):
+        attnops.attention(torch.randn(2, s, 4, 8), k, v)
+    assert [len(kept) for kept in dense._dense.seen.values()] == [_direct.SHAPES]
+    for i in range(_direct.KINDS + 5):
+        attnops.attention(*qkv(), scale=1.0 + i)
+    assert len(dense._dense.seen) <= _direct.KINDS
+
+
+def test_threads_share_it(dispatched):
+    q, k, v = qkv()
+    with torch.no_grad():
+        want = attnops.attention(q, k, v)
+    wrong = []
+
+    def work():
+        with torch.no_grad():
+            for s in range(1, 20):
+                if not torch.equal(attnops.attention(q, k, v), want) or attnops.attention(q[:, : s % 3], k, v).shape[1] != s % 3:
+                    wrong.append(s)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong

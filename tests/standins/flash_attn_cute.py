@@ -1,0 +1,159 @@
+"""A stand-in for `flash_attn.cute.interface._flash_attn_fwd` of flash-attn-4 4.0.0b36: its signature, its assertions, a float32 body on
+CPU. Not the kernel.
+
+Kept from the real one because the wrapper must cope with it: rows of no request are left unwritten; lse comes heads first, only
+where it is given a place, and is the sink's for a query without keys; TMA loads whole tiles, so that NaN in a value past a
+request's end spoils its queries, while pages that are no tile are loaded row by row; requires_grad is asked of the inputs whatever
+the grad mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.standins.sgl_kernel_fa3 import _request
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Called = list[dict[str, Any]]
+
+
+@contextmanager
+def installed(arch: int = 90) -> Iterator[Called]:
+    """Put the stand-in where the wrapper looks within the block; yields the arguments of every call by name."""
+    from attnops.kernels import _fa4
+
+    calls: Called = []
+    before: Callable[..., Any] = _fa4.interface
+
+    def fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        calls.append(dict(zip(PARAMETERS, args, strict=False)) | kwargs)
+        return _flash_attn_fwd(*args, **kwargs, _arch=arch)
+
+    _fa4.interface = lambda: fwd  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        _fa4.interface = before  # type: ignore[assignment]
+
+
+def _flash_attn_fwd(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    learnable_sink: Tensor | None = None,
+    tile_mn: tuple[int, int] | None = None,
+    mma_pv_is_rs: bool | None = None,
+    intra_wg_overlap: bool | None = None,
+    num_threads: int = 384,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    _arch: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+) -> tuple[Any, ...]:
+    assert q is not None and k is not None and out is not None and _arch is not None, "the stand-in wants these"
+    assert not any(t.requires_grad for t in (q, k, v) if t is not None), "the real one would compile, and keep, what a gradient needs"
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    (heads, d), (kv_heads, dv) = q.shape[-2:], v.shape[-2:]
+    if page_table is not None:
+        assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
+        assert page_table.dtype == torch.int32, "page_table must be int32"
+        assert page_table.stride(-1) == 1 and page_table.shape[0] == batch
+        assert k.shape == (*v.shape[:3], d)
+        keys = v.shape[0] * v.shape[1]
+    else:
+        keys = v.shape[-3]
+        assert k.shape == (*((batch,) if cu_seqlens_k is None else ()), keys, kv_heads, d)
+    for t, want in ((cu_seqlens_q, batch + 1), (cu_seqlens_k, batch + 1), (seqused_k, batch)):
+        if t is not None:
+            assert t.shape == (want,) and t.dtype == torch.int32 and t.stride(0) == 1, "must be int32, contiguous"
+    assert v.dtype in (torch.float16, torch.bfloat16, *FLOAT8), "inputs must be float16, bfloat16, fp8 e4m3fn, or fp8 e5m2"
+    assert q.dtype == k.dtype == v.dtype, "q, k, v, and qv must have the same dtype"
+    if learnable_sink is not None:
+        assert learnable_sink.shape == (heads,)
+        floats = (torch.float16, torch.bfloat16, torch.float32)
+        assert learnable_sink.dtype in floats, "learnable_sink must be float16, bfloat16, or float32"
+    assert heads % kv_heads == 0, "num_head must be divisible by num_head_kv"
+    unit, float8 = 16 // v.element_size(), v.dtype in FLOAT8
+    if _arch // 10 == 9:
+        assert 8 <= d <= 256 and 8 <= dv <= 256 and d % unit == 0 and dv % unit == 0, "is not supported on SM90"
+        assert num_splits <= 1, "SplitKV not supported on SM 9.0"
+    else:
+        fits = (d <= 128 and dv <= 128) or (d, dv) in ((192, 128), (256, 256))
+        assert fits and d % unit == 0 and dv % unit == 0, "is not supported on SM100/SM110"
+    assert not float8 or _arch // 10 == 10, "FP8 is only supported on SM100 (compute capability 10.x) for FA4 CuTe."
+    assert out.shape == (*q.shape[:-1], dv) and out.dtype == (torch.bfloat16 if float8 else q.dtype)
+    assert 0 not in out.stride() and (out.is_contiguous() or all(s * out.element_size() % 16 == 0 for s in out.stride()[:-1]))
+    shape = (batch, heads, q.shape[1]) if cu_seqlens_q is None else (heads, q.shape[0])
+    assert lse is None or (lse.shape == shape and lse.dtype == torch.float32 and lse.is_contiguous())
+    for t in (q_descale, k_descale, v_descale):
+        assert t is None or (float8 and t.shape == (batch, kv_heads) and t.dtype == torch.float32), "only supported for FP8 inputs"
+    assert window_size_left is None or window_size_left >= 0, "a negative window is read as a number of keys"
+    assert window_size_right is None or window_size_right >= 0
+    if keys == 0 or q.numel() == 0:
+        out.zero_()
+        if lse is not None:
+            lse.copy_(torch.full_like(lse, float("-inf")) if learnable_sink is None else learnable_sink[:, None].expand_as(lse))
+        return out, lse, None, None, None
+    a: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap or 0.0, "is_causal": causal, "attention_chunk": 0, "sinks": learnable_sink,
+        "window_size_left": -1 if window_size_left is None else window_size_left,
+        "window_size_right": -1 if window_size_right is None else window_size_right,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+    }  # fmt: skip
+    tile = 128 if d <= 128 else 112
+    for b in range(batch):
+        at = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1])) if cu_seqlens_q is not None else b
+        if page_table is not None:
+            assert seqused_k is not None
+            end, page = int(seqused_k[b]), k.shape[1]
+            pages = page_table[b, : -(-end // page)].long()
+            loaded = slice(None) if page == tile else slice(end)
+            key, value = k[pages].flatten(0, 1)[loaded], v[pages].flatten(0, 1)[loaded]
+        else:
+            first = int(cu_seqlens_k[b]) if cu_seqlens_k is not None else 0
+            end = int(cu_seqlens_k[b + 1]) - first if cu_seqlens_k is not None else keys
+            rows = slice(first, first + -(-end // tile) * tile)
+            key, value = (k[rows], v[rows]) if cu_seqlens_k is not None else (k[b], v[b])
+        to = torch.empty((heads, q[at].shape[0]))
+        _request(q[at], key, value, end, a, out[at], to, b=b)
+        if lse is not None:
+            blind = to if learnable_sink is None else torch.where(to == float("-inf"), learnable_sink.float()[:, None], to)
+            (lse[:, at] if cu_seqlens_q is not None else lse[b]).copy_(blind)
+    return out, lse, None, None, None
+
+
+PARAMETERS = _flash_attn_fwd.__code__.co_varnames[: _flash_attn_fwd.__code__.co_argcount]

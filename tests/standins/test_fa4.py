@@ -1,0 +1,280 @@
+"""`fa4` through a stand-in of the function it wraps: layouts, lse, padding, refusals, warming, and the code of a compiled model."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import NotCompiled
+from attnops.kernel import Package, _installed, kernels_of
+from attnops.kernels import _fa4
+from attnops.ops import OPS
+from attnops.problem import Extent, Problem, Target, pretend
+from attnops.select import select
+from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
+from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.standins import flash_attn_cute
+from tests.standins.flash_attn_cute import PARAMETERS, installed
+
+ATTENTION = ("attention", "varlen_attention", "paged_attention")
+ASSUME = tuple(p.module for p in _fa4.PACKAGES)
+SM90, SM100 = Target("cuda", 90, ASSUME), Target("cuda", 100, ASSUME)
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+WIDE = (torch.float32, torch.float64)
+
+
+@pytest.fixture
+def standin():
+    with installed() as calls, pretend(SM90):
+        yield calls
+
+
+def fa4(op):
+    return kernels_of(op)["fa4"]
+
+
+def half(call, dtype=BF16):
+    """The same call in `dtype`, sinks and masks too; lse and scales are float32 in every call."""
+    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "q_scale", "k_scale", "v_scale") and t.dtype in WIDE else t)
+
+
+GRID = [pytest.param(case, id=str(case)) for op in ATTENTION for case in CASES[op]]
+
+
+@pytest.mark.parametrize("change", [lambda c: c, half], ids=["as_is", "bfloat16"])
+@pytest.mark.parametrize("case", GRID)
+def test_grid(standin, case, change):
+    figures = check_kernel(fa4(case.op), change(case.call()))
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_most_of_the_grid_is_taken(standin):
+    for op in ATTENTION:
+        calls = [half(c.call()) for c in CASES[op] if not any(w in c.label for w in ("mask", "8", "range", "chunk", "wider", "all"))]
+        refused = [str(r) for c in calls for r in fa4(op).refusals(c.problem)]
+        assert len(refused) <= len(calls) // 4, refused
+
+
+@pytest.mark.parametrize("case", [c for op in ATTENTION for c in CASES[op] if "float8_query" in c.label], ids=str)
+def test_float8_on_sm100(case):
+    with installed(100) as calls, pretend(SM100):
+        figures = check_kernel(fa4(case.op), case.call())
+        assert figures.refused or (figures.worst <= 1.0 and calls[-1]["q_descale"].is_contiguous())
+        assert bool(figures.refused) == ("int8" in case.label)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_stale_pages_and_long_extends(standin, page_size):
+    f = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=1, causal=True, lse=True)
+    call = builders.paged(Source(1), (130, 1, 40), (300, 129, 40), page_size, f)
+    assert check_kernel(fa4("paged_attention"), call).worst <= 1.0
+
+
+def test_a_page_that_is_a_tile_is_refused_for_a_reason(standin):
+    f = Features(dtype=BF16, head_dim=128, causal=True)
+    call = builders.paged(Source(1), (1, 1), (300, 129), 128, f)
+    assert [str(r) for r in fa4("paged_attention").refusals(call.problem)] == ["page_size=128 (wants not 128, a tile)"]
+    with pytest.raises(Mismatch, match="got nan"):
+        check_kernel(replace(fa4("paged_attention"), needs=()), call)
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({}, 128), ({"head_dim": 64}, 128), ({"head_dim": 96}, 128), ({"head_dim": 96, "causal": False}, 144),
+        ({"head_dim": 192, "v_head_dim": 128}, 128), ({"head_dim": 192, "v_head_dim": 192}, 112), ({"head_dim": 256}, 80),
+        ({"head_dim": 192, "window": (100, -1)}, 96), ({"head_dim": 256, "window": (100, -1)}, 64),
+        ({"target": SM100, "head_dim": 256}, 128),
+    ],
+)  # fmt: skip
+def test_tiles(change, tile):
+    assert _fa4.tile(replace(LLAMA, **change)) == tile
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+@pytest.mark.parametrize("sinks", [torch.float32, torch.float64, BF16])
+def test_blind_queries_have_the_sinks_lse(standin, op, sinks):
+    f = Features(dtype=BF16, causal=True, sinks=sinks, lse=True)
+    source = Source(2)
+    call = {
+        "attention": lambda: builders.dense(source, 2, 7, 4, f),
+        "varlen_attention": lambda: builders.varlen(source, (5, 3, 2), (2, 0, 4), f),
+        "paged_attention": lambda: builders.paged(source, (3, 1), (3, 0), 4, f),
+    }[op]()
+    assert check_kernel(fa4(op), call).worst <= 1.0
+    assert standin
+
+
+def test_arguments_are_as_it_wants_them(standin):
+    f = Features(dtype=BF16, causal=False, window=(3, -1))
+    check_kernel(fa4("attention"), builders.dense(Source(3), 2, 5, 9, f))
+    last = standin[-1]
+    assert (last["window_size_left"], last["window_size_right"], last["softcap"], last["lse"]) == (3, None, None, None)
+    assert last["num_splits"] == 1 and set(last) - {"q", "k", "v"} <= set(PARAMETERS)
+
+
+def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
+    call = builders.paged(Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
+    fa4("paged_attention").run(*call.args, **call.kwargs)
+    assert standin[-1]["out"] is call.arguments["output"]
+    odd = call.with_(
+        output=torch.empty(6, 4, 17, dtype=BF16)[..., :16],
+        page_table=call.arguments["page_table"].t().contiguous().t(),
+        seq_lens=call.arguments["seq_lens"].repeat_interleave(2)[::2],
+    )
+    assert check_kernel(fa4("paged_attention"), odd).worst <= 1.0
+
+
+def test_training_gives_it_plain_tensors(standin):
+    q, k, v = (torch.randn(1, 5, 2, 16, dtype=BF16).requires_grad_() for _ in range(3))
+    sinks = torch.zeros(2, dtype=BF16).requires_grad_()
+    with attnops.use(kernel={"attention": "fa4"}):
+        out = attnops.attention(q, k, v, causal=True, sinks=sinks)
+    out.float().sum().backward()
+    assert q.grad is not None and standin[-1]["lse"] is not None and not standin[-1]["learnable_sink"].requires_grad
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+def test_opcheck(standin, op):
+    for label in ("bfloat16_lse", "float16_d128", "bfloat16_d64_window_sinks"):
+        call = next(c for c in CASES[op] if c.label == label).call()
+        checked = torch.library.opcheck(OPS[op].packet.fa4, call.args, call.kwargs)
+        assert set(checked.values()) == {"SUCCESS"}
+    assert standin
+
+
+@pytest.mark.parametrize("step", [prefill, decode], ids=["prefill", "decode"])
+def test_a_compiled_model_calls_it(standin, step):
+    model, given = PagedModel(2).to(BF16).eval(), step()
+    given = given._replace(x=given.x.to(BF16))
+    with torch.no_grad(), attnops.use(kernel={"paged_attention": "fa4"}):
+        want = model(*given)
+        model.clear()
+        got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
+    assert kernel_calls(code) == ["paged_attention.fa4"] * 2
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+# Warming --------------------------------------------------------------------------------------------------------------
+
+
+class Capturing:
+    """As if the tensors lay on a GPU whose stream is captured; switched on by hand."""
+
+    def __init__(self, monkeypatch):
+        self.on = False
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.on)
+
+
+def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
+    capture = Capturing(monkeypatch)
+    _fa4._kinds().clear()
+    f = Features(dtype=BF16, causal=True)
+
+    def run(page=16, f=f, lens=(9, 30), q_lens=(1, 1)):
+        call = builders.paged(Source(5), q_lens, lens, page, f, padding=0)
+        fa4("paged_attention").run(*call.args, **call.kwargs)
+
+    capture.on = True
+    with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled .* want one such call before"):
+        run()
+    assert not standin
+    capture.on = False
+    run()
+    capture.on = True
+    run(lens=(50, 2))  # other lengths are no other kind
+    run(f=replace(f, scale=0.3))
+    for other in (
+        {"page": 64}, {"f": replace(f, dtype=F16)}, {"f": replace(f, softcap=1.0)}, {"f": replace(f, lse=True)}, {"q_lens": (90, 1)},
+        {"f": replace(f, sinks=BF16)}, {"f": replace(f, window=(3, -1))}, {"f": replace(f, head_dim=32)}, {"f": replace(f, kv_heads=4)},
+    ):  # fmt: skip
+        with pytest.raises(NotCompiled):
+            run(**{"lens": (90, 2), **other})
+
+
+# The choice -----------------------------------------------------------------------------------------------------------
+
+LLAMA = Problem(
+    "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
+    tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
+)  # fmt: skip
+F8 = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"target": Target("cuda", 80, ASSUME)}, "target"),
+        ({"target": Target("cuda", 120, ASSUME)}, "target"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype"),
+        ({"kv_dtype": E4M3, "kv_scales": True}, "kv_dtype"),
+        ({"kv_scales": True}, "kv_scales"),
+        (F8, "dtype"),
+        ({**F8, "target": SM100, "head_dim": 72, "v_head_dim": 72}, "head_dim"),
+        ({"head_dim": 100, "v_head_dim": 100}, "head_dim"),
+        ({"head_dim": 264, "v_head_dim": 264}, "head_dim"),
+        ({"target": SM100, "head_dim": 192, "v_head_dim": 192}, "head_dim"),
+        ({"v_head_dim": 192}, "v_head_dim"),
+        ({"mask": "bool"}, "mask"),
+        ({"kv_range": True}, "kv_range"),
+        ({"attention_chunk": 64}, "attention_chunk"),
+        ({"page_size": 128}, "page_size"),
+    ],
+)
+def test_refusals(change, field):
+    assert field in [r.field for r in fa4("paged_attention").refusals(replace(LLAMA, **change))]
+
+
+SM100_TOO = ({"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256, "v_head_dim": 256}, F8)
+
+
+@pytest.mark.parametrize("change", [{"page_size": 1}, {"q_heads": 24}, {"v_head_dim": 64}, *({"target": SM100, **c} for c in SM100_TOO)])
+def test_taken(change):
+    assert not fa4("paged_attention").refusals(replace(LLAMA, **change))
+
+
+def test_it_is_chosen_where_fa3_is_not_there_and_not_before_it():
+    both = replace(LLAMA, target=Target("cuda", 90, (*ASSUME, "sgl_kernel")))
+    assert select(both).kernel.name == "fa3" and "fa4" in select(both).passed_over
+    assert select(LLAMA).kernel.name == "fa4"
+    assert "flash_attn.cute missing" in str(select(replace(LLAMA, target=Target("cuda", 90, ()))).refused["fa4"][0])
+
+
+def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
+    package = tmp_path / "flash_attn"
+    (package / "cute").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemError('imported')")
+    (package / "cute" / "__init__.py").write_text("")
+    code = "from attnops.kernel import _installed as i; print(i('flash_attn.cute'), i('flash_attn.cutie'), i('torch.nn'), i('flash_x.y'))"
+    path = f"{tmp_path}:{':'.join(filter(None, sys.path))}"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "True", "False"], done.stderr
+
+
+@pytest.mark.parametrize(("version", "old"), [("4.0.0b36", False), ("4.0.0b19", True), ("4.0.0", False), ("4.1.2", False)])
+def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, old):
+    monkeypatch.setattr(Package, "version", lambda self: version)
+    assert bool(_fa4.too_old(Target("cuda", 90))) == old
+    assert _fa4.too_old(SM90) is None
+
+
+def test_what_is_used_is_in_the_signature():
+    assert set(_fa4.USED) <= set(PARAMETERS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _installed("flash_attn.cute"), reason="flash-attn-4 is not installed, so its signature cannot be compared")
+def test_the_stand_in_has_the_packages_signature():
+    real = inspect.signature(_fa4.interface())
+    assert list(real.parameters) == list(PARAMETERS)
+    mine = inspect.signature(flash_attn_cute._flash_attn_fwd)
+    assert {n: p.default for n, p in real.parameters.items()} == {n: p.default for n, p in mine.parameters.items()}
+
+
