@@ -1,4 +1,4 @@
-"""`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed and paged calls (https://arxiv.org/abs/2407.08608).
+"""`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed, paged and latent calls (https://arxiv.org/abs/2407.08608).
 
 The raw op `sgl_kernel::fwd` is called, in the 35-argument form of wheels 0.4.2 to 0.4.3 and the 37-argument form of 0.4.4 and later.
 Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks for lse must bring them in it.
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch, at_most, dtypes, multiple_of, one_of, register, without
-from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, value_dim
+from attnops.kernels import _fa3_mla
+from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, packed_lse, past, value_dim, with_sinks
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse
 
@@ -48,7 +49,7 @@ def attention(
         starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (kv_start, kv_end))
         rules = (causal, window_left, window_right, softcap)
         output, lse = call(query, key, value, sinks, policy, scale, rules, ends=ends, starts=starts)
-    return output, compact(_with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
+    return output, compact(with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
 
 
 def varlen_attention(
@@ -77,13 +78,13 @@ def varlen_attention(
     # costs less than finding them. Nor may what stands in the value's be read; see `attention`.
     output = query.new_zeros((*query.shape[:2], value.shape[2]))
     if query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1:
-        value = value.masked_fill(_past(cu_seqlens_k, value.shape[0]), 0.0)
+        value = value.masked_fill(past(cu_seqlens_k, value.shape[0]), 0.0)
         rules = (causal, window_left, window_right, softcap)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         lse = call(query, key, value, sinks, policy, scale, rules, output, cu, longest)[1]
     else:
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-    return output, _packed_lse(lse, sinks, cu_seqlens_q) if return_lse else no_lse(query)
+    return output, packed_lse(lse, sinks, cu_seqlens_q) if return_lse else no_lse(query)
 
 
 def paged_attention(
@@ -127,26 +128,11 @@ def paged_attention(
             seq_lens.contiguous(), starts, table,
         )  # fmt: skip
         if out is None:
-            output.copy_(found.masked_fill(_past(cu_seqlens_q, found.shape[0]), 0.0))
+            output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0))
     if lse is not None:
         if raw is None:
             raw = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-        lse.copy_(_packed_lse(raw, sinks, cu_seqlens_q))
-
-
-def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
-    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
-
-
-def _past(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """bool `[T, 1, 1]`: the tokens of no request."""
-    return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
-
-
-def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
-    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
-    return compact(_with_sinks(lse.transpose(0, 1), sinks).masked_fill(_past(cu_seqlens_q, lse.shape[1])[..., 0], float("-inf")))
+        lse.copy_(packed_lse(raw, sinks, cu_seqlens_q))
 
 
 def _cost_us(p: Problem) -> float:
@@ -191,3 +177,4 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             about=ABOUT,
         )
     )
+register(_fa3_mla.KERNEL)
