@@ -84,6 +84,19 @@ def _accepts(problem: Problem) -> Refusal | None:
 
 
 @dataclass(frozen=True)
+class Core:
+    """What the compiler cannot look into of a kernel that it lowers in place: an op of its own, `attnops::<op>__<kernel>`.
+
+    schema, run, fake: as those of an Op. It returns fresh tensors and writes nothing, so that the compiler may put the result where
+    the op's output belongs, without a copy.
+    """
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One implementation of one op.
 
@@ -94,6 +107,7 @@ class Kernel:
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
     """
 
     name: str
@@ -107,6 +121,7 @@ class Kernel:
     tolerance: float = 1.0
     batch_invariant: bool = False
     inline: bool = False
+    core: Core | None = None
     contract: int = CONTRACT
     about: str = ""
 

@@ -72,7 +72,8 @@ def _cost_us(p: Problem) -> float:
     tiles = max(tokens * p.q_heads // TILE, 1)
     # Every tile of queries reads its request's latents; from the second on they come out of L2.
     size = 2.0 * (batch * context * p.head_dim + tokens * p.q_heads * (p.head_dim + p.v_head_dim))
-    flops = 2.0 * tokens * context * max(p.q_heads, TILE // queries) * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
+    rows = max(p.q_heads, TILE // queries)  # of a tile that is not full
+    flops = 2.0 * tokens * context * rows * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
     return 10.0 + 9.0 * (tiles < 132) + max(size / 3.4e6, flops / 5e8)
 
 

@@ -131,5 +131,5 @@ CALLS = {
     "mla_attention": mla(),
     "write_latent": write_latent(),
     "merge_state": merge(),
-    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
 }

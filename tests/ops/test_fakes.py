@@ -162,6 +162,7 @@ DIMS = {
     "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},
     "page_table": {"token_table": "RN", "rows": "B", "seq_lens": "B"},
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
+    "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "num_kv_splits": {"seq_lens": "B"},
 }  # fmt: skip
 DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]

@@ -161,7 +161,7 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
 
 
 def _request(q: Tensor, q_v: Tensor | None, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor) -> None:
-    """One request: q `[n, Hq, D]`, q_v `[n, Hq, Dv]` or None, k and v `[>= count, Hkv, ...]`, of which `count` keys are seen and the rest has weight 0."""
+    """q `[n, Hq, D]`, q_v `[n, Hq, Dv]` or None, k and v `[>= count, Hkv, ...]`: `count` keys are seen, the rest has weight 0."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
