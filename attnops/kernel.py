@@ -94,6 +94,8 @@ class Kernel:
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
+        largest sizes; see `attnops.ops.plan`.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Kernel:
     tolerance: float = 1.0
     batch_invariant: bool = False
     inline: bool = False
+    plan_sizes: Callable[..., tuple[int, int]] | None = None
     contract: int = CONTRACT
     about: str = ""
 

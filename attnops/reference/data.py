@@ -128,6 +128,11 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     return indptr.to(torch.int32), indices, last.to(torch.int32)
 
 
+def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
+    """A plan of zeros, which is none: kernels that plan refuse it, the others do not read it."""
+    plan.zero_()
+
+
 def num_kv_splits(
     seq_lens: Tensor,
     *,
