@@ -112,7 +112,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-define(
+PLAN = define(
     Op(
         name="plan_paged_attention",
         schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
@@ -236,6 +236,8 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    sizes = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q}
+    PLAN.check(page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics, plan=plan, workspace=workspace)
     problem = spec.problem(target_of(page_table), num_tokens, page_table.shape[0], page_table.shape[1], max_seqlen_q)
     chosen = choose(problem, key_for("paged_attention", kernel))
     found = kernels_of("plan_paged_attention").get(chosen.name)
@@ -243,7 +245,7 @@ def plan_paged_attention(
         return None
     rest = "deterministic" if "deterministic" in active_policy().split(";") else ""
     torch.ops.attnops.plan_paged_attention.default(
-        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q, **spec.statics,
+        page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics,
         policy=";".join(filter(None, [f"kernel=plan_paged_attention:{found.name}", rest])), plan=plan, workspace=workspace,
     )  # fmt: skip
     return found.name

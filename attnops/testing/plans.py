@@ -53,8 +53,10 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
 def _case(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int, f: Features, **more: Any) -> Case:
     def build(source: Source) -> Call:
         call = builders.paged(source, q_lens, seq_lens, page, f, **more)
-        size = torch.zeros(1 << 16, dtype=torch.int64), torch.zeros(1 << 25, dtype=torch.uint8, device=source.device)
-        return plan_call(call, kernels_of("plan_paged_attention")["reference"], size)
+        # What any kernel asks for these calls: on a GPU, some bytes for each of its multiprocessors.
+        size = 1 << (26 if source.device.type == "cuda" else 21)
+        buffers = torch.zeros(1 << 15, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8, device=source.device)
+        return plan_call(call, kernels_of("plan_paged_attention")["reference"], buffers)
 
     return Case("plan_paged_attention", label, build)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-SMS = 132
+SMS = 8
 BLOCKS_PER_SM = 16
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -344,8 +344,9 @@ def body(module, q, k, v, starts, kv_indptr, kv_indices, last, o, lse, causal, w
 def _module(backend: str, dtype, kv_dtype, out_dtype, id_dtype, head_dim_qk, head_dim_vo, posenc, windowed, softcap, **functions):
     check(dtype in HALVES and out_dtype == dtype and id_dtype == torch.int32 and posenc == 0, "not in this stand-in")
     about = SimpleNamespace(
-        backend=backend, dtype=dtype, kv_dtype=kv_dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, windowed=windowed, softcap=softcap
-    )
+        backend=backend, dtype=dtype, kv_dtype=kv_dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, windowed=windowed,
+        softcap=softcap,
+    )  # fmt: skip
     BUILT.append((backend, dtype, kv_dtype, head_dim_qk, head_dim_vo, windowed, softcap, *sorted(functions)))
     plan = {"decode": decode_plan, "fa2": fa2_plan, "fa3": fa3_plan}[backend]
     return SimpleNamespace(plan=plan, **{n: functools.partial(f, module=about) for n, f in functions.items()})
