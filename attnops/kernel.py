@@ -108,6 +108,8 @@ class Kernel:
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
+    plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
+        largest sizes; see `attnops.ops.plan`.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Kernel:
     batch_invariant: bool = False
     inline: bool = False
     core: Core | None = None
+    plan_sizes: Callable[..., tuple[int, int]] | None = None
     contract: int = CONTRACT
     about: str = ""
 

@@ -135,7 +135,8 @@ class Problem:
     Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
     `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
-    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
+    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps; `pages_alike` that key and value
+    pages have the same strides.
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
@@ -166,6 +167,7 @@ class Problem:
     plan: str = "none"
     last_dim_contiguous: bool = True
     pages_packed: bool = True
+    pages_alike: bool = True
     sizes_equal: bool = False
     tokens: Extent = NO_EXTENT
     batch: Extent = NO_EXTENT

@@ -20,6 +20,7 @@ class PagedBatch:
     slots: int64 `[T]`, `page_id * page_size + offset` where each new token's key and value go; -1 is not stored.
     positions: int64 `[T]`, the position of each new token in its request, from 0.
     max_seqlen_q: the most new tokens of one request; 1 says decode. The only value a compiled graph may look at.
+    plan, workspace: what a `Planner` adds for kernels that plan on the host; give both to `paged_attention`.
     """
 
     page_table: Tensor
@@ -28,6 +29,8 @@ class PagedBatch:
     slots: Tensor
     positions: Tensor
     max_seqlen_q: int
+    plan: Tensor | None = None
+    workspace: Tensor | None = None
 
 
 register_dataclass(PagedBatch)

@@ -15,4 +15,7 @@ from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
+from attnops.ops.plan import PagedSpec as PagedSpec
+from attnops.ops.plan import plan_paged_attention as plan_paged_attention
+from attnops.ops.plan import plan_sizes as plan_sizes
 from attnops.ops.varlen import varlen_attention as varlen_attention

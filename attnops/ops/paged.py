@@ -123,6 +123,7 @@ def _problem_paged(
         lse=lse is not None,
         plan=check.plan_kind(plan),
         last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
+        pages_alike=bool(k_pages.stride() == v_pages.stride()),
         tokens=Extent.of(query.shape[0]),
         batch=Extent.of(page_table.shape[0]),
         queries=Extent.of(max_seqlen_q),

@@ -155,6 +155,11 @@ def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens:
     return page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
 
 
+def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
+    """A plan of zeros, which is none: kernels that plan refuse it, the others do not read it."""
+    plan.zero_()
+
+
 def num_kv_splits(
     seq_lens: Tensor,
     *,
