@@ -92,6 +92,19 @@ def _accepts(problem: Problem) -> Refusal | None:
 
 
 @dataclass(frozen=True)
+class Core:
+    """What the compiler cannot look into of a kernel that it lowers in place: an op of its own, `attnops::<op>__<kernel>`.
+
+    schema, run, fake: as those of an Op. It returns fresh tensors and writes nothing, so that the compiler may put the result where
+    the op's output belongs, without a copy.
+    """
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One implementation of one op.
 
@@ -104,6 +117,9 @@ class Kernel:
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
         The caller zeroes it once. None: the kernel asks for none.
+    core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
+    plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
+        largest sizes; see `attnops.ops.plan`.
 
     `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """
@@ -120,6 +136,8 @@ class Kernel:
     batch_invariant: bool = False
     inline: bool = False
     workspace_bytes: Callable[[Problem], int] | None = None
+    core: Core | None = None
+    plan_sizes: Callable[..., tuple[int, int]] | None = None
     contract: int = CONTRACT
     about: str = ""
 

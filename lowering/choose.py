@@ -26,7 +26,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         values = node_values(V.graph.current_node)
         kernel = decide(op, *values)
         if kernel.inline:
-            return _inline(kernel, values, args, kwargs)
+            return _inline(op, kernel, values, args, kwargs)
         return _call(op, kernel, args, kwargs)
 
     return lower
@@ -69,26 +69,26 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def _inline(kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lower the kernel's own torch ops in place of a call, so that they fuse with their neighbours."""
     from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    flat, spec = pytree.tree_flatten(values)
-    dynamic = [i for i, x in enumerate(flat) if isinstance(x, (torch.Tensor, torch.SymInt))]
+    # By name: Inductor fills in the defaults that the graph leaves out.
+    schema = op.packet.default._schema.arguments
+    given = dict(zip((a.name for a in schema), values[0], strict=False)) | values[1]
+    lowered = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    dynamic = [n for n, x in given.items() if isinstance(x, (torch.Tensor, torch.SymInt))]
 
-    def run(*given: Any) -> Any:
-        filled = list(flat)
-        for i, x in zip(dynamic, given, strict=True):
-            filled[i] = x
-        run_args, run_kwargs = pytree.tree_unflatten(filled, spec)
+    def run(*traced: Any) -> Any:
+        filled = given | dict(zip(dynamic, traced, strict=True))
+        by_place = [filled.pop(a.name) for a in schema if not a.kwarg_only and a.name in filled]
         # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := kernel.run(*run_args, **run_kwargs)) is None else out
+        return () if (out := kernel.run(*by_place, **filled)) is None else out
 
     with V.fake_mode:
-        graph = make_fx(run, decomposition_table=select_decomp_table())(*[flat[i] for i in dynamic])
-    lowered = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: x is None)
-    out = inline_subgraph_to_ir_nodes(graph, [lowered[i] for i in dynamic], f"attnops_{kernel.op}")
+        graph = make_fx(run, decomposition_table=select_decomp_table())(*[given[n] for n in dynamic])
+    out = inline_subgraph_to_ir_nodes(graph, [lowered[n] for n in dynamic], f"attnops_{kernel.op}")
     return None if out == () else out

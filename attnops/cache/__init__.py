@@ -2,3 +2,4 @@
 
 from attnops.cache.batch import PagedBatch as PagedBatch
 from attnops.cache.paged import PagedCache as PagedCache
+from attnops.cache.planner import Planner as Planner

@@ -22,6 +22,7 @@ class PagedBatch:
     max_seqlen_q: the most new tokens of one request; 1 says decode. It and `padded` are what a compiled graph may look at.
     padded: may there be tokens of no request? False, as PagedCache says of the batches it makes, spares clearing the output first.
         Whoever appends tokens to a batch must say True.
+    plan: what a `Planner` adds for kernels that plan on the host, with the workspace that goes with it; give both to `paged_attention`.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
     """
 
@@ -32,6 +33,7 @@ class PagedBatch:
     positions: Tensor
     max_seqlen_q: int
     padded: bool = True
+    plan: Tensor | None = None
     workspace: Tensor | None = None
 
 

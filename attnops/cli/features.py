@@ -59,7 +59,13 @@ _BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
 _BASES: dict[str, tuple[Change, ...]] = {
     DENSE: ({**_PREFILL, "sizes_equal": True}, {**_PREFILL, **_DECODE}),
     PACKED: (_PREFILL,),
-    PAGED: tuple({**_PREFILL, **more, "page_size": page} for page in (64, 16, 128) for more in ({}, _DECODE, {**_DECODE, **_LATENT})),
+    PAGED: tuple(
+        {**_PREFILL, **more, **plan, "page_size": page}
+        for plan in ({}, {"plan": "host"})
+        for page in (64, 16, 128)
+        for more in ({}, _DECODE, {**_DECODE, **_LATENT})
+    ),
+    "plan_paged_attention": ({**_PREFILL, "page_size": 64},),
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
     MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),

@@ -1,20 +1,53 @@
-"""What kernels of one query token a request share: the batch by token, whatever requests are idle and whatever tokens are padding."""
+"""What kernels of one query token a row share: the batch by token, and a query in one piece."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from attnops.reference.packed import rows_of
+from attnops.errors import InvalidInput
+from attnops.reference.data import by_token
 
 
-def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(page table `[T, M]`, lengths `[T]`), both int32: of each token its request's, length 0 for padding. B and M are at least 1.
+def batch_by_token(
+    plan: Tensor | None, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """(page table `[T, M]`, keys seen `[T]`), int32: out of `plan` if `decode_rows` made one, else made here. B and M are at least 1."""
+    if plan is None or plan.dtype != torch.int32:
+        return by_token(page_table, seq_lens, cu_seqlens_q, tokens, causal)
+    width = page_table.shape[1]
+    if plan.dim() != 1 or plan.shape[0] != tokens * (1 + width):
+        raise InvalidInput("plan", f"int32 {tuple(plan.shape)}", f"[{tokens * (1 + width)}]: what decode_rows returned for this batch")
+    return plan[tokens:].view(tokens, width), plan[:tokens]
 
-    Where no request has more than one query, this makes the tokens the kernel's batch. A request without a query has no row, and
-    negative page ids, which the op allows past a request's end, become page 0: kernels prefetch them.
-    """
-    rows = rows_of(cu_seqlens_q, tokens)
-    real = rows < seq_lens.shape[0]
-    rows = torch.where(real, rows, 0)
-    return page_table[rows].clamp(min=0), torch.where(real, seq_lens[rows], 0)
+
+def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
+    """Do both parts of the query lie in one `[T, H, Dc + Dr]`? Known of fake tensors too, whose storages are those of their views."""
+    return (
+        q_nope.untyped_storage()._cdata == q_pe.untyped_storage()._cdata
+        and q_nope.stride() == q_pe.stride()
+        and q_nope.stride(2) == 1
+        and q_pe.storage_offset() - q_nope.storage_offset() == q_nope.shape[2]
+        and q_nope.stride(1) >= q_nope.shape[2] + q_pe.shape[2]
+    )
+
+
+def adjoin(q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts as they are if they lie side by side, else views of a new tensor in which they do: a torch op the compiler sees."""
+    if side_by_side(q_nope, q_pe):
+        return q_nope, q_pe
+    query, latent = _cat(q_nope, q_pe), q_nope.shape[2]
+    return query[..., :latent], query[..., latent:]
+
+
+def whole(q_nope: Tensor, q_pe: Tensor) -> Tensor:
+    """`[T, H, Dc + Dr]`: a view where the parts lie side by side."""
+    if not side_by_side(q_nope, q_pe):
+        return _cat(q_nope, q_pe)
+    return q_nope.as_strided((*q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]), q_nope.stride(), q_nope.storage_offset())
+
+
+def _cat(q_nope: Tensor, q_pe: Tensor) -> Tensor:
+    if q_nope.dtype.itemsize > 1:
+        return torch.cat([q_nope, q_pe], -1)
+    return torch.cat([q_nope.view(torch.uint8), q_pe.view(torch.uint8)], -1).view(q_nope.dtype)  # bytes, where float8 has no cat

@@ -22,6 +22,8 @@ PACKAGE = _sgl.package("0.4.2")
 LIBRARY = "flash_ops.abi3.so"
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
+SINK_HEADS = 64
+"""Sinks are copied to shared memory that has room for so many (mainloop_fwd_sm90_tma_gmma_ws.hpp: SmemLayoutSink), unchecked."""
 
 
 def missing(target: Target) -> Refusal | None:
@@ -56,8 +58,12 @@ def call(
     starts: Tensor | None = None,
     table: Tensor | None = None,
     plan: Tensor | None = None,
+    q_v: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse with the heads first). rules: causal, left, right, softcap, chunk. scales: of query, key and value."""
+    """(output, lse with the heads first).
+
+    rules: causal, left, right, softcap, chunk. scales: of query, key and value. q_v: the query's part against the value.
+    """
     fwd, tail = raw_op()
     causal, left, right, softcap, chunk = rules
     if sinks is not None:
@@ -66,7 +72,7 @@ def call(
     batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
     q_scale, k_scale, v_scale = (None,) * 3 if scales is None else (_expanded(s, batch, key.shape[-2]) for s in scales)
     found = fwd(
-        query, key, value, None, None, None, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
+        query, key, value, None, None, q_v, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
         None, None, ends, *longest, table, None, starts, None, None, None,
         q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, 1 if deterministic(policy) else 0, None, 0,
         sinks, *tail,
@@ -135,6 +141,20 @@ def dtype_rules(p: Problem) -> Refusal | None:
     if p.v_head_dim != p.head_dim:
         return Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the query's (float8)")
     return None if p.kv_dtype == FLOAT8 else Refusal("kv_dtype", p.kv_dtype, "the query's float8_e4m3fn")
+def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
+    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
+
+
+def past(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """bool `[T, 1, 1]`: the tokens of no request."""
+    return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
+
+
+def packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor, padded: bool = True) -> Tensor:
+    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
+    lse = with_sinks(lse.transpose(0, 1), sinks)
+    return lse.masked_fill(past(cu_seqlens_q, lse.shape[0])[..., 0], float("-inf")) if padded else lse
 
 
 def value_dim(p: Problem) -> Refusal | None:
@@ -153,6 +173,8 @@ def bfloat16_sinks(p: Problem) -> Refusal | None:
     """Sinks are read as bfloat16, and lse has no room for their rounding."""
     if not p.sinks:
         return None
+    if p.q_heads > SINK_HEADS:
+        return Refusal("q_heads", p.q_heads, f"<= {SINK_HEADS} (sinks)")
     if p.dtype != torch.bfloat16:
         return Refusal("dtype", p.dtype, "bfloat16 (sinks)")
     if p.lse and p.sinks_dtype != torch.bfloat16:

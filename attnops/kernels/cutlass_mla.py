@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, Package, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl
-from attnops.kernels._decode import by_token
+from attnops.kernels._decode import batch_by_token
 from attnops.problem import Problem, Refusal, Target
 
 LIBRARY = "sm100/common_ops.*"
@@ -23,6 +23,9 @@ TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
 # The persistent scheduler hangs when told to split, and left to choose (-1) the kernel gave wrong results and broke under CUDA
 # graphs: NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
 KV_SPLITS = 1
+
+MOST_QUERIES = 8
+"""Of one request. Every token is a row of its own and reads all keys of its request."""
 
 DROPPED_IN = (0, 4, 7)
 
@@ -50,13 +53,16 @@ def mla_attention(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """See `attnops.ops.mla_attention`. workspace: uint8, of at least `workspace_size` bytes, not zeroed; made here when None."""
+    """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here.
+
+    workspace: uint8, of at least `workspace_size` bytes, not zeroed; made here when None.
+    """
     if not (output.numel() and page_table.numel() and latent_pages.numel()):
         output.zero_()
         return
     _sgl.load("cutlass_mla_decode", LIBRARY)
     tokens, page = q_nope.shape[0], latent_pages.shape[1]
-    tables, lengths = by_token(page_table, seq_lens, cu_seqlens_q, tokens)
+    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal)
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
     size = workspace_size(tables.shape[1] * page, tokens)
     if workspace is None:
@@ -111,7 +117,7 @@ register(
             one_of("v_head_dim", LATENT),
             one_of("rope_dim", ROPE),
             one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128),
-            extent_at_most("queries", 1),
+            extent_at_most("queries", MOST_QUERIES),
             one_of("last_dim_contiguous", True),
             one_of("pages_packed", True),
             *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),

@@ -1,4 +1,4 @@
-"""`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed and paged calls (https://arxiv.org/abs/2407.08608).
+"""`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed, paged and latent calls (https://arxiv.org/abs/2407.08608).
 
 The raw op `sgl_kernel::fwd` is called, in the 35-argument form of wheels 0.4.2 to 0.4.3 and the 37-argument form of 0.4.4 and later.
 Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks for lse must bring them in it.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch, at_most, multiple_of, one_of, register, without
+from attnops.kernels import _fa3_mla
 from attnops.kernels._fa3 import (
     PACKAGE,
     bfloat16_sinks,
@@ -21,9 +22,12 @@ from attnops.kernels._fa3 import (
     dtype_rules,
     left_padding,
     missing,
+    packed_lse,
     part_of_plan,
+    past,
     plan_rules,
     value_dim,
+    with_sinks,
 )
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype
@@ -68,7 +72,7 @@ def attention(
         rules = (causal, window_left, window_right, softcap, attention_chunk)
         scales = None if q_scale is None else (q_scale, k_scale, v_scale)
         output, lse = call(query, key, value, sinks, policy, scale, rules, scales, ends=ends, starts=starts, table=table)
-    return output, compact(_with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
+    return output, compact(with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
 
 
 def varlen_attention(
@@ -102,14 +106,14 @@ def varlen_attention(
     # costs less than finding them. Nor may what stands in the value's be read; see `attention`.
     output = query.new_zeros(shape, dtype=dtype) if padded or not runs else query.new_empty(shape, dtype=dtype)
     if runs:
-        value = _silent(value, _past(cu_seqlens_k, value.shape[0])[:, 0, 0]) if padded else value
+        value = _silent(value, past(cu_seqlens_k, value.shape[0])[:, 0, 0]) if padded else value
         rules = (causal, window_left, window_right, softcap, attention_chunk)
         scales = None if q_scale is None else (q_scale, k_scale, v_scale)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         lse = call(query, key, value, sinks, policy, scale, rules, scales, output, cu, longest)[1]
     else:
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-    return output, compact(_packed_lse(lse, sinks, cu_seqlens_q, padded)) if return_lse else no_lse(query)
+    return output, compact(packed_lse(lse, sinks, cu_seqlens_q, padded)) if return_lse else no_lse(query)
 
 
 def paged_attention(
@@ -143,7 +147,7 @@ def paged_attention(
     if not (query.numel() and k_pages.numel() and page_table.numel() and max_seqlen_q):
         output.zero_()
         if lse is not None:
-            lse.copy_(_packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), sinks, cu_seqlens_q, padded))
+            lse.copy_(packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), sinks, cu_seqlens_q, padded))
         return
     if padded:
         output.zero_()  # as in varlen_attention
@@ -160,9 +164,9 @@ def paged_attention(
         page_table if page_table.stride(1) == 1 else page_table.contiguous(), plan,
     )  # fmt: skip
     if out is None:
-        output.copy_(found.masked_fill(_past(cu_seqlens_q, found.shape[0]), 0.0) if padded else found)
+        output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0) if padded else found)
     if lse is not None:
-        lse.copy_(_packed_lse(raw, sinks, cu_seqlens_q, padded))
+        lse.copy_(packed_lse(raw, sinks, cu_seqlens_q, padded))
 
 
 FEW = 64
@@ -174,22 +178,6 @@ def _silent(value: Tensor, past: Tensor) -> Tensor:
     past = past[..., None, None]
     # float8 has no masked_fill; a byte of 0 is its 0.
     return value.view(torch.uint8).masked_fill(past, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(past, 0.0)
-
-
-def _with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
-    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
-
-
-def _past(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """bool `[T, 1, 1]`: the tokens of no request."""
-    return (torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1])[:, None, None]
-
-
-def _packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor, padded: bool) -> Tensor:
-    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
-    lse = _with_sinks(lse.transpose(0, 1), sinks)
-    return lse.masked_fill(_past(cu_seqlens_q, lse.shape[0])[..., 0], float("-inf")) if padded else lse
 
 
 def _cost_us(p: Problem) -> float:
@@ -238,3 +226,4 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             about=ABOUT,
         )
     )
+register(_fa3_mla.KERNEL)

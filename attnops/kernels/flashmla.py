@@ -1,8 +1,9 @@
 """`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
 Called without scheduler metadata, the raw ops compute it on the device from this call's lengths: no state, no sync, and a captured
-graph follows its inputs. Dense decode is for one query token a request: the op wants the same number of queries of every request,
-and the contract lets them differ.
+graph follows its inputs. Dense decode takes every query token as a row of its own: the op wants the same number of queries of every
+request, and the contract lets them differ. A row without keys gets 0 from the kernel itself, so that padding needs no pass over the
+output. It is lowered in place: the compiler joins the query's parts where they are made, and takes the raw op's result for the output.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Core, Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl
-from attnops.kernels._decode import by_token
+from attnops.kernels._decode import adjoin, batch_by_token, whole
 from attnops.kernels._flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
 from attnops.kernels._flashmla_sparse import LIBRARY as LIBRARY
 from attnops.problem import Problem
 
 PAGE = 64
+MOST_QUERIES = 8
+"""Of one request. Every token reads all keys of its request."""
 
 
 def mla_attention(
@@ -43,30 +46,37 @@ def mla_attention(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """See `attnops.ops.mla_attention`."""
+    """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here."""
     if not (output.numel() and page_table.numel() and latent_pages.numel()):
         output.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    _sgl.load("dense_decode_fwd", LIBRARY)
-    tables, lengths = by_token(page_table, seq_lens, cu_seqlens_q, q_nope.shape[0])
-    query = torch.cat([q_nope, q_pe], -1)[:, None]
-    # A single query at the last key sees every key, causal or not.
-    out, z, _, _ = torch.ops.sgl_kernel.dense_decode_fwd(
-        query, latent_pages[:, :, None], LATENT, lengths, tables, scale, False, None, None
-    )
-    blind = (lengths == 0)[:, None]
-    output.copy_(out[:, 0].masked_fill(blind[..., None], 0.0))
+    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, q_nope.shape[0], causal)
+    out, z = torch.ops.attnops.mla_attention__flashmla(*adjoin(q_nope, q_pe), latent_pages, tables, lengths, scale)
+    output.copy_(out)
     if lse is not None:
         # The kernel says +inf where there is no key.
-        lse.copy_(z[:, :, 0].masked_fill(blind, float("-inf")))
+        lse.copy_(torch.where(z == float("inf"), float("-inf"), z))
+
+
+def _core(q_nope: Tensor, q_pe: Tensor, latent_pages: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    _sgl.load("dense_decode_fwd", LIBRARY)
+    # A single query at the last key it sees sees every key, causal or not.
+    out, z, _, _ = torch.ops.sgl_kernel.dense_decode_fwd(
+        whole(q_nope, q_pe)[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False, None, None
+    )
+    return out[:, 0], z[:, :, 0]
+
+
+def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
 def _cost_us(p: Problem) -> float:
     """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90."""
     keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 12.0 + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
+    return 12.0 + 3.0 * (p.plan != "device") + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
 
 
 def _sparse_cost_us(p: Problem) -> float:
@@ -92,13 +102,19 @@ register(
             one_of("v_head_dim", LATENT),
             one_of("rope_dim", ROPE),
             one_of("page_size", PAGE),
-            extent_at_most("queries", 1),
+            extent_at_most("queries", MOST_QUERIES),
             one_of("last_dim_contiguous", True),
             *without("mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
+        inline=True,
+        core=Core(
+            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, float scale) -> (Tensor output, Tensor lse)",
+            _core,
+            _fake_core,
+        ),
         about="FlashMLA dense decode (sgl_kernel)",
     )
 )

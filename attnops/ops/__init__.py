@@ -2,6 +2,7 @@
 
 from attnops.ops._op import OPS as OPS
 from attnops.ops._op import Op as Op
+from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
 from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state
@@ -14,6 +15,9 @@ from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
+from attnops.ops.plan import PagedSpec as PagedSpec
+from attnops.ops.plan import plan_paged_attention as plan_paged_attention
+from attnops.ops.plan import plan_sizes as plan_sizes
 from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention
 from attnops.ops.sparse import write_latent_packed as write_latent_packed

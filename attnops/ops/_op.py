@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from attnops.errors import NoGradient, RegistrationError
-from attnops.kernel import Capture, Kernel, generation, on_register
+from attnops.kernel import Capture, Core, Kernel, generation, on_register
 from attnops.problem import Problem, Target, pretended
 from attnops.select import choose, parse_policy
 
@@ -68,6 +68,9 @@ def bind(kernel: Kernel) -> None:
     # The partitioner of CUDA graphs splits around what bears this tag.
     tags = (torch.Tag.cudagraph_unsafe,) if kernel.capture is Capture.NEVER else ()
     _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, check=None, tags=tags)
+    if kernel.core is not None:
+        # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
+        _define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
 
 
 def bind_all() -> None:
@@ -91,6 +94,12 @@ def _define_overload(
     if op.autograd is not None:
         overload = getattr(op.packet, name.partition(".")[2] or "default")
         _LIB.impl(name, _autograd(op, overload), "Autograd")
+
+
+def _define_core(name: str, core: Core, tags: tuple[torch.Tag, ...]) -> None:
+    _LIB.define(f"{name}{core.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
+    _LIB.impl(name, core.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attnops::{name}", core.fake, lib=_FAKE_LIB)
 
 
 def _eager(op: Op) -> Callable[..., Any]:

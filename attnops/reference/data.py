@@ -128,6 +128,38 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     return indptr.to(torch.int32), indices, last.to(torch.int32)
 
 
+def decode_rows(
+    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, causal: bool = True, policy: str = ""
+) -> Tensor:
+    """`[T * (1 + M)]` int32: `by_token`'s lengths and rows, end to end."""
+    batch, width = page_table.shape
+    if batch == 0:
+        return seq_lens.new_zeros(num_tokens * (1 + width))
+    table, lengths = by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
+    return torch.cat([lengths, table.flatten()])
+
+
+def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """(page table `[T, M]`, keys seen `[T]`), both int32, of each token: its request's row; 0 keys for padding. B is at least 1.
+
+    Token i of n of a request with L keys sees the first L - n + i + 1, or L when not causal. Negative page ids, which past a request's
+    end may stand in the table, become page 0: kernels prefetch them.
+    """
+    rows = rows_of(cu_seqlens_q, tokens)
+    real = rows < seq_lens.shape[0]
+    rows = torch.where(real, rows, 0)
+    lengths = seq_lens[rows]
+    if causal:
+        after = cu_seqlens_q[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
+        lengths = (lengths - after).clamp(min=0)
+    return page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
+
+
+def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
+    """A plan of zeros, which is none: kernels that plan refuse it, the others do not read it."""
+    plan.zero_()
+
+
 def num_kv_splits(
     seq_lens: Tensor,
     *,

@@ -15,3 +15,4 @@ from attnops.testing.inputs import Call as Call
 from attnops.testing.inputs import Case as Case
 from attnops.testing.inputs import Features as Features
 from attnops.testing.inputs import Source as Source
+from attnops.testing.plans import planned as planned

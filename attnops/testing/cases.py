@@ -12,6 +12,7 @@ from attnops.testing import builders
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.inputs import Call, Case, Features, Source
 from attnops.testing.latent import LATENT_CASES
+from attnops.testing.plans import PLAN_CASES
 from attnops.testing.sparse import SPARSE_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -203,6 +204,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "paged_attention": _grid("paged_attention", _paged((1, 4, 0, 2), (6, 4, 0, 21), 16), PAGED_SHAPES),
     **LATENT_CASES,
     **SPARSE_CASES,
+    **PLAN_CASES,
     **DATA_CASES,
 }
 """The grid of every op by name."""

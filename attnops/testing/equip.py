@@ -7,10 +7,12 @@ import torch
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.testing.inputs import Call
+from attnops.testing.plans import planned
 
 
 def equip(kernel: Kernel, call: Call) -> Call:
-    """`call` with the workspace that `kernel` asks for, zeroed, if it has none and the op takes one. Else `call` itself."""
+    """`call` with the plan and the workspace (zeroed) that `kernel` asks for, unless it has them or the op takes none."""
+    call = planned(kernel, call)
     names = {a.name for a in OPS[call.op].packet.default._schema.arguments}
     if kernel.workspace_bytes is None or "workspace" not in names or call.arguments.get("workspace") is not None:
         return call

@@ -93,5 +93,6 @@ def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def kernel_calls(code: str) -> list[str]:
-    """`op.kernel` of each call of ours in generated code, in order."""
-    return re.findall(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default)?\(", code)
+    """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place, of its core."""
+    calls = re.findall(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default)?\(", code)
+    return [".".join(c.removesuffix(".default").split("__")) for c in calls]

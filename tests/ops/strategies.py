@@ -159,6 +159,7 @@ CALLS = {
     "sparse_mla_attention": sparse_mla(),
     "write_latent_packed": write_packed(),
     "merge_state": merge(),
-    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "num_kv_splits")},
+    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
     "fa3_schedule": metadata("fa3_schedule"),
+    "plan_paged_attention": metadata("plan_paged_attention"),
 }

@@ -1,6 +1,7 @@
 """Calls that break a contract: the error is typed, names the field, what was given and what is allowed, and nothing was written."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, Unk
 I32, I64, U8, BF16, F32, F64 = torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 NAN, INF = float("nan"), float("inf")
+SPEC = ops.PagedSpec(4, 2, 8, 2, F32)
 
 
 def f(*shape, dtype=F32) -> Tensor:
@@ -61,10 +63,17 @@ def good(name) -> dict[str, Any]:
         "slot_mapping": lambda: {"positions": i(0, 1), "rows": i(0, 0), "page_table": i(0, 1).reshape(1, 2), "page_size": 2},
         "page_table": lambda: {"token_table": i(0, 1, 2, 3).reshape(1, 4), "rows": i(0), "seq_lens": i(3), "page_size": 2},
         "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
+        "decode_rows": lambda: {
+            "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
+        },
         "num_kv_splits": lambda: {"seq_lens": i(3, 4), "rule": "static", "max_splits": 4},
         "fa3_schedule": lambda: {
             "seq_lens": i(3, 4), "cu_seqlens_q": cu, "max_seqlen_q": 2, "max_pages": 3, "page_size": 16, "q_heads": 4, "kv_heads": 2,
             "head_dim": 64,
+        },
+        "plan_paged_attention": lambda: {
+            "spec": SPEC, "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
+            "max_seqlen_q": 2, "plan": i(7, 7, dtype=I64), "workspace": torch.full((3,), 7, dtype=torch.uint8),
         },
     }  # fmt: skip
     return calls[name]()
@@ -210,6 +219,10 @@ BAD = [
     Bad("page_table", {"seq_lens": i(3, 4)}, "seq_lens.shape[0]", "2", "1 (one length a request)"),
     Bad("kv_indices", {"page_table": i(0, 1, dtype=I64).reshape(1, 2)}, "page_table.dtype", "int64", "int32"),
     Bad("kv_indices", {"seq_lens": i(3, 3)}, "seq_lens.shape[0]", "2", "1 (one length a row of the page table)"),
+    Bad("decode_rows", {"page_table": i(0, 1)}, "page_table", "(2,)", "[B, max_pages]"),
+    Bad("decode_rows", {"seq_lens": i(3)}, "seq_lens.shape[0]", "1", "2 (one length a row of the page table)"),
+    Bad("decode_rows", {"cu_seqlens_q": i(0, 1)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),
+    Bad("decode_rows", {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),
     Bad("num_kv_splits", {"rule": "fair"}, "rule", "'fair'", "static | deterministic | balanced"),
     Bad("num_kv_splits", {"max_splits": 0}, "max_splits", "0", ">= 1"),
     Bad("num_kv_splits", {"tile": 0}, "tile", "0", ">= 1"),
@@ -220,6 +233,18 @@ BAD = [
     Bad("fa3_schedule", {"page_size": 0}, "page_size", "0", ">= 1"),
     Bad("fa3_schedule", {"window": (-2, -1)}, "window_left", "-2", ">= -1"),
     Bad("fa3_schedule", {"kernel": "fa3"}, "target", "target=cpu", "(wants sm90)", NoKernel),
+    # plans
+    Bad("plan_paged_attention", {"page_table": i(0, 1, 2, 3)}, "page_table", "(4,)", "[B, max_pages]"),
+    Bad("plan_paged_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (one length a row of the page table)"),
+    Bad("plan_paged_attention", {"cu_seqlens_q": i(0, 3)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),
+    Bad("plan_paged_attention", {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),
+    Bad("plan_paged_attention", {"plan": i(7, 7)}, "plan.dtype", "int32", "int64"),
+    Bad("plan_paged_attention", {"workspace": f(8).to(torch.uint8)[::2]}, "workspace.stride()", "(2,)", "(1,)"),
+    Bad("plan_paged_attention", {"workspace": f(3)}, "workspace.dtype", "float32", "uint8"),
+    Bad("plan_paged_attention", {"spec": replace(SPEC, q_heads=3)}, "q_heads", "3", "a multiple of kv_heads = 2"),
+    Bad("plan_paged_attention", {"spec": replace(SPEC, window=(-4, 1))}, "window_left", "-4", ">= -1"),
+    Bad("plan_paged_attention", {"spec": replace(SPEC, dtype=I32)}, "dtype", "'int32'", "float16 | bfloat16"),
+    Bad("plan_paged_attention", {"kernel": "flashinfer"}, "target", "target=cpu", "(wants sm80", NoKernel),
     # kernels asked for by name
     Bad("attention", {"kernel": "fa9"}, "kernel", "'fa9'", "one of", UnknownKernel),
     Bad("attention", {"kernel": "scatter"}, "kernel", "'scatter'", "reference", UnknownKernel),
@@ -301,7 +326,7 @@ def function(bad: Bad):
     return getattr(attnops, bad.function, None) or getattr(ops, bad.function)
 
 
-WRITTEN = ("output", "lse", "k_pages", "v_pages", "latent_pages")
+WRITTEN = ("output", "lse", "k_pages", "v_pages", "latent_pages", "plan", "workspace")
 
 
 @pytest.mark.parametrize("bad", BAD, ids=name)
@@ -334,11 +359,13 @@ def test_the_good_call_is_good(function_name):
 
 
 # A compiler runs the same check on fake tensors; the user must still read the sentence. One call of each kind. The shape of
-# `window` is left out: it is checked before the op, in Python that Dynamo traces, and Dynamo reports such errors its own way.
+# `window` is left out: it is checked before the op, in Python that Dynamo traces, and Dynamo reports such errors its own way. So are
+# the functions that plan: they are never compiled.
+TRACED = [b for b in BAD if not b.function.startswith("plan_")]
 COMPILED = [
-    *{b.function: b for b in reversed(BAD) if b.error is InvalidInput and b.field != "window"}.values(),
-    *[b for b in BAD if b.field in ("softcap", "mask.shape[1]", "key.shape[-1]", "k_scale, v_scale")],
-    *[b for b in BAD if b.error is not InvalidInput],
+    *{b.function: b for b in reversed(TRACED) if b.error is InvalidInput and b.field != "window"}.values(),
+    *[b for b in TRACED if b.field in ("softcap", "mask.shape[1]", "key.shape[-1]", "k_scale, v_scale")],
+    *[b for b in TRACED if b.error is not InvalidInput],
 ]
 
 

@@ -149,7 +149,7 @@ def _flash_attn_fwd(
             rows = slice(first, first + -(-end // tile) * tile)
             key, value = (k[rows], v[rows]) if cu_seqlens_k is not None else (k[b], v[b])
         to = torch.empty((heads, q[at].shape[0]))
-        _request(q[at], key, value, end, a, out[at], to, b=b)
+        _request(q[at], None, key, value, end, a, out[at], to, b=b)
         if lse is not None:
             blind = to if learnable_sink is None else torch.where(to == float("-inf"), learnable_sink.float()[:, None], to)
             (lse[:, at] if cu_seqlens_q is not None else lse[b]).copy_(blind)

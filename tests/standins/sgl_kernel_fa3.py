@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.problem import pretended
+
 SCHEMA = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, "
@@ -69,6 +71,11 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         _fa3.raw_op.cache_clear()
 
 
+def architecture() -> int:
+    target = pretended()
+    return 0 if target is None else target.arch
+
+
 def _check(ok: bool, text: str) -> None:
     if not ok:
         raise RuntimeError(text)
@@ -83,7 +90,7 @@ def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = 
 
 def _fwd(**a: Any) -> tuple[Tensor, ...]:
     q, k, v, table, cu_q, cu_k = (a[n] for n in ("q", "k", "v", "page_table", "cu_seqlens_q", "cu_seqlens_k"))
-    for name in ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos"):
+    for name in ("k_new", "v_new", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos"):
         assert a[name] is None, f"the stand-in has no {name}"
     _check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     _check(k.dtype == q.dtype, "query and key must have the same dtype")
@@ -124,7 +131,15 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
         _check(tuple(out.shape) == shape, "out must have shape (total_q, num_heads, head_size_v)")
     else:
         out = torch.full(shape, float("nan"), dtype=out_dtype)
+    if (q_v := a["q_v"]) is not None:
+        _check(d <= 64, "q_v is only supported for head_size <= 64")
+        _check(dv >= 256, "q_v is only supported for hdim_v >= 256.")
+        _check(architecture() == 90, "q_v is only supported for Hopper GPUs")
+        _check(q_v.dtype == q.dtype and q.dtype != FLOAT8, "q_v must have the same dtype as query")
+        _check(q_v.stride(-1) == 1, "q_v tensor must have contiguous last dimension")
+        _check(tuple(q_v.shape) == shape, "q_v must have shape (total_q, num_heads, head_size_v)")
     if (sinks := a["sinks"]) is not None:
+        _check(hq <= 64, "the real kernel writes past its shared memory for more sinks than 64")
         _check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
         _check(sinks.is_contiguous(), "sinks must be contiguous")
         _check(tuple(sinks.shape) == (hq,), "sinks must have shape (num_heads)")
@@ -179,6 +194,7 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
     longest = q.shape[1] if cu_q is None else a["max_seqlen_q"]
     for b in range(batch):
         rows = q[b] if cu_q is None else q[cu_q[b] : cu_q[b + 1]]
+        rows_v = None if a["q_v"] is None else a["q_v"][b] if cu_q is None else a["q_v"][cu_q[b] : cu_q[b + 1]]
         to = (out[b], lse[b]) if cu_q is None else (out[cu_q[b] : cu_q[b + 1]], lse[:, cu_q[b] : cu_q[b + 1]])
         start = int(a["leftpad_k"][b]) if a["leftpad_k"] is not None else 0
         if table is not None:
@@ -193,11 +209,13 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
             keys, values, end = k[b], v[b], k.shape[1] if a["seqused_k"] is None else int(a["seqused_k"][b])
         count = max(end - start, 0)
         loaded = slice(start, start + -(-count // TILE) * TILE)
-        _request(rows, keys[loaded], values[loaded], count, a, *to, b=b)
+        _request(rows, rows_v, keys[loaded], values[loaded], count, a, *to, b=b)
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int) -> None:
-    """One request: q `[n, Hq, D]`, k and v `[>= count, Hkv, ...]`, of which `count` keys are seen and the rest has weight 0."""
+def _request(
+    q: Tensor, q_v: Tensor | None, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int
+) -> None:
+    """One request: q `[n, Hq, D]`, q_v `[n, Hq, Dv]` or None, k and v `[>= count, Hkv, ...]`: `count` keys are seen, the rest weigh 0."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
     scales = [torch.ones(k.shape[1]) if a[x] is None else a[x][b] for x in ("q_descale", "k_descale", "v_descale")]
     width = torch.float32 if q.dtype != FLOAT8 else FLOAT8
@@ -205,7 +223,10 @@ def _request(q: Tensor, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     q, k = q.float() * q_scale, k * k_scale
     scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
-    logits = torch.einsum("nhd,khd->hnk", q.float(), k) * scale
+    logits = torch.einsum("nhd,khd->hnk", q.float(), k)
+    if q_v is not None:
+        logits = logits + torch.einsum("nhd,khd->hnk", q_v.float(), v)
+    logits = logits * scale
     if a["softcap"] > 0:
         logits = a["softcap"] * torch.tanh(logits / a["softcap"])
     i, j = torch.arange(n)[:, None] + count - n, torch.arange(k.shape[0])[None]

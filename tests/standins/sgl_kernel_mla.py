@@ -13,6 +13,11 @@ DENSE_DECODE = (
     "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
     "bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
 )
+FP8_METADATA = "get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
+FP8_DECODE = (
+    "fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
+    "bool is_causal, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor? descale_q, Tensor? descale_k) -> Tensor[]"
+)
 CUTLASS_DECODE = (
     "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
     "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
@@ -37,12 +42,13 @@ def architecture() -> int:
     return 0 if target is None else target.arch
 
 
-def keys_of(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+def keys_of(pages: torch.Tensor, table: torch.Tensor, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`[length, D]` latents of one request. A page id outside the pool is what the GPU calls an illegal memory access."""
     page = pages.shape[1]
     ids = table[: -(-length // page)]
     check(bool(((ids >= 0) & (ids < pages.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
-    return pages[ids.long()].flatten(0, 1)[:length].float()
+    keys = pages[ids.long()].flatten(0, 1)[:length]
+    return (keys if dtype is None else keys.view(dtype)).float()
 
 
 def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits):
@@ -71,10 +77,55 @@ def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_sca
     for b, length in enumerate(seqlens_k.tolist()):
         keys = keys_of(kcache[:, :, 0], block_table[b], length)
         scores = q[b, 0].float() @ keys.T * softmax_scale
+        # Without keys the accumulator is 0 and what it is divided by is set to 1.
         out[b, 0] = (torch.softmax(scores, -1) @ keys[:, :head_size_v]).to(q.dtype)
         lse[b, :, 0] = torch.logsumexp(scores, -1) if length else float("inf")
     metadata = torch.zeros(SM_PARTS, METADATA_INTS, dtype=torch.int32)
     return out, lse, metadata, torch.arange(batch + 1, dtype=torch.int32)
+
+
+def get_mla_decoding_metadata_dense_fp8(seqlens_k, num_heads_per_head_k, num_heads_k):
+    CALLS.append("get_mla_decoding_metadata_dense_fp8")
+    check(seqlens_k.is_contiguous() and seqlens_k.dtype == torch.int32, "seqlens_k must be contiguous int32")
+    check(seqlens_k.shape[0] < 4096, "params.batch_size < MaxBatchSize")
+    parts = SM_PARTS // num_heads_k // -(-num_heads_per_head_k // 64)
+    return [torch.zeros(parts, METADATA_INTS, dtype=torch.int32), torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32)]
+
+
+def fwd_kvcache_mla_fp8(
+    q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits, descale_q, descale_k
+):
+    CALLS.append("fwd_kvcache_mla_fp8")
+    check(architecture() == 90, "Dense FP8 MLA is only supported on SM90")
+    check(q.dtype == torch.float8_e4m3fn, "Expected q.dtype() == torch::kFloat8_e4m3fn to be true, but got false.")
+    check(kcache.dtype == q.dtype, "query and key must have the same dtype")
+    check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
+    check(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
+    check(q.stride(-1) == 1, "q must have contiguous last dimension")
+    check(kcache.stride(-1) == 1, "kcache must have contiguous last dimension")
+    check(seqlens_k.is_contiguous() and num_splits.is_contiguous(), "seqlens_k must be contiguous")
+    check(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
+    batch, queries, heads, dim = q.shape
+    check(dim == 576 and head_size_v == 512, "Only head_size_k == 576 is supported")
+    check(kcache.shape[1] == 64, "Currently page_block_size must be 64")
+    check(batch > 0, "batch size must be positive")
+    check(descale_q is not None and descale_k is not None, "descale is required when input dtype is fp8")
+    check(descale_q.dtype == descale_k.dtype == torch.float32, "descale must have dtype float32")
+    check(tuple(descale_q.shape) == tuple(descale_k.shape) == (1,), "descale_q must have shape (1)")
+    check(tuple(seqlens_k.shape) == (batch,) and tuple(num_splits.shape) == (batch + 1,), "seqlens_k must have shape (batch_size)")
+    check(tile_scheduler_metadata.shape[1] == METADATA_INTS, "tile_scheduler_metadata.size(1) == TileSchedulerMetaDataSize")
+    check(queries == 1 and kcache.shape[2] == 1, "this stand-in takes one key head and one query")
+    check(bool((seqlens_k > 0).all()), "CUDA error: an illegal memory access was encountered (a page table is read at -1)")
+    out = torch.empty(batch, queries, heads, head_size_v, dtype=torch.bfloat16)
+    lse = torch.empty(batch, heads, queries)
+    for b, length in enumerate(seqlens_k.tolist()):
+        keys = keys_of(kcache[:, :, 0].view(torch.uint8), block_table[b], length, kcache.dtype) * descale_k
+        scores = q[b, 0].float() @ keys.T * (softmax_scale * descale_q)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        found = weights.to(q.dtype).float() @ keys[:, :head_size_v] / weights.sum(-1, keepdim=True)
+        out[b, 0] = found.to(torch.bfloat16)
+        lse[b, :, 0] = torch.logsumexp(scores, -1)
+    return [out, lse]
 
 
 def cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int) -> int:
@@ -110,6 +161,10 @@ LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
     LIBRARY.define(DENSE_DECODE)
     LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
+    LIBRARY.define(FP8_METADATA)
+    LIBRARY.impl("get_mla_decoding_metadata_dense_fp8", get_mla_decoding_metadata_dense_fp8, "CPU")
+    LIBRARY.define(FP8_DECODE)
+    LIBRARY.impl("fwd_kvcache_mla_fp8", fwd_kvcache_mla_fp8, "CPU")
 if not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
     LIBRARY.define(CUTLASS_DECODE)
     LIBRARY.impl("cutlass_mla_decode", cutlass_mla_decode, "CPU")

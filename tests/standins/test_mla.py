@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels import _sgl, cutlass_mla, flashmla
+from attnops.kernels import _sgl, cutlass_mla, flashmla, flashmla_fp8
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent
@@ -17,12 +17,16 @@ from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin
 
-NAMES = ("flashmla", "cutlass_mla")
-FOREIGN = {"flashmla": "dense_decode_fwd", "cutlass_mla": "cutlass_mla_decode"}
-TARGETS = {name: Target("cuda", arch, assume=("sgl_kernel",)) for name, arch in (("flashmla", 90), ("cutlass_mla", 100))}
+NAMES = ("flashmla", "flashmla_fp8", "cutlass_mla")
+FOREIGN = {"flashmla": "dense_decode_fwd", "flashmla_fp8": "fwd_kvcache_mla_fp8", "cutlass_mla": "cutlass_mla_decode"}
+ARCHS = {"flashmla": 90, "flashmla_fp8": 90, "cutlass_mla": 100}
+TARGETS = {name: Target("cuda", arch, assume=("sgl_kernel",)) for name, arch in ARCHS.items()}
 KERNELS = kernels_of("mla_attention")
+MOST = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# By torch.allclose does test_schema see mutation, and that knows no float8.
+CHECKS = {name: MOST if name == "flashmla_fp8" else ("test_schema", *MOST) for name in NAMES}
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,11 @@ def decode(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding
     return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
+def decode_for(name: str, f=DEEPSEEK, **more: Any) -> Call:
+    """A call that the kernel takes."""
+    return decode(f=replace(f, kv_dtype=E4M3), q_dtype=E4M3, **more) if name == "flashmla_fp8" else decode(f=f, **more)
+
+
 # The truth about the foreign ops --------------------------------------------------------------------------------------
 
 
@@ -47,6 +56,14 @@ def test_schemas_are_the_wheels():
         "float softmax_scale, bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) "
         "-> (Tensor, Tensor, Tensor?, Tensor?)"
     )
+    assert str(ops.get_mla_decoding_metadata_dense_fp8.default._schema) == (
+        "sgl_kernel::get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
+    )
+    assert str(ops.fwd_kvcache_mla_fp8.default._schema) == (
+        "sgl_kernel::fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
+        "float softmax_scale, bool is_causal, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor? descale_q, "
+        "Tensor? descale_k) -> Tensor[]"
+    )
     assert str(ops.cutlass_mla_decode.default._schema) == (
         "sgl_kernel::cutlass_mla_decode(Tensor($0! -> ) out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, "
         "Tensor seq_lens, Tensor page_table, Tensor($1! -> ) workspace, float sm_scale, int num_kv_splits) -> ()"
@@ -57,7 +74,13 @@ def test_schemas_are_the_wheels():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "schema"), [(flashmla.LIBRARY, standin.DENSE_DECODE), ("sm*/common_ops.*", standin.CUTLASS_DECODE)]
+    ("pattern", "schema"),
+    [
+        (flashmla.LIBRARY, standin.DENSE_DECODE),
+        (flashmla_fp8.LIBRARY, standin.FP8_DECODE),
+        (flashmla_fp8.LIBRARY, standin.FP8_METADATA),
+        ("sm*/common_ops.*", standin.CUTLASS_DECODE),
+    ],
 )
 def test_an_installed_wheel_holds_these_schemas(pattern, schema):
     path = _sgl.library(pattern)
@@ -67,9 +90,9 @@ def test_an_installed_wheel_holds_these_schemas(pattern, schema):
     assert schema.encode() in path.read_bytes()
 
 
-@pytest.mark.parametrize(("name", "arch"), [("flashmla", 100), ("cutlass_mla", 90), ("cutlass_mla", 103)])
+@pytest.mark.parametrize(("name", "arch"), [("flashmla", 100), ("flashmla_fp8", 100), ("cutlass_mla", 90), ("cutlass_mla", 103)])
 def test_the_foreign_op_refuses_other_devices(name, arch):
-    call = decode()
+    call = decode_for(name)
     with pretend(Target("cuda", arch, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match="only supported on"):
         KERNELS[name].run(*call.args, **call.kwargs)
     assert FOREIGN[name] in standin.CALLS
@@ -90,21 +113,24 @@ def test_kernel(name, case):
 def test_what_the_grid_leaves_out():
     def taken(name):
         with pretend(TARGETS[name]):
-            return {c.label for c in CASES["mla_attention"] if not KERNELS[name].refusals(c.call().problem)}
+            refused = KERNELS[name].refusals
+            return {c.label.removeprefix("deepseek-") for c in CASES["mla_attention"] if not refused(c.call().problem)}
 
-    every = {c.label for c in CASES["mla_attention"] if c.label.startswith("deepseek")}
-    assert every - taken("flashmla") == {
-        *(f"deepseek-page_{n}" for n in (1, 16, 32, 128)), "deepseek-heads_128_page_128", "deepseek-verify", "deepseek-float8",
-    }  # fmt: skip
-    assert every - taken("cutlass_mla") == {
-        *(f"deepseek-{n}" for n in ("lse", "padded", "empty", "no_table", "loud", "verify", "float8")),
-    }  # fmt: skip
+    every = {c.label.removeprefix("deepseek-") for c in CASES["mla_attention"] if c.label.startswith("deepseek")}
+    float8 = {"float8", "float8_both", "float8_both_heads_128"}
+    features = {"window", "softcap", "sinks", "sinks_heads_128"}
+    pages = {f"{kind}page_{n}" for kind in ("", "verify_") for n in (1, 16, 128)} | {"page_32", "heads_128_page_128", "heads_8"}
+    extends = {"extend", "extend_float16", "extend_heads_128"}
+    lse = {"lse", "padded", "empty", "no_table", "loud", "verify", "verify_heads_128", "verify_fewer_keys"}
+    assert every - taken("flashmla") == float8 | features | pages | extends
+    assert taken("flashmla_fp8") == {"float8_both", "float8_both_heads_128"}
+    assert every - taken("cutlass_mla") == float8 | features | extends | lse
 
 
 @pytest.mark.parametrize("q_lens", [(1, 0, 1), (0, 0, 1), (0, 1, 1), (0, 0, 0)])
 @pytest.mark.parametrize("name", NAMES)
 def test_idle_requests_keep_their_places(name, q_lens):
-    call = decode(q_lens=q_lens, padding=3 - sum(q_lens), slack=0 if sum(q_lens) else 1)
+    call = decode_for(name, q_lens=q_lens, padding=3 - sum(q_lens), slack=0 if sum(q_lens) else 1)
     with pretend(TARGETS[name]):
         assert check_kernel(KERNELS[name], call).worst <= 1.0
 
@@ -112,9 +138,21 @@ def test_idle_requests_keep_their_places(name, q_lens):
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     overload = getattr(torch.ops.attnops.mla_attention, name)
-    for call in (decode(), decode(f=replace(DEEPSEEK, dtype=F16, q_heads=128), wider=3)):
+    dtype = BF16 if name == "flashmla_fp8" else F16
+    for call in (decode_for(name), decode_for(name, f=replace(DEEPSEEK, dtype=dtype, q_heads=128), wider=3)):
         with pretend(TARGETS[name]):
-            assert set(torch.library.opcheck(overload, call.args, call.kwargs).values()) == {"SUCCESS"}
+            assert set(torch.library.opcheck(overload, call.args, call.kwargs, test_utils=CHECKS[name]).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", ["flashmla", "flashmla_fp8"])
+def test_opcheck_of_the_core(name):
+    call = decode_for(name)
+    t = call.arguments
+    scales = (t["q_scale"], t["kv_scale"]) if name == "flashmla_fp8" else ()
+    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], *scales, t["scale"])
+    with pretend(TARGETS[name]):
+        checked = torch.library.opcheck(getattr(torch.ops.attnops, f"mla_attention__{name}").default, args, test_utils=CHECKS[name])
+    assert set(checked.values()) == {"SUCCESS"}
 
 
 def test_heads_are_padded_and_pages_made_whole_tiles():
@@ -160,7 +198,7 @@ def test_the_overload_is_one_node(name):
         graphs.append(graph)
         return graph.forward
 
-    call = decode()
+    call = decode_for(name)
     overload = getattr(torch.ops.attnops.mla_attention, name)
     args, kwargs = call.args, {n: v for n, v in call.kwargs.items() if n != "output"}
 
@@ -179,16 +217,16 @@ def test_the_overload_is_one_node(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inductor_names_the_kernel(name):
-    given = {n: t for n, t in decode().tensors().items() if n != "output"}
+    given = {n: t for n, t in decode_for(name).tensors().items() if n != "output"}
 
     def run(**tensors):
-        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5) * 2
+        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5, kernel=name) * 2
 
     with pretend(TARGETS[name]), torch.no_grad():
         got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
         want = run(**given)
     assert kernel_calls(code) == [f"mla_attention.{name}"]
-    assert [FOREIGN[name]] * 2 == standin.CALLS
+    assert standin.CALLS.count(FOREIGN[name]) == 2
     torch.testing.assert_close(got, want)
 
 
@@ -201,12 +239,20 @@ REFUSED = {
         "arch": (decode(), 100, ["target=sm100 (wants sm90)"]),
         "heads": (decode(f=WIDE), 90, []),
         "lse": (decode(f=replace(DEEPSEEK, lse=True)), 90, []),
-        "queries": (decode(q_lens=(2, 1, 1)), 90, ["queries=2 (wants <= 1)"]),
+        "queries": (decode(q_lens=(9, 1, 1)), 90, ["queries=9..16 (wants <= 8)"]),
         "dims": (decode(f=replace(DEEPSEEK, head_dim=160, v_head_dim=128)), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
         "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32, mask="bool")), 90,
                      ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
-        "float8": (decode(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
+        "float8": (decode(f=replace(DEEPSEEK, kv_dtype=E4M3)), 90,
                    ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
+    },
+    "flashmla_fp8": {
+        "page": (decode_for("flashmla_fp8", page=32), 90, ["page_size=32 (wants 64)"]),
+        "arch": (decode_for("flashmla_fp8"), 100, ["target=sm100 (wants sm90)"]),
+        "queries": (decode_for("flashmla_fp8", q_lens=(9, 1, 1)), 90, ["queries=9..16 (wants <= 8)"]),
+        "tokens": (decode_for("flashmla_fp8", f=replace(DEEPSEEK, q_heads=1), padding=4100), 90, ["tokens=4097..8192 (wants <= 4095)"]),
+        "query": (decode(f=replace(DEEPSEEK, kv_dtype=E4M3)), 90, ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)"]),
+        "bfloat16": (decode(), 90, ["dtype=bfloat16 (wants float8_e4m3fn)"]),
     },
     "cutlass_mla": {
         "page": (decode(page=48), 100, ["page_size=48 (wants 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128)"]),
@@ -214,7 +260,7 @@ REFUSED = {
         "sm103": (decode(), 103, ["target=sm103 (wants sm100)"]),
         "heads": (decode(f=WIDE), 100, ["q_heads=192 (wants <= 128)"]),
         "lse": (decode(f=replace(DEEPSEEK, lse=True)), 100, ["lse=True (wants no)"]),
-        "queries": (decode(q_lens=(2, 1, 1)), 100, ["queries=2 (wants <= 1)"]),
+        "queries": (decode(q_lens=(9, 1, 1)), 100, ["queries=9..16 (wants <= 8)"]),
         "gaps": (decode().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100,
                  ["pages_packed=False (wants True)"]),
         "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32)), 100,

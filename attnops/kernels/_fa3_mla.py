@@ -1,0 +1,98 @@
+"""FlashAttention-3 over latents, absorbed: the rotated part is query and key, the latent is value and, through `q_v`, key as well.
+
+Key and value are strided views of the same rows, so nothing is copied. Read in hopper/tile_size.h and hopper/flash_api.cpp: tiles are
+64 x 64; pages are loaded by TMA when they are whole tiles and more than 64 rows (queries times heads) ask for them, by cp.async
+otherwise. `fa3` registers it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel, arch, dtypes, one_of, without
+from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, packed_lse, past
+from attnops.problem import Problem
+
+LATENT, ROPE, TILE = 512, 64, 64
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.ops.mla_attention`. The kernel writes into `output` itself."""
+    output.zero_()  # rows of no request are not written by the kernel, and how many there are only the device knows
+    raw = None
+    if q_nope.numel() and latent_pages.numel() and page_table.numel() and max_seqlen_q:
+        pages = latent_pages[:, :, None]
+        latent = q_nope.shape[2]
+        # TMA would load stale NaN past a request's end with the rest of its page, and a weight of 0 does not silence it. A left
+        # padding selects cp.async, which zeroes what lies there.
+        whole = latent_pages.shape[1] % TILE == 0 and max_seqlen_q * q_nope.shape[1] > TILE
+        starts = torch.zeros_like(seq_lens, memory_format=torch.contiguous_format) if whole or deterministic(policy) else None
+        table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+        out = output if output.stride(2) == 1 else None
+        found, raw = call(
+            q_pe, pages[..., latent:], pages[..., :latent], sinks, policy, scale, (causal, window_left, -1, softcap, 0), None, out,
+            (cu_seqlens_q, None), (max_seqlen_q, None), seq_lens.contiguous(), starts, table, q_v=q_nope,
+        )  # fmt: skip
+        if out is None:
+            output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0))
+    if lse is not None:
+        if raw is None:
+            raw = output.new_full((output.shape[1], output.shape[0]), float("-inf"), dtype=torch.float32)
+        lse.copy_(packed_lse(raw, sinks, cu_seqlens_q))
+
+
+def _cost_us(p: Problem) -> float:
+    """A roofline of SM90: launches, one more where the keys are split, then the larger of the latents' bytes and the products."""
+    tokens, batch, queries, context = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries, p.context))
+    if p.window[0] >= 0:
+        context = min(context, p.window[0] + queries)
+    tiles = max(tokens * p.q_heads // TILE, 1)
+    # Every tile of queries reads its request's latents; from the second on they come out of L2.
+    size = 2.0 * (batch * context * p.head_dim + tokens * p.q_heads * (p.head_dim + p.v_head_dim))
+    rows = max(p.q_heads, TILE // queries)  # of a tile that is not full
+    flops = 2.0 * tokens * context * rows * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
+    return 10.0 + 9.0 * (tiles < 132) + max(size / 3.4e6, flops / 5e8)
+
+
+KERNEL = Kernel(
+    "fa3",
+    "mla_attention",
+    mla_attention,
+    needs=(
+        arch(90),
+        dtypes(torch.float16, torch.bfloat16),
+        one_of("v_head_dim", LATENT),
+        one_of("rope_dim", ROPE),
+        bfloat16_sinks,
+        one_of("last_dim_contiguous", True),
+        *without("mask", "kv_scales"),
+    ),
+    packages=(PACKAGE,),
+    probe=missing,
+    cost_us=_cost_us,
+    batch_invariant=True,
+    about="FlashAttention-3 of sgl-kernel, absorbed latents",
+)

@@ -1,0 +1,194 @@
+"""`flashinfer`: FlashInfer's paged kernels (https://arxiv.org/abs/2501.01005), on a plan that the host makes once a step.
+
+Which of them runs (CUDA cores or tensor cores for decode, FA2 or FA3 for more queries) is settled by the plan, from numbers that do not
+change between steps. What lies in pages past a request's end may be anything: all three zero the values they load from there and
+replace the logits. Data pointers must be 16-byte aligned, as torch allocates them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Capture, Kernel, Need, arch, dtypes, one_of, register, without
+from attnops.kernels import _flashinfer as fi
+from attnops.kernels._fa3 import deterministic
+from attnops.kernels._plan import host_plan
+from attnops.problem import Problem, Refusal, Target
+
+LN2 = math.log(2.0)
+
+
+def plan_paged_attention(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    max_seqlen_q: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+    dtype: str,
+    kv_dtype: str,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: bool = False,
+    sinks: bool = False,
+    policy: str = "",
+    plan: Tensor,
+    workspace: Tensor,
+) -> None:
+    """See `attnops.ops.plan_paged_attention`."""
+    if num_tokens == 0 or page_table.numel() == 0:
+        plan.zero_()  # nothing to attend to, and nobody reads it
+        return
+    s = fi.Shape(
+        num_tokens, page_table.shape[0], page_table.shape[1], q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype),
+        getattr(torch, kv_dtype), max_seqlen_q <= 1, causal, window_left, softcap, sinks, deterministic(policy),
+    )  # fmt: skip
+    path = fi.path_of(s, Target.of(page_table.device).arch, max_seqlen_q)
+    fi.make_plan(s, path, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.paged_attention`. The kernel writes every row of `output`: padding has a request of its own in the plan."""
+    if not (query.numel() and k_pages.numel() and page_table.numel()):
+        output.zero_()
+        if lse is not None:
+            lse.copy_(_natural(torch.full_like(lse, float("-inf")), sinks, cu_seqlens_q))
+        return
+    s = fi.Shape(
+        query.shape[0], page_table.shape[0], page_table.shape[1], query.shape[1], k_pages.shape[2], query.shape[2], v_pages.shape[3],
+        k_pages.shape[1], query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0, sinks is not None,
+        deterministic(policy),
+    )  # fmt: skip
+    path = fi.path_of(s, Target.of(query.device).arch, max_seqlen_q)
+    out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    fi.run_paged(s, path, plan, workspace, (query, k_pages, v_pages), sinks, out, z, scale, softcap)
+    if out is not output:
+        output.copy_(out)
+    if lse is not None and z is not None:
+        lse.copy_(_natural(z, sinks, cu_seqlens_q)) if sinks is not None or z is not lse else lse.mul_(LN2)
+
+
+def _natural(z: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
+    """lse `[T, Hq]` of base 2 -> natural; with sinks, theirs where no key is seen, and -inf for padding."""
+    if sinks is None:
+        return z * LN2
+    past = torch.arange(z.shape[0], device=z.device) >= cu_seqlens_q[-1]
+    return torch.where(z == float("-inf"), sinks.float(), z * LN2).masked_fill(past[:, None], float("-inf"))
+
+
+def plan_sizes(
+    *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device, dtype: str, kv_dtype: str, window_right: int = -1,
+    **statics: int,
+) -> tuple[int, int]:  # fmt: skip
+    """See `attnops.ops.plan_sizes`."""
+    types = {"dtype": getattr(torch, dtype), "kv_dtype": getattr(torch, kv_dtype)}
+    sizes = {"num_tokens": max_tokens, "requests": max_requests, "max_pages": max_pages}
+    return fi.plan_sizes(fi.Shape(**sizes, **types, **statics, decode=False, deterministic=False), fi.sm_count(device))  # type: ignore[arg-type]
+
+
+def _head_dims(p: Problem) -> Refusal | None:
+    """What FlashInfer compiles, its merge of split keys included."""
+    if (p.head_dim, p.v_head_dim) in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        return None
+    return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), "64 | 128 | 256, or 192 with 128")
+
+
+def _right(p: Problem) -> Refusal | None:
+    return None if p.causal or p.window[1] < 0 else Refusal("window", p.window, "no right bound (but causal)")
+
+
+def _sinks(p: Problem) -> Refusal | None:
+    """The sink variant has no softcap."""
+    return Refusal("softcap", True, "no (sinks)") if p.sinks and p.softcap else None
+
+
+def _alike(p: Problem) -> Refusal | None:
+    """One set of strides serves keys and values, but in FA2, the only one to take unlike head dims."""
+    return None if p.pages_alike or p.head_dim != p.v_head_dim else Refusal("pages_alike", False, "key and value pages of equal strides")
+
+
+def _cost_us(p: Problem) -> float:
+    """A roofline of SM90 as in `fa3`: FA3's prefill reached 437 to 534 TFLOP/s there, FA2's half; a layer bears 1/32 of a 0.7 ms plan."""
+    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
+    context = max(p.context.hint, 1)
+    if p.window[0] >= 0:
+        context = min(context, p.window[0] + queries)
+    width = p.head_dim + p.v_head_dim
+    size = 2.0 * (tokens * p.q_heads + batch * context * p.kv_heads) * width
+    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0)
+    slow = 1.5 if queries == 1 and p.group_size < 4 else 1.0
+    return 36.0 + max(slow * size / 4.2e6, flops / (5e8 if p.target.arch == 90 else 2.5e8))
+
+
+NEEDS: tuple[Need, ...] = (
+    arch(80, 86, 87, 89, 90, 100, 103, 120, 121),
+    dtypes(torch.float16, torch.bfloat16),
+    _head_dims,
+    _right,
+    _sinks,
+    *without("mask", "kv_scales"),
+)
+ABOUT = "FlashInfer: decode and prefill, FA2 and FA3, planned by the host"
+# A compiled graph is split around both. The plan op waits for the device. The kernels themselves can be captured, and are when a
+# graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
+# frees while it keeps writing to them (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
+register(
+    Kernel(
+        "flashinfer",
+        "plan_paged_attention",
+        plan_paged_attention,
+        needs=NEEDS,
+        packages=(fi.PACKAGE,),
+        cost_us=lambda p: 700.0,
+        capture=Capture.NEVER,
+        batch_invariant=True,
+        plan_sizes=plan_sizes,
+        about=ABOUT,
+    )
+)
+register(
+    Kernel(
+        "flashinfer",
+        "paged_attention",
+        paged_attention,
+        needs=(*NEEDS, _alike, host_plan(fi.MAKER), one_of("last_dim_contiguous", True)),
+        packages=(fi.PACKAGE,),
+        cost_us=_cost_us,
+        capture=Capture.NEVER,
+        batch_invariant=True,
+        about=ABOUT,
+    )
+)

@@ -1,0 +1,251 @@
+"""Plans made on the host, once a step and outside CUDA graphs: an op that writes two buffers, which the layers' attention then reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from attnops.ops import _check as check
+from attnops.ops._op import Op, define, target_of
+from attnops.problem import Extent, Problem, Target
+from attnops.reference import data
+from attnops.select import active_policy, choose, key_for
+
+NAMES = {str(d).removeprefix("torch."): d for d in (*check.FLOATS, *check.QUANTISED)}
+
+
+def _dtype(field: str, given: str) -> torch.dtype:
+    check.one_of(field, given, tuple(NAMES))
+    return NAMES[given]
+
+
+def _check_plan(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    max_seqlen_q: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+    dtype: str,
+    kv_dtype: str,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: bool = False,
+    sinks: bool = False,
+    plan: Tensor,
+    workspace: Tensor,
+) -> None:
+    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
+    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
+    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
+    check.same_device(page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
+    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
+    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
+    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
+    for field, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        check.need(value >= 1, field, value, ">= 1")
+    check.need(q_heads % kv_heads == 0, "q_heads", q_heads, f"a multiple of kv_heads = {kv_heads}")
+    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
+    check.numbers(1.0, window_left, window_right, 0.0)
+    _dtype("dtype", dtype)
+    _dtype("kv_dtype", kv_dtype)
+    check_buffers(plan, workspace)
+
+
+def check_buffers(plan: Tensor, workspace: Tensor) -> None:
+    """What every plan op writes: int64 on the CPU, bytes on the device, both without gaps."""
+    check.tensor("plan", plan, 1, (torch.int64,), "int64 [n], on the CPU")
+    check.tensor("workspace", workspace, 1, (torch.uint8,), "uint8 [n], on the device of page_table")
+    if plan.device.type != "cpu":
+        raise InvalidInput("plan.device", plan.device, "cpu")
+    for field, value in (("plan", plan), ("workspace", workspace)):
+        if value.stride(0) != 1 and value.shape[0] > 1:
+            raise InvalidInput(f"{field}.stride()", value.stride(), "(1,)")
+
+
+def _problem_plan(
+    page_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    *,
+    num_tokens: Any,
+    max_seqlen_q: Any,
+    dtype: str,
+    kv_dtype: str,
+    window_left: int = -1,
+    window_right: int = -1,
+    plan: Any = None,
+    workspace: Any = None,
+    page_size: int,
+    causal: bool = True,
+    **statics: Any,
+) -> Problem:
+    return Problem(
+        op="plan_paged_attention",
+        target=target_of(page_table),
+        dtype=NAMES[dtype],
+        kv_dtype=NAMES[kv_dtype],
+        page_size=page_size,
+        causal=causal,
+        window=(window_left, window_right),
+        tokens=Extent.of(num_tokens),
+        batch=Extent.of(page_table.shape[0]),
+        queries=Extent.of(max_seqlen_q),
+        context=Extent.of(page_table.shape[1] * page_size),
+        **statics,
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+PLAN = define(
+    Op(
+        name="plan_paged_attention",
+        schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
+        "int kv_heads, int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, int window_left=-1, "
+        'int window_right=-1, bool softcap=False, bool sinks=False, str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
+        check=_check_plan,
+        fake=_nothing,
+        problem=_problem_plan,
+        reference=data.no_plan,
+        about="host plan of paged attention",
+    )
+)
+
+
+@dataclass(frozen=True)
+class PagedSpec:
+    """What layers have in common that share a plan: all of a `paged_attention` call that is the same in every step.
+
+    Layers that differ in one of these, e.g. in their window, need a plan each. dtype: of query and output; kv_dtype: of the pages, the
+    query's when None. window: (left, right). softcap: is there one. sinks: their dtype or None. lse: is it asked for.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    v_head_dim: int | None = None
+    kv_dtype: torch.dtype | None = None
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    sinks: torch.dtype | None = None
+    lse: bool = False
+
+    @property
+    def statics(self) -> dict[str, Any]:
+        """The plan op's static arguments."""
+        return {
+            "q_heads": self.q_heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.head_dim if self.v_head_dim is None else self.v_head_dim,
+            "page_size": self.page_size,
+            "dtype": check.name(self.dtype),
+            "kv_dtype": check.name(self.kv_dtype or self.dtype),
+            "causal": self.causal,
+            "window_left": self.window[0],
+            "window_right": self.window[1],
+            "softcap": self.softcap,
+            "sinks": self.sinks is not None,
+        }
+
+    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
+        """The Problem of a layer's `paged_attention` with a plan of the host."""
+        given = self.statics
+        return Problem(
+            op="paged_attention",
+            target=target,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype or self.dtype,
+            **{n: given[n] for n in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size", "causal", "softcap", "sinks")},
+            window=self.window,
+            sinks_dtype=self.sinks,
+            kv_scales=self.kv_dtype is not None and self.kv_dtype != self.dtype,
+            lse=self.lse,
+            plan="host",
+            tokens=Extent.of(num_tokens),
+            batch=Extent.of(requests),
+            queries=Extent.of(max_seqlen_q),
+            context=Extent.of(max_pages * self.page_size),
+        )
+
+
+def plan_sizes(
+    spec: PagedSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
+) -> tuple[int, int]:
+    """(length of `plan`, bytes of `workspace`) that serve every kernel that plans, on calls of at most these sizes.
+
+    max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
+    """
+    target = Target.of(torch.device(device))
+    sizes = [(0, 0)]
+    for kernel in kernels_of("plan_paged_attention").values():
+        if kernel.plan_sizes is not None and not kernel.absences(target):
+            maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
+            sizes.append(kernel.plan_sizes(**spec.statics, **maxima, device=torch.device(device)))
+    return max(n for n, _ in sizes), max(b for _, b in sizes)
+
+
+def plan_paged_attention(
+    spec: PagedSpec,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    max_seqlen_q: int,
+    plan: Tensor,
+    workspace: Tensor,
+    kernel: str | None = None,
+) -> str | None:
+    """Ask which kernel will answer the layers' `paged_attention`; if it plans on the host, write its plan. To be called once a step.
+
+    A host step: it copies the lengths to the CPU, which waits for the current stream, and lies outside CUDA graphs. It writes into
+    `plan` and `workspace` only, so a captured model that was given them follows a later plan for the same sizes. Plan, model and the
+    next plan belong on one stream: the workspace is read while the model runs.
+
+    Args:
+        spec: what the layers ask for.
+        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them.
+        num_tokens: rows of the query, padding included. max_seqlen_q: as in `paged_attention`.
+        plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_sizes` gives. Give both to the layers.
+            A pinned plan is copied from without waiting.
+        kernel: plan for this kernel and no other.
+
+    Returns:
+        The name of the kernel that the plan is for, or None: the layers will run a kernel that needs no plan, and nothing was written.
+
+    Raises:
+        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+    """
+    sizes = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q}
+    PLAN.check(page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics, plan=plan, workspace=workspace)
+    problem = spec.problem(target_of(page_table), num_tokens, page_table.shape[0], page_table.shape[1], max_seqlen_q)
+    chosen = choose(problem, key_for("paged_attention", kernel))
+    found = kernels_of("plan_paged_attention").get(chosen.name)
+    if found is None or found.plan_sizes is None:
+        return None
+    rest = "deterministic" if "deterministic" in active_policy().split(";") else ""
+    torch.ops.attnops.plan_paged_attention.default(
+        page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics,
+        policy=";".join(filter(None, [f"kernel=plan_paged_attention:{found.name}", rest])), plan=plan, workspace=workspace,
+    )  # fmt: skip
+    return found.name

@@ -1,0 +1,145 @@
+"""`fa3` over latents through a stand-in of the op it wraps: views, lse, padding, stale pages, refusals, and compiled code."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.ops import mla_attention
+from attnops.problem import Target, pretend
+from attnops.select import Policy, select
+from attnops.testing import CASES, Source, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins.sgl_kernel_fa3 import installed
+
+SM90 = Target("cuda", 90, assume=("sgl_kernel",))
+FA3 = kernels_of("mla_attention")["fa3"]
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def standin():
+    if find_spec("sgl_kernel"):
+        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
+    with installed() as calls, pretend(SM90):
+        yield calls
+
+
+def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
+    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+
+
+DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
+
+
+@pytest.mark.parametrize("case", DEEP, ids=str)
+def test_grid(standin, case):
+    figures = check_kernel(FA3, case.call())
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_what_the_grid_leaves_out(standin):
+    refused = {c.label for c in DEEP if FA3.refusals(c.call().problem)}
+    assert refused == {f"deepseek-{n}" for n in ("float8", "float8_both", "float8_both_heads_128", "sinks_heads_128")}
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("page", [1, 16, 64, 128, 192])
+def test_stale_pages(standin, page, heads):
+    f = replace(DEEPSEEK, q_heads=heads, lse=True)
+    assert check_kernel(FA3, call((5, 0, 1, 3), (300, 9, 65, 40), page, f)).worst <= 1.0
+
+
+def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin):
+    given = call()
+    FA3.run(*given.args, **given.kwargs)
+    seen, pages = standin[-1], given.arguments["latent_pages"]
+    assert (seen["k"].shape[2:], seen["v"].shape[2:]) == ((1, 64), (1, 512))
+    assert (seen["v"].data_ptr(), seen["k"].data_ptr()) == (pages.data_ptr(), pages[..., 512:].data_ptr())
+    assert seen["q_v"] is given.arguments["q_nope"] and seen["q"] is given.arguments["q_pe"]
+    assert seen["out"] is given.arguments["output"] and seen["max_seqlen_q"] == 2
+    assert (seen["softmax_scale"], seen["is_causal"], seen["num_splits"]) == (192**-0.5, True, 0)
+
+
+def test_tma_is_avoided_where_it_would_load_stale_rows(standin):
+    for page, heads, padded in ((64, 128, True), (64, 16, False), (16, 128, False), (96, 128, False), (128, 64, True)):
+        given = call(page=page, f=replace(DEEPSEEK, q_heads=heads))
+        FA3.run(*given.args, **given.kwargs)
+        assert (standin[-1]["leftpad_k"] is not None) == padded, (page, heads)
+
+
+def test_other_layouts_are_taken(standin):
+    given = call(f=replace(DEEPSEEK, lse=True))
+    query = torch.cat([given.arguments["q_nope"], given.arguments["q_pe"]], -1)
+    odd = given.with_(
+        q_nope=query[..., :512],
+        q_pe=query[..., 512:],
+        output=torch.empty(given.arguments["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
+        page_table=given.arguments["page_table"].t().contiguous().t(),
+        seq_lens=given.arguments["seq_lens"].repeat_interleave(2)[::2],
+        lse=given.arguments["lse"].t().contiguous().t(),
+    )
+    assert check_kernel(FA3, odd).worst <= 1.0
+
+
+def test_one_split_under_a_deterministic_policy(standin):
+    given = call((1, 1), (9, 30), padding=0)
+    for policy, splits in (("", 0), ("deterministic", 1)):
+        FA3.run(*given.args, **given.kwargs, policy=policy)
+        assert standin[-1]["num_splits"] == splits and (standin[-1]["leftpad_k"] is not None) == bool(splits)
+    assert select(given.problem, Policy(deterministic=True)).kernel is FA3
+
+
+def test_blind_queries_have_the_sinks_lse(standin):
+    f = replace(DEEPSEEK, sinks=BF16, lse=True)
+    assert check_kernel(FA3, call((4, 2), (3, 0), f=f)).worst <= 1.0
+
+
+def test_opcheck(standin):
+    for given in (call(), call((1, 1), (70, 3), 16, replace(DEEPSEEK, dtype=torch.float16, lse=True, q_heads=128), 0)):
+        checked = torch.library.opcheck(torch.ops.attnops.mla_attention.fa3, given.args, given.kwargs)
+        assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("q_lens", [(1, 1, 1), (9, 1, 30)], ids=["decode", "extend"])
+def test_compiled(standin, q_lens):
+    given = {n: t for n, t in call(q_lens, padding=2).tensors().items() if n != "output"}
+
+    def run(**tensors):
+        return mla_attention(**tensors, max_seqlen_q=max(q_lens), scale=192**-0.5, kernel="fa3") * 2
+
+    with torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
+        want = run(**given)
+    assert kernel_calls(code) == ["mla_attention.fa3"] and len(standin) == 2
+    torch.testing.assert_close(got, want)
+
+
+REFUSED = {
+    "arch": (call(), 100, ["target=sm100 (wants sm90)"]),
+    "dims": (call(f=replace(DEEPSEEK, head_dim=288, v_head_dim=256)), 90, ["v_head_dim=256 (wants 512)", "rope_dim=32 (wants 64)"]),
+    "mask": (call(f=replace(DEEPSEEK, mask="bool")), 90, ["mask=bool (wants none)"]),
+    "sinks": (call(f=replace(DEEPSEEK, sinks=BF16, q_heads=128)), 90, ["q_heads=128 (wants <= 64 (sinks))"]),
+    "sinks_lse": (call(f=replace(DEEPSEEK, sinks=F32, lse=True)), 90,
+                  ["sinks_dtype=float32 (wants bfloat16 (lse is exact to float32))"]),
+    "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
+               ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", REFUSED)
+def test_refusals(point):
+    given, arch, want = REFUSED[point]
+    with pretend(Target("cuda", arch, assume=("sgl_kernel",))):
+        assert list(map(str, FA3.refusals(given.problem))) == want
+
+
+def test_prefill_is_its_own(standin):
+    # FlashMLA takes one query a request at a time; of more, fa3 reads the latents once for all.
+    many = call((300, 70), (300, 170), f=replace(DEEPSEEK, q_heads=128))
+    assert select(many.problem).kernel is FA3

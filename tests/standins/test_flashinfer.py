@@ -1,0 +1,442 @@
+"""`flashinfer` through stand-ins of the modules it calls: tables, plans, lse, padding, refusals, and the code of a compiled model."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import attnops
+from attnops.cache import PagedCache, Planner
+from attnops.errors import InvalidInput, NoKernel
+from attnops.kernel import Capture, kernels_of
+from attnops.kernels import _flashinfer as fi
+from attnops.kernels._plan import HEADER, MAGIC
+from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
+from attnops.problem import Target, pretend
+from attnops.select import Policy, select
+from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
+from attnops.testing.cases import FEATURES, PAGED_SHAPES
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import flashinfer_modules as standin
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TARGETS = {arch: Target("cuda", arch, assume=("flashinfer",)) for arch in (80, 90, 100)}
+KERNEL = kernels_of("paged_attention")["flashinfer"]
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=8, causal=True)
+
+
+@pytest.fixture(params=[80, 90])
+def calls(request):
+    with standin.installed() as record, pretend(TARGETS[request.param]):
+        yield record
+
+
+@pytest.fixture
+def sm90():
+    with standin.installed() as record, pretend(TARGETS[90]):
+        yield record
+
+
+def paged(q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, f=LLAMA, seed=0, **more):
+    return builders.paged(Source(seed), q_lens, seq_lens, page, f, **more)
+
+
+# Numerics -------------------------------------------------------------------------------------------------------------
+
+SHAPES = {"main": lambda s, f: builders.paged(s, (1, 4, 0, 2), (6, 4, 0, 21), 16, f), **PAGED_SHAPES}
+POINTS = [(shape, name) for shape in SHAPES for name, f in FEATURES.items() if f.mask == "none" and f.kv_dtype is None]
+
+
+@pytest.mark.parametrize(("shape", "name"), POINTS, ids=lambda v: v)
+def test_grid(calls, shape, name):
+    f = FEATURES[name]
+    f = replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
+    figures = check_kernel(KERNEL, SHAPES[shape](Source(0), f))
+    if figures.refused:
+        assert {r.field for r in figures.refused} <= {"window", "softcap", "plan"}
+    assert figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (12, 2), (16, 1)])
+def test_stale_pages_and_long_extends(calls, page_size, heads):
+    f = Features(dtype=BF16, head_dim=64, q_heads=heads[0], kv_heads=heads[1], causal=True, lse=True)
+    for q_lens, seq_lens in (((130, 1, 40), (300, 129, 40)), ((1, 1, 1), (300, 129, 40))):
+        assert check_kernel(KERNEL, paged(q_lens, seq_lens, page_size, f)).worst <= 1.0
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_head_dims(calls, d, dv):
+    f = replace(LLAMA, head_dim=d, v_head_dim=dv, lse=True)
+    for q_lens, seq_lens in (((70, 1), (90, 8)), ((1, 1), (90, 8)), ((200, 3), (200, 3))):
+        assert check_kernel(KERNEL, paged(q_lens, seq_lens, f=f)).worst <= 1.0
+
+
+@pytest.mark.parametrize("q_lens", [(3, 1), (1, 1), (100, 2)])
+def test_blind_queries_have_the_sinks_lse_and_padding_has_none(calls, q_lens):
+    f = replace(LLAMA, sinks=F32, lse=True)
+    call = planned(KERNEL, paged(q_lens, (0, 9), 4, f, padding=3))
+    KERNEL.run(*call.args, **call.kwargs)
+    lse, sinks = call.arguments["lse"], call.arguments["sinks"]
+    torch.testing.assert_close(lse[: q_lens[0]], sinks.expand(q_lens[0], -1))
+    assert (lse[-3:] == float("-inf")).all() and not call.arguments["output"][-3:].any()
+    assert check_kernel(KERNEL, paged(q_lens, (0, 9), 4, f, padding=3)).worst <= 1.0
+
+
+def test_outputs_of_other_layouts_are_copied_into(sm90):
+    call = planned(KERNEL, paged(f=replace(LLAMA, lse=True)))
+    KERNEL.run(*call.args, **call.kwargs)
+    odd = call.with_(
+        output=torch.empty(8, 9, 128, dtype=BF16).transpose(0, 1), lse=torch.empty(8, 9).t(),
+        page_table=call.arguments["page_table"].t().contiguous().t(),
+    )  # fmt: skip
+    odd = planned(KERNEL, odd.with_(plan=None, workspace=None))
+    KERNEL.run(*odd.args, **odd.kwargs)
+    for name in ("output", "lse"):
+        torch.testing.assert_close(odd.arguments[name], call.arguments[name])
+
+
+# Which of FlashInfer's kernels ----------------------------------------------------------------------------------------
+
+
+def path(call, policy=""):
+    made = planned(KERNEL, call, policy)
+    return fi.NAMES[int(made.arguments["plan"][1])]
+
+
+@pytest.mark.parametrize(
+    ("arch", "q_lens", "change", "want"),
+    [
+        (90, (1, 1), {"kv_heads": 8}, "decode"),
+        (90, (1, 1), {"kv_heads": 4}, "decode"),
+        (90, (1, 1), {"kv_heads": 2}, "fa2"),  # four heads a key head: tensor cores
+        (90, (1, 1), {"kv_heads": 8, "sinks": BF16}, "fa2"),
+        (90, (1, 1), {"kv_heads": 8, "head_dim": 192, "v_head_dim": 128}, "fa2"),
+        (90, (16, 1), {"kv_heads": 2}, "fa2"),
+        (90, (17, 1), {"kv_heads": 2}, "fa3"),
+        (90, (170, 1), {"kv_heads": 2, "sinks": BF16}, "fa3"),
+        (90, (170, 1), {"kv_heads": 2, "head_dim": 192, "v_head_dim": 128}, "fa2"),
+        (80, (170, 1), {"kv_heads": 2}, "fa2"),
+        (100, (170, 1), {"kv_heads": 2}, "fa2"),
+    ],
+)
+def test_path(arch, q_lens, change, want):
+    with standin.installed() as record, pretend(TARGETS[arch]):
+        assert path(paged(q_lens, (200, 9), f=replace(LLAMA, **change))) == want
+        assert record == [f"{want}.plan"]
+
+
+def test_deterministic_calls_take_one_path_and_one_tile_and_split_no_keys():
+    for arch, want in ((90, "fa3"), (80, "fa2")):
+        ints = set()
+        with standin.installed(), pretend(TARGETS[arch]):
+            for q_lens in ((1, 1, 1), (5, 1, 1), (300, 1, 1), (0, 1, 0)):
+                made = planned(KERNEL, paged(q_lens, (400, 9, 70)), "deterministic")
+                plan = made.arguments["plan"].tolist()
+                assert fi.NAMES[plan[1]] == want
+                info = plan[4 + plan[2] :][: plan[3]]
+                if want == "fa2":
+                    assert info[-1] == 0  # split_kv
+                    ints.add(info[3])  # cta_tile_q
+                KERNEL.run(*made.args, **made.kwargs, policy="deterministic")
+            assert select(made.problem, Policy(kernel=("flashinfer",), deterministic=True)).kernel is KERNEL
+        assert ints in ({128}, set())
+
+
+# The workspace --------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_serve_every_smaller_call(sm90):
+    rng = random.Random(0)
+    for _ in range(60):
+        kv = rng.choice((1, 2, 8))
+        f = Features(
+            dtype=BF16, head_dim=rng.choice((64, 128)), q_heads=kv * rng.choice((1, 2, 4, 8)), kv_heads=kv, causal=rng.random() < 0.7,
+            window=rng.choice(((-1, -1), (33, -1))), sinks=rng.choice((None, BF16)),
+        )  # fmt: skip
+        page, requests = rng.choice((1, 16, 64)), rng.randint(1, 40)
+        decode = rng.random() < 0.5
+        q_lens = [rng.randint(0, 1) if decode else rng.randint(0, rng.choice((3, 60))) for _ in range(requests)]
+        lens = [n + rng.randint(0, 400) for n in q_lens]
+        padding, extra = rng.randint(0, 40), rng.randint(0, 30)
+        tokens, width = sum(q_lens) + padding, -(-max(lens) // page) + 1
+        if not tokens:
+            continue
+        cu = torch.tensor([sum(q_lens[:i]) for i in range(requests + 1)], dtype=torch.int32)
+        spec = PagedSpec(
+            f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks
+        )
+        numbers, size = plan_sizes(spec, max_tokens=tokens + extra, max_requests=requests + extra, max_pages=width + extra)
+        made = plan_paged_attention(
+            spec, torch.zeros(requests, width, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), cu, num_tokens=tokens,
+            max_seqlen_q=max(1, max(q_lens)), plan=torch.zeros(numbers, dtype=torch.int64),
+            workspace=torch.zeros(size, dtype=torch.uint8), kernel="flashinfer",
+        )  # fmt: skip
+        assert made == "flashinfer"
+
+
+def test_the_workspace_of_a_large_server_is_small():
+    s = fi.Shape(8192, 256, 8192, 32, 8, 128, 128, 16, BF16, BF16, False, True, -1, False, False, False)
+    numbers, size = fi.plan_sizes(s, 132)
+    assert numbers * 8 < 4 << 20 and size < 40 << 20
+
+
+def test_a_short_buffer_is_named(sm90):
+    call = planned(KERNEL, paged())
+    tables = {n: call.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
+    spec = PagedSpec(8, 2, 128, 16, BF16)
+    for name in ("plan", "workspace"):
+        buffers = {n: call.arguments[n] for n in ("plan", "workspace")}
+        buffers[name] = buffers[name][:128]
+        with pytest.raises(InvalidInput, match=rf"^{name}: got \d+ bytes, want >= \d+"):
+            plan_paged_attention(spec, **tables, num_tokens=9, max_seqlen_q=4, kernel="flashinfer", **buffers)
+
+
+def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90):
+    for q_lens, seq_lens, others in (((1, 1, 1), (5, 60, 0), (40, 7, 33)), ((70, 1, 9), (70, 60, 9), (90, 1, 9))):
+        first = planned(KERNEL, paged(q_lens, seq_lens, wider=3))
+        plan, workspace = first.arguments["plan"], first.arguments["workspace"]
+        header = plan[:HEADER].clone()
+        later = paged(q_lens, others, wider=3, seed=1)
+        width = min(c.arguments["page_table"].shape[1] for c in (first, later))
+        later = later.with_(page_table=later.arguments["page_table"][:, :width])
+        first = first.with_(page_table=first.arguments["page_table"][:, :width], plan=None, workspace=None)
+        for call in (first, later):
+            made = planned(KERNEL, call, buffers=(plan, workspace))
+            assert made.arguments["plan"] is plan and made.arguments["workspace"] is workspace
+            KERNEL.run(*made.args, **made.kwargs)
+        assert plan[3 + 1 : HEADER][3:].equal(header[3 + 1 :][3:])
+
+
+# What does not fit ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ({"window_left": 7}, r"plan\.window_left: got -1, want 7, as in this call"),
+        ({"softcap": 2.0}, r"plan\.softcap: got 0, want 1"),
+        ({"causal": False}, r"plan\.causal: got 1, want 0"),
+        ({"max_seqlen_q": 1}, r"plan\.decode: got 0, want 1"),
+        ({"max_seqlen_q": 400}, r"plan\.path: got fa2, want fa3: max_seqlen_q differs"),
+        ({"sinks": torch.zeros(8)}, r"plan\.sinks: got 0, want 1"),
+        ({"plan": torch.zeros(512, dtype=torch.int64)}, r"plan: got int64 \(512,\) with no header, want what .*plan_paged_attention made"),
+        ({"plan": torch.ones(512, dtype=torch.int64)}, r"plan: got int64 \(512,\) with another header"),
+        ({"plan": torch.zeros(3, dtype=torch.int64)}, r"plan: got int64 \(3,\) with no header"),
+    ],
+)
+def test_a_plan_of_another_call_is_refused(sm90, change, want):
+    call = planned(KERNEL, paged()).with_(**change)
+    with pytest.raises(InvalidInput, match=f"^{want}"):
+        KERNEL.run(*call.args, **call.kwargs)
+
+
+def test_a_plan_of_other_tensors_is_refused(sm90):
+    call = planned(KERNEL, paged())
+    for other, want in (
+        (paged(f=replace(LLAMA, dtype=F16)), "plan.dtype: got bfloat16, want float16"),
+        (paged(f=replace(LLAMA, q_heads=4)), "plan.q_heads: got 8, want 4"),
+        (paged(page=4), "plan.max_pages: got 3, want 7"),
+        (paged(padding=7), "plan.num_tokens: got 9, want 14"),
+        (paged((1, 4, 0, 2, 1), (6, 4, 0, 21, 3), padding=1), "plan.requests: got 4, want 5"),
+    ):
+        given = other.with_(plan=call.arguments["plan"], workspace=call.arguments["workspace"])
+        with pytest.raises(InvalidInput, match=want):
+            KERNEL.run(*given.args, **given.kwargs)
+    with pytest.raises(InvalidInput, match="workspace: got None"):
+        given = call.with_(workspace=None)
+        KERNEL.run(*given.args, **given.kwargs)
+
+
+def test_another_policy_needs_another_plan(sm90):
+    call = planned(KERNEL, paged())
+    with pytest.raises(InvalidInput, match=r"plan\.deterministic: got 0, want 1"):
+        KERNEL.run(*call.args, **call.kwargs, policy="deterministic")
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ({"seq_lens": [6, 4, 0, 70]}, r"seq_lens: got \[6, 4, 0, 70\], want 0 <= each <= 48"),
+        ({"seq_lens": [6, 4, -1, 2]}, "seq_lens: got .* want 0 <= each"),
+        ({"seq_lens": [6, 3, 0, 21]}, r"seq_lens: got .* no key, or at least as many as new tokens \[1, 4, 0, 2\]"),
+        ({"cu_seqlens_q": [0, 1, 5, 5, 10]}, r"lengths of cu_seqlens_q: got \[1, 4, 0, 5\], want 0 <= each <= 4"),
+        ({"cu_seqlens_q": [0, 1, 5, 8, 10]}, r"cu_seqlens_q\[-1\]: got 10, want <= 9 tokens"),
+    ],
+)
+def test_lengths_that_would_be_read_past_the_tables_are_refused(sm90, change, want):
+    call = paged().with_(**{n: torch.tensor(v, dtype=torch.int32) for n, v in change.items()})
+    with pytest.raises(InvalidInput, match=f"^{want}"):
+        planned(KERNEL, call)
+
+
+REFUSED = {
+    "no_plan": (paged(), 90, ["plan=none (wants host: attnops.ops.plan_paged_attention)"]),
+    "arch": (paged(), 75, ["target=sm75 (wants sm80 | sm86 | sm87 | sm89 | sm90 | sm100 | sm103 | sm120 | sm121)"]),
+    "float32": (paged(f=replace(LLAMA, dtype=F32)), 90, ["dtype=float32 (wants float16 | bfloat16)"]),
+    "head_dim": (
+        paged(f=replace(LLAMA, head_dim=96)), 90, ["head_dim, v_head_dim=(96, 96) (wants 64 | 128 | 256, or 192 with 128)"]
+    ),
+    "right": (paged(f=replace(LLAMA, causal=False, window=(-1, 3))), 90, ["window=(-1, 3) (wants no right bound (but causal))"]),
+    "sinks": (paged(f=replace(LLAMA, sinks=BF16, softcap=2.0)), 90, ["softcap=True (wants no (sinks))"]),
+    "mask": (paged(f=replace(LLAMA, mask="bool")), 90, ["mask=bool (wants none)"]),
+    "unlike": (
+        paged().map(lambda n, t: torch.cat([t, t], 3)[..., :128] if n == "v_pages" else t), 90,
+        ["pages_alike=False (wants key and value pages of equal strides)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", REFUSED)
+def test_refusals(point):
+    call, arch, want = REFUSED[point]
+    with pretend(Target("cuda", arch, assume=("flashinfer",))):
+        problem = call.problem if point == "no_plan" else replace(call.problem, plan="host")
+        assert list(map(str, KERNEL.refusals(problem))) == want
+
+
+def test_an_absent_package_is_named():
+    assert "flashinfer missing" in str(KERNEL.absences(Target("cuda", 90, assume=()))[0])
+    call = paged()
+    with pytest.raises(NoKernel, match=r"flashinfer missing|target=cpu"):
+        attnops.paged_attention(**call.arguments, kernel="flashinfer")
+
+
+def test_modules_are_built_once(sm90):
+    for seed in range(3):
+        call = planned(KERNEL, paged(seed=seed))
+        KERNEL.run(*call.args, **call.kwargs)
+    assert standin.BUILT == [("fa2", BF16, BF16, 128, 128, False, False, "paged_run")]
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "plan_paged_attention"])
+def test_opcheck(sm90, op):
+    overload = getattr(torch.ops.attnops, op).flashinfer
+    assert torch.Tag.cudagraph_unsafe in overload.tags
+    assert KERNEL.capture is Capture.NEVER
+    if op == "paged_attention":
+        checked = [planned(KERNEL, c) for c in (paged(f=replace(LLAMA, lse=True)), paged((1, 1), (9, 3)), paged((90,), (90,)))]
+    else:
+        checked = [c.call() for c in CASES[op]]
+    for call in checked:
+        assert set(torch.library.opcheck(overload, call.args, call.kwargs).values()) == {"SUCCESS"}
+
+
+HQ, HKV, D, PAGE = 8, 2, 64, 16
+SPEC = PagedSpec(HQ, HKV, D, PAGE, BF16)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HQ * D, (HQ + 2 * HKV) * D, dtype=BF16), nn.Linear(HQ * D, HQ * D, dtype=BF16)
+
+    def forward(self, x, k_pages, v_pages, batch, kernel):
+        q, k, v = self.qkv(x).split([HQ * D, HKV * D, HKV * D], -1)
+        attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages, v_pages, batch.slots)
+        o = attnops.paged_attention(
+            q.reshape(-1, HQ, D), k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, kernel=kernel,
+        )  # fmt: skip
+        return x + self.out(o.flatten(1))
+
+
+class Model(nn.Module):
+    def __init__(self, layers, kernel="flashinfer"):
+        super().__init__()
+        self.layers, self.kernel = nn.ModuleList(Layer() for _ in range(layers)), kernel
+
+    def forward(self, x, cache, batch):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cache[0][i], cache[1][i], batch, self.kernel)
+        return x
+
+
+def new_cache(layers):
+    return PagedCache(layers, 40, PAGE, HKV, D, max_requests=4, max_pages_per_request=8, dtype=BF16, device="cpu")
+
+
+def planner():
+    return Planner(SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu", kernel="flashinfer")
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_one_plan_a_step_however_many_layers(sm90, layers):
+    model = Model(layers).eval()
+    plain = Model(layers, kernel="reference").eval()
+    plain.load_state_dict(model.state_dict())
+    caches = new_cache(layers), new_cache(layers)
+    plan = planner()
+    compiled = torch.compile(model, fullgraph=True)
+    ids = [[cache.alloc() for _ in range(3)] for cache in caches]
+    codes = []
+    for step, new in enumerate(([20, 3, 9], 1, 1, [4, 0, 2], 1)):
+        batches = [cache.batch(i, new) for cache, i in zip(caches, ids, strict=True)]
+        x = torch.randn(batches[0].slots.shape[0], HQ * D, dtype=BF16)
+        with torch.no_grad():
+            want = plain(x, (caches[1].k_pages, caches[1].v_pages), batches[1])
+            before = list(sm90)
+            given = plan(batches[0])
+            assert given.plan is plan.plan and given.workspace is plan.workspace
+            got, code = compiled_code(lambda g=given, x=x: compiled(x, (caches[0].k_pages, caches[0].v_pages), g))
+        codes.append(code)
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+        counted = Counter(sm90[len(before) :])
+        kind = "fa3" if step == 0 else "fa2"
+        assert counted == {f"{kind}.plan": 1, f"{kind}.paged_run": layers}, (step, counted)
+    calls = [c for c in kernel_calls(codes[0]) if "paged_attention" in c]
+    assert calls == ["paged_attention.flashinfer"] * layers
+
+
+def test_a_plan_in_every_layer_is_made_in_every_layer(sm90):
+    """The op writes its buffers, and the compiler removes no write: a plan belongs at the model's entry, made once."""
+    call = paged((1, 1), (9, 30), padding=0)
+    names = ("page_table", "seq_lens", "cu_seqlens_q")
+    tables = {n: call.arguments[n] for n in names}
+    numbers, size = plan_sizes(replace(SPEC, head_dim=128), max_tokens=2, max_requests=2, max_pages=4)
+    buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
+
+    def model(query, layers):
+        for _ in range(layers):
+            torch.ops.attnops.plan_paged_attention.default(
+                **tables, num_tokens=2, max_seqlen_q=1, **replace(SPEC, head_dim=128).statics, **buffers,
+                policy="kernel=plan_paged_attention:flashinfer",
+            )  # fmt: skip
+            pages = call.arguments["k_pages"], call.arguments["v_pages"]
+            query = query + attnops.paged_attention(query, *pages, **tables, max_seqlen_q=1, kernel="flashinfer", **buffers)
+        return query
+
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True)(call.arguments["query"], 3)
+    assert Counter(sm90) == {"fa2.plan": 3, "fa2.paged_run": 3}
+
+
+def test_the_planner_plans_only_for_a_kernel_that_wants_it(sm90):
+    cache = new_cache(1)
+    batch = cache.batch([cache.alloc()], 5)
+    free = Planner(SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu")
+    with attnops.use(deny=("flashinfer",)):
+        assert free(batch).plan is None
+    with attnops.use(allow=("flashinfer",)):
+        given = free(batch)
+    assert given.plan is free.plan and int(given.plan[0]) == MAGIC
+    with attnops.use(kernel="reference"):
+        assert free(given).plan is None
+    # None chooses it here: sgl_kernel is not assumed, flashinfer is, and it beats what is left.
+    assert (free(batch).plan is not None) == (select(replace(SPEC.problem(TARGETS[90], 5, 1, 8, 5))).kernel is KERNEL)
+
+
+def test_without_the_package_nothing_is_allocated_or_planned():
+    cache = new_cache(1)
+    batch = cache.batch([cache.alloc()], 5)
+    plan = Planner(SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu")
+    if find_spec("flashinfer") is None:
+        assert plan.plan.numel() == plan.workspace.numel() == 0
+    assert plan(batch).plan is None
