@@ -18,9 +18,26 @@ from attnops.problem import Refusal, Target
 DISTS = ("sglang-kernel", "sgl-kernel")
 
 
-def package(at_least: str) -> Package:
-    """The wheel, `at_least` of this version. It bears one of two names."""
-    return Package("sgl_kernel", DISTS, at_least, "pip install sglang-kernel")
+OLDEST = "0.3.18"
+"""The oldest wheel that was looked into. Up to 0.3.21 it is called sgl-kernel."""
+
+DROPPED = "0.4.7"
+"""The first wheel without CUTLASS MLA and without vertical-slash attention."""
+
+
+def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
+    """The wheel in the versions that have the op `holds`. It bears one of two names."""
+    return Package("sgl_kernel", DISTS, at_least, below=below, holds=holds)
+
+
+def common_ops(target: Target) -> str:
+    """Which file the ops that are no library of their own lie in: the wheel has one build for SM90 and one for every other GPU."""
+    return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
+
+
+def lacks_common_ops(target: Target) -> Refusal | None:
+    """The probe of kernels in `common_ops`."""
+    return lacks(target, common_ops(target))
 
 
 def library(pattern: str) -> Path | None:

@@ -5,6 +5,7 @@ from attnops.ops._op import Op as Op
 from attnops.ops.dense import attention as attention
 from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state
+from attnops.ops.merge import merge_states as merge_states
 from attnops.ops.metadata import cu_seqlens as cu_seqlens
 from attnops.ops.metadata import kv_indices as kv_indices
 from attnops.ops.metadata import num_kv_splits as num_kv_splits
@@ -15,3 +16,5 @@ from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
 from attnops.ops.varlen import varlen_attention as varlen_attention
+from attnops.ops.vertical_slash import vertical_slash_attention as vertical_slash_attention
+from attnops.ops.vertical_slash import vertical_slash_indexes as vertical_slash_indexes

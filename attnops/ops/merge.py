@@ -1,4 +1,4 @@
-"""Merging two partial attention results by their log-sum-exps."""
+"""Merging partial attention results by their log-sum-exps: two of them, or any number."""
 
 from __future__ import annotations
 
@@ -74,4 +74,63 @@ def merge_state(
     merged: tuple[Tensor, Tensor] = torch.ops.attnops.merge_state.default(
         output_a, lse_a, output_b, lse_b, policy=key_for("merge_state", kernel)
     )
+    return merged
+
+
+def _check_states(outputs: Tensor, lses: Tensor) -> None:
+    check.tensor("outputs", outputs, 4, check.FLOATS, "[T, N, H, D]")
+    check.tensor("lses", lses, 3, (torch.float32,), "[T, N, H]")
+    check.same_device(outputs, lses=lses)
+    check.need(outputs.shape[1] >= 1, "outputs.shape[1]", outputs.shape[1], ">= 1 part")
+    for dim in range(3):
+        check.equal(f"lses.shape[{dim}]", lses.shape[dim], outputs.shape[dim], "as outputs")
+
+
+def _fake_states(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, _, heads, dim = outputs.shape
+    return outputs.new_empty((tokens, heads, dim)), lses.new_empty((tokens, heads))
+
+
+def _problem_states(outputs: Any, lses: Any) -> Problem:
+    tokens, _, heads, dim = outputs.shape
+    return Problem(
+        op="merge_states",
+        target=target_of(outputs),
+        dtype=outputs.dtype,
+        kv_dtype=outputs.dtype,
+        q_heads=int(heads),
+        v_head_dim=int(dim),
+        lse=True,
+        tokens=Extent.of(tokens),
+        batch=Extent.of(outputs.shape[1]),
+    )
+
+
+MERGE_STATES = define(
+    Op(
+        name="merge_states",
+        schema='(Tensor outputs, Tensor lses, *, str policy="") -> (Tensor output, Tensor lse)',
+        check=_check_states,
+        fake=_fake_states,
+        problem=_problem_states,
+        reference=data.merge_states,
+        about="merge of any number of partial results",
+    )
+)
+
+
+def merge_states(outputs: Tensor, lses: Tensor, *, kernel: str | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over the union of N disjoint sets of keys, from the results over each. No gradient.
+
+    Args:
+        outputs: `[T, N, H, D]`, float, N >= 1. lses: float32 `[T, N, H]`, natural log.
+
+    Returns:
+        (output `[T, H, D]`, lse `[T, H]`). A part whose lse is -inf is neutral, whatever its output holds; when all are empty,
+        output is 0 and lse -inf. Formula: that of `merge_state`, FlashInfer, https://arxiv.org/abs/2501.01005, section 2.2, in base e.
+
+    Raises:
+        InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
+    """
+    merged: tuple[Tensor, Tensor] = torch.ops.attnops.merge_states.default(outputs, lses, policy=key_for("merge_states", kernel))
     return merged

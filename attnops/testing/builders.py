@@ -195,6 +195,16 @@ def merge(source: Source, tokens: int, heads: int, dim: int, dtype: torch.dtype,
     return Call("merge_state", arguments, free)
 
 
+def merge_states(source: Source, tokens: int, parts: int, heads: int, dim: int, dtype: torch.dtype, empty: float = 0.0) -> Call:
+    """`merge_states`. empty: which share of the entries saw no key; their outputs are free."""
+    hidden = source.chance(tokens, parts, heads, p=empty)
+    arguments = {
+        "outputs": source.normal(tokens, parts, heads, dim, dtype=dtype),
+        "lses": source.normal(tokens, parts, heads, spread=4.0).masked_fill(hidden, float("-inf")),
+    }
+    return Call("merge_states", arguments, {"outputs": hidden[..., None]})
+
+
 def token_table(source: Source, rows: int, width: int, page_size: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """`[rows, width]` slots of every token; a page's slots are contiguous and start at a multiple of page_size."""
     columns = -(-width // page_size)

@@ -12,6 +12,7 @@ from attnops.testing import builders
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.inputs import Call, Case, Features, Source
 from attnops.testing.latent import LATENT_CASES
+from attnops.testing.vertical_slash import VERTICAL_SLASH_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -191,5 +192,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     "paged_attention": _grid("paged_attention", _paged((1, 4, 0, 2), (6, 4, 0, 21), 16), PAGED_SHAPES),
     **LATENT_CASES,
     **DATA_CASES,
+    **VERTICAL_SLASH_CASES,
 }
 """The grid of every op by name."""
