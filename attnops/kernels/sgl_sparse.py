@@ -67,10 +67,10 @@ def vertical_slash_attention(
     output.zero_()  # how many rows are of no request only the device knows
     raw = None
     if query.numel() and key.numel() and block_count.numel() and max_seqlen_k:
-        aligned(query=query, key=key, value=value, output=output)
         _sgl.load("varlen_fwd_sparse", _sgl.common_ops(Target.of(query.device)))
         index = (x.contiguous() for x in (block_count, block_offset, column_count, column_index))
         out = output if output.stride(2) == 1 else torch.zeros_like(output, memory_format=torch.contiguous_format)
+        aligned(query=query, key=key, value=value, output=out)
         _, raw = torch.ops.sgl_kernel.varlen_fwd_sparse(
             query, key, value, *index, out, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), None, None, max_seqlen_q,
             max_seqlen_k, 0.0, scale, False, True, 0.0, False, None,

@@ -17,7 +17,14 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def indexes(
-    source: Source, q_lens: Sequence[int], k_lens: Sequence[int], heads: int, verticals: int, slashes: int, counted: bool = False, slack: int = 0
+    source: Source,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    heads: int,
+    verticals: int,
+    slashes: int,
+    counted: bool = False,
+    slack: int = 0,
 ) -> Call:
     """`vertical_slash_indexes`. No request has more queries than keys. counted: each head means some of its entries only.
 

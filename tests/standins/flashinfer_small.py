@@ -82,7 +82,8 @@ def _place(pages: tuple[Tensor, ...], batch_indices: Tensor, positions: Tensor, 
 def _put(pages: Tensor, rows: Tensor, at: Any) -> None:
     assert rows.dtype == pages.dtype, "the rows are read in the pages' dtype, whatever theirs"
     check(rows.stride(-1) == 1, "append must be contiguous at last dimension")
-    pages.view(torch.int8 if pages.dtype.itemsize == 1 else torch.int16)[at] = rows.view(torch.int8 if rows.dtype.itemsize == 1 else torch.int16)
+    bits = torch.int8 if pages.dtype.itemsize == 1 else torch.int16
+    pages.view(bits)[at] = rows.view(bits)
 
 
 def append_paged_kv_cache(

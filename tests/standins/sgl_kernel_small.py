@@ -159,9 +159,11 @@ def varlen_fwd_sparse(
     check(out.dtype == q.dtype, "Output must have the same dtype as inputs")
     check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
     check(tuple(out.shape) == tuple(q.shape), "out must have shape (sizes[0], sizes[1], head_size_og)")
-    check(block_count.shape[2] == block_offset.shape[2], "Expected block_count.size(2) == block_offset.size(2) to be true, but got false.")
-    check(column_count.shape[2] == column_index.shape[2], "Expected column_count.size(2) == column_index.size(2) to be true, but got false.")
-    check(block_count.shape[2] == math.ceil(max_seqlen_q / BLOCK), "Expected params.NUM_ROWS == expected_num_rows to be true, but got false.")
+    rows = block_count.shape[2]
+    check(rows == block_offset.shape[2], "Expected block_count.size(2) == block_offset.size(2) to be true, but got false.")
+    check(rows == column_index.shape[2], "Expected column_index.size(2) == block_offset.size(2) to be true, but got false.")
+    check(rows == column_count.shape[2], "Expected column_count.size(2) == column_index.size(2) to be true, but got false.")
+    check(rows == math.ceil(max_seqlen_q / BLOCK), "Expected params.NUM_ROWS == expected_num_rows to be true, but got false.")
     check(dim == 128, "run_mha_fwd_sparse only supports headdim=128 for now to keep binary small.")
     assert p_dropout == 0.0 and softcap == 0.0 and is_causal
     for x in (block_count, block_offset, column_count, column_index):
