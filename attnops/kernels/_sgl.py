@@ -6,7 +6,6 @@ Importing sgl_kernel initialises CUDA and loads more than one op needs.
 from __future__ import annotations
 
 import functools
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,8 +65,3 @@ def load(op: str, pattern: str) -> None:
     if path is None:
         raise OSError(f"sgl_kernel: got no file {pattern}, want the wheel that was there when the kernel was chosen")
     torch.ops.load_library(str(path))
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """`0.4.6.post1` as (0, 4, 6)."""
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])

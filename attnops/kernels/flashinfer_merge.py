@@ -1,7 +1,8 @@
 """`flashinfer_merge`: FlashInfer's cascade kernels, which merge two or any number of partial results (in base 2).
 
-The kernel multiplies an empty part by 0, so that NaN in it would spread: an empty part's output is zeroed first, in a copy. That all
-parts are empty is told apart by versions 0.7.2 and later only; earlier ones give NaN (flashinfer-ai/flashinfer#4051).
+The kernel multiplies an empty part by 0, so that NaN in it would spread: an empty part's output is zeroed first, in a copy, unless
+the caller promises that it is. That all parts are empty is told apart by versions 0.7.2 and later only; earlier ones give NaN
+(flashinfer-ai/flashinfer#4051).
 """
 
 from __future__ import annotations
@@ -14,34 +15,42 @@ from torch import Tensor
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, arch, dtypes, register
 from attnops.kernels import _flashinfer_pkg as _pkg
+from attnops.kernels._rows import aligned
 from attnops.problem import Problem
+from attnops.reference.attention import compact
 
 LN_2 = log(2.0)
 OFFSETS = 2**32
 
 
-def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_state(
+    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = ""
+) -> tuple[Tensor, Tensor]:
     """See `attnops.merge_state`."""
     if output_a.numel() == 0:
         return _nothing(output_a.shape, output_a)
     _count(output_a=output_a)
-    a, b = _clean(output_a, lse_a), _clean(output_b, lse_b)
+    a, b = _part(output_a, lse_a, stale), _part(output_b, lse_b, stale)
     output, lse = _pkg.module("cascade").merge_state(*a, *b)
     return output, lse.mul_(LN_2)
 
 
-def merge_states(outputs: Tensor, lses: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
     """See `attnops.ops.merge_states`."""
     if outputs.numel() == 0:
         return _nothing((outputs.shape[0], *outputs.shape[2:]), outputs)
     _count(outputs=outputs)
-    output, lse = _pkg.module("cascade").merge_states(*_clean(outputs, lses))
+    output, lse = _pkg.module("cascade").merge_states(*_part(outputs, lses, stale))
     return output, lse.mul_(LN_2)
 
 
-def _clean(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    empty = (lse == float("-inf"))[..., None]
-    return torch.where(empty, 0.0, output).contiguous(), (lse * (1 / LN_2)).contiguous()
+def _part(output: Tensor, lse: Tensor, stale: bool) -> tuple[Tensor, Tensor]:
+    if stale:
+        output = torch.where((lse == float("-inf"))[..., None], 0.0, output)
+    # The results take their strides from these, odd ones of sizes of 1 included.
+    output = compact(output)
+    aligned(output=output)
+    return output, compact(lse * (1 / LN_2))
 
 
 def _nothing(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:

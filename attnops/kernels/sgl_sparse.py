@@ -59,17 +59,20 @@ def vertical_slash_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
 ) -> None:
     """See `attnops.ops.vertical_slash_attention`. The kernel writes into `output` itself."""
-    output.zero_()  # how many rows are of no request only the device knows
     raw = None
-    if query.numel() and key.numel() and block_count.numel() and max_seqlen_k:
+    runs = query.numel() and key.numel() and block_count.numel() and max_seqlen_k
+    if padded or not runs:
+        output.zero_()  # how many rows are of no request only the device knows
+    if runs:
         _sgl.load("varlen_fwd_sparse", _sgl.common_ops(Target.of(query.device)))
         index = (x.contiguous() for x in (block_count, block_offset, column_count, column_index))
-        out = output if output.stride(2) == 1 else torch.zeros_like(output, memory_format=torch.contiguous_format)
+        out = output if output.stride(2) == 1 else output.contiguous()
         aligned(query=query, key=key, value=value, output=out)
         _, raw = torch.ops.sgl_kernel.varlen_fwd_sparse(
             query, key, value, *index, out, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), None, None, max_seqlen_q,

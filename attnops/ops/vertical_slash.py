@@ -151,6 +151,7 @@ def _check_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    padded: bool = True,
     output: Tensor,
     lse: Tensor | None = None,
 ) -> None:
@@ -197,6 +198,7 @@ def _problem_attention(
     max_seqlen_q: Any,
     max_seqlen_k: Any,
     scale: float,
+    padded: bool = True,
     output: Any = None,
     lse: Any = None,
 ) -> Problem:
@@ -224,7 +226,7 @@ ATTENTION = define(
         name="vertical_slash_attention",
         schema="(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor block_count, "
         "Tensor block_offset, Tensor column_count, Tensor column_index, *, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, "
-        'str policy="", Tensor(a!) output, Tensor(b!)? lse=None) -> ()',
+        'bool padded=True, str policy="", Tensor(a!) output, Tensor(b!)? lse=None) -> ()',
         check=_check_attention,
         fake=lambda *_, **__: None,
         problem=_problem_attention,
@@ -245,6 +247,7 @@ def vertical_slash_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float | None = None,
+    padded: bool = True,
     output: Tensor | None = None,
     lse: Tensor | None = None,
     kernel: str | None = None,
@@ -259,6 +262,8 @@ def vertical_slash_attention(
             no request has more queries than keys.
         indexes: what `vertical_slash_indexes` returns for these lengths: block_count, block_offset, column_count, column_index.
             Within a row, offsets ascend by at least 64, columns are distinct, begin before k_len and lie in none of its blocks.
+        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others.
+            What is written is undefined where the promise is not kept.
         output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]`, natural log, to write into, or None.
         kernel: force a kernel by name for this call.
 
@@ -275,6 +280,6 @@ def vertical_slash_attention(
         raise InvalidInput("indexes", type(indexes).__name__, "the four tensors that vertical_slash_indexes returns")
     torch.ops.attnops.vertical_slash_attention.default(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *indexes, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=default_scale(query, scale), policy=key_for("vertical_slash_attention", kernel), output=output, lse=lse,
+        scale=default_scale(query, scale), padded=padded, policy=key_for("vertical_slash_attention", kernel), output=output, lse=lse,
     )  # fmt: skip
     return output

@@ -67,7 +67,9 @@ def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tens
     return slot, torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
 
 
-def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_state(
+    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = ""
+) -> tuple[Tensor, Tensor]:
     """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
     a, b = lse_a.float(), lse_b.float()
     if output_a.dtype == torch.float64:
@@ -86,7 +88,7 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
     return compact(merged.to(output_a.dtype)), compact((m + torch.log(total)).float())
 
 
-def merge_states(outputs: Tensor, lses: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
     """As `merge_state`, over the parts in dim 1."""
     z = lses.double() if outputs.dtype == torch.float64 else lses.float()
     m = z.amax(1, keepdim=True)

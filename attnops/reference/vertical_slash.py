@@ -85,6 +85,7 @@ def vertical_slash_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,

@@ -64,6 +64,7 @@ def _merge() -> tuple[Case, ...]:
         "no_tokens": (0, 2, 8, F32, 0.0, 0.0), "float32_128": (33, 8, 128, F32, 0.1, 0.1), "float16_256": (7, 3, 256, F16, 0.1, 0.1),
         "bfloat16_many": (300, 32, 128, BF16, 0.1, 0.1), "bfloat16_all_empty": (3, 2, 64, BF16, 1.0, 1.0),
         "bfloat16_no_tokens": (0, 2, 64, BF16, 0.0, 0.0), "bfloat16_512": (5, 16, 512, BF16, 0.2, 0.0),
+        "bfloat16_not_stale": (40, 8, 128, BF16, 0.4, 0.4, False), "float32_not_stale": (9, 4, 16, F32, 0.4, 0.4, False),
     }  # fmt: skip
 
     def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
@@ -80,6 +81,7 @@ def _merge_states() -> tuple[Case, ...]:
         "bfloat16_more_parts_than_tokens": (3, 37, 4, 128, BF16, 0.3), "bfloat16_one_part": (6, 1, 4, 64, BF16, 0.4),
         "bfloat16_all_empty": (3, 2, 2, 64, BF16, 1.0), "bfloat16_many_all_empty": (2, 9, 2, 64, BF16, 1.0),
         "float16_512": (20, 5, 8, 512, F16, 0.1), "bfloat16_no_tokens": (0, 3, 2, 64, BF16, 0.0),
+        "bfloat16_not_stale": (40, 3, 8, 128, BF16, 0.5, False), "float32_not_stale": (9, 2, 4, 16, F32, 0.4, False),
     }  # fmt: skip
 
     def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:

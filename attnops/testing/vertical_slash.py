@@ -60,6 +60,7 @@ def attention(
     slashes: int = 4,
     padding: tuple[int, int] = (2, 3),
     slack: int = 0,
+    padded: bool = True,
 ) -> Call:
     """`vertical_slash_attention` over an index made by the reference."""
     made = indexes(source, q_lens, k_lens, f.q_heads, verticals, slashes, slack=slack)
@@ -70,6 +71,8 @@ def attention(
     arguments |= dict(zip(("block_count", "block_offset", "column_count", "column_index"), found, strict=True))
     tokens = arguments["query"].shape[0]
     arguments["output"] = source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)
+    if not padded:
+        arguments["padded"] = False
     if f.lse:
         arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
     return Call("vertical_slash_attention", arguments, packed.free, ("output", "lse"))
@@ -121,7 +124,7 @@ def _attention() -> tuple[Case, ...]:
         "float16_d128": (*main, replace(HALF, dtype=F16), {}),
         "bfloat16_d128_loud": (*main, replace(HALF, loud=True), {}),
         "bfloat16_d128_one_head": (*main, replace(HALF, q_heads=1, kv_heads=1), {}),
-        "bfloat16_d128_no_padding": ((128, 64), (128, 256), HALF, {"padding": (0, 0)}),
+        "bfloat16_d128_no_padding": ((128, 64), (128, 256), HALF, {"padding": (0, 0), "padded": False}),
         "bfloat16_d128_sparse": ((300,), (1500,), HALF, {"verticals": 150, "slashes": 6}),
         "bfloat16_d128_decode": ((1, 1), (70, 1), HALF, {}),
         "bfloat16_d128_no_keys": ((0,), (0,), HALF, {"padding": (3, 0)}),

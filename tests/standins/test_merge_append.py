@@ -59,9 +59,9 @@ def test_grid(op, name, case):
 
 
 TAKEN = {
-    ("merge_state", "sgl_merge"): 14,
-    ("merge_state", "flashinfer_merge"): 7,
-    ("merge_states", "flashinfer_merge"): 8,
+    ("merge_state", "sgl_merge"): 16,
+    ("merge_state", "flashinfer_merge"): 8,
+    ("merge_states", "flashinfer_merge"): 9,
     ("write_kv", "flashinfer_append"): 10,
     ("write_latent", "flashinfer_append"): 2,
 }
@@ -103,8 +103,8 @@ def test_an_empty_side_is_neutral_whatever_it_holds(name):
     source = Source(1)
     out, lse = source.normal(5, 4, 64, dtype=BF16), source.normal(5, 4)
     nothing, none = torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf"))
-    for given in ((out, lse, nothing, none), (nothing, none, out, lse)):
-        merged, z = attnops.merge_state(*given, kernel=name)
+    for sides in ((out, lse, nothing, none), (nothing, none, out, lse)):
+        merged, z = attnops.merge_state(*sides, kernel=name)
         assert torch.equal(merged, out)
         torch.testing.assert_close(z, lse, rtol=1e-6, atol=1e-6)
     merged, z = attnops.merge_state(nothing, none, nothing, none, kernel=name)
@@ -123,8 +123,34 @@ def test_any_layout_is_taken(name):
     for a, b in zip(attnops.merge_state(outs[0], turned, sliced, lses[1], kernel=name), want, strict=True):
         assert torch.equal(a, b) and a.is_contiguous()
     parts, zs = torch.stack(outs, 1), torch.stack(lses, 1)
+    single = attnops.merge_state(outs[0][:1], lses[0][:, :1].t()[:1, :1].expand(1, 6), outs[1][:1], lses[1][:1], kernel=name)
+    assert [x.stride() for x in single] == [(384, 64, 1), (6, 1)]
     many = ops.merge_states(parts.transpose(1, 2).contiguous().transpose(1, 2), zs, kernel="flashinfer_merge")
     torch.testing.assert_close(many[1], want[1])
+
+
+@pytest.mark.parametrize("name", ["sgl_merge", "flashinfer_merge"])
+def test_what_is_not_stale_is_not_copied(name, monkeypatch):
+    [case] = [c for c in CASES["merge_state"] if c.label == "bfloat16_not_stale"]
+    call, made = case.call(), []
+    big = call.arguments["output_a"].numel()
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and out.numel() == big and out.data_ptr() not in seen:
+                made.append(str(func))
+            return out
+
+    monkeypatch.setattr(flashinfer_small, "merge_state", lambda *a: (torch.empty_like(a[0]), torch.empty_like(a[1])))
+    for stale in (False, True):
+        given = call.with_(stale=stale)
+        seen = {t.data_ptr() for t in given.tensors().values()}
+        made.clear()
+        with Spy():
+            kernel("merge_state", name).run(*given.args, **given.kwargs)
+        # The output, and with stale the two copies.
+        assert len([f for f in made if "empty" in f]) == 1 and len([f for f in made if "where" in f]) == 2 * stale, made
 
 
 @given(st.integers(1, 5), st.integers(0, 99))
@@ -159,7 +185,7 @@ def test_merges_compile():
 
 
 def test_more_than_32_bits_of_offsets_are_refused(monkeypatch):
-    call = CASES["merge_state"][-1].call()
+    [call] = [c.call() for c in CASES["merge_state"] if c.label == "bfloat16_512"]
     monkeypatch.setattr(sgl_merge, "OFFSETS", 4096)
     with pytest.raises(InvalidInput, match=r"^output_a: got \d+ numbers, want < 4096"):
         sgl_merge.merge_state(*call.args)
