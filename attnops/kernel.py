@@ -35,12 +35,17 @@ class Capture(Enum):
 
 @dataclass(frozen=True)
 class Package:
-    """A Python package a kernel needs. `module` is what is imported, `dists` the names it is installed under."""
+    """A Python package a kernel needs. `module` is what is imported, `dists` the names it is installed under.
+
+    at_least, below: the versions that hold `holds`, the first and the first that no longer does; "" leaves a side open.
+    """
 
     module: str
     dists: tuple[str, ...]
     at_least: str = ""
     install: str = ""
+    below: str = ""
+    holds: str = ""
 
     def missing(self, target: Target) -> Refusal | None:
         """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
@@ -49,12 +54,25 @@ class Package:
         else:
             present = _installed(self.module)
         if not present:
-            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self.dists[0]}")
-        if self.at_least and target.assume is None:
-            version = self.version()
-            if version is not None and _numbers(version) < _numbers(self.at_least):
-                return Refusal("package", f"{self.module} {version}", f">= {self.at_least}")
+            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self._requirement()}")
+        if target.assume is None and (version := self.version()) is not None and not self.has(version):
+            return Refusal("package", f"{self.module} {version}", self.versions())
         return None
+
+    def has(self, version: str) -> bool:
+        """Does this version lie within the bounds? Post releases count as the release."""
+        return (not self.at_least or _numbers(version) >= _numbers(self.at_least)) and (
+            not self.below or _numbers(version) < _numbers(self.below)
+        )
+
+    def versions(self) -> str:
+        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
+        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
+
+    def _requirement(self) -> str:
+        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        return f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
 
     def version(self) -> str | None:
         """The installed version under the first of `dists` that is installed, or None."""

@@ -44,7 +44,7 @@ def supports(op: str) -> list[Support]:
 
 
 def packages(found: Support) -> str:
-    return ", ".join(f"{p.module}{' >= ' + p.at_least if p.at_least else ''}" for p in found.kernel.packages) or "none"
+    return ", ".join(f"{p.module} {p.versions()}".strip() for p in found.kernel.packages) or "none"
 
 
 def kernels_full() -> str:

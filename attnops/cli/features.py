@@ -31,7 +31,7 @@ class Feature:
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", "merge_state")),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", "merge_state", "merge_states")),
     Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
     Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
     Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE)),
@@ -74,6 +74,8 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "fa3_schedule": ({**_HEADS, "page_size": 64, "causal": True, "batch": Extent.of(8)},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
+    "vertical_slash_attention": (_PREFILL,),
+    "merge_states": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
 }
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)

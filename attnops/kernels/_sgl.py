@@ -6,7 +6,6 @@ Importing sgl_kernel initialises CUDA and loads more than one op needs.
 from __future__ import annotations
 
 import functools
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,9 +17,26 @@ from attnops.problem import Refusal, Target
 DISTS = ("sglang-kernel", "sgl-kernel")
 
 
-def package(at_least: str) -> Package:
-    """The wheel, `at_least` of this version. It bears one of two names."""
-    return Package("sgl_kernel", DISTS, at_least, "pip install sglang-kernel")
+OLDEST = "0.3.18"
+"""The oldest wheel that was looked into. Up to 0.3.21 it is called sgl-kernel."""
+
+DROPPED = "0.4.7"
+"""The first wheel without CUTLASS MLA and without vertical-slash attention."""
+
+
+def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
+    """The wheel in the versions that have the op `holds`. It bears one of two names."""
+    return Package("sgl_kernel", DISTS, at_least, below=below, holds=holds)
+
+
+def common_ops(target: Target) -> str:
+    """Which file the ops that are no library of their own lie in: the wheel has one build for SM90 and one for every other GPU."""
+    return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
+
+
+def lacks_common_ops(target: Target) -> Refusal | None:
+    """The probe of kernels in `common_ops`."""
+    return lacks(target, common_ops(target))
 
 
 def library(pattern: str) -> Path | None:
@@ -49,8 +65,3 @@ def load(op: str, pattern: str) -> None:
     if path is None:
         raise OSError(f"sgl_kernel: got no file {pattern}, want the wheel that was there when the kernel was chosen")
     torch.ops.load_library(str(path))
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """`0.4.6.post1` as (0, 4, 6)."""
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])

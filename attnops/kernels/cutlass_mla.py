@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, Package, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl
 from attnops.kernels._decode import batch_by_token
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Problem
 
 LIBRARY = "sm100/common_ops.*"
 TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
@@ -26,8 +26,6 @@ KV_SPLITS = 1
 
 MOST_QUERIES = 8
 """Of one request. Every token is a row of its own and reads all keys of its request."""
-
-DROPPED_IN = (0, 4, 7)
 
 
 def mla_attention(
@@ -92,13 +90,6 @@ def _pad_heads(query: Tensor) -> Tensor:
     return padded
 
 
-def _probe(target: Target) -> Refusal | None:
-    version = None if target.assume is not None else Package("sgl_kernel", _sgl.DISTS).version()
-    if version is not None and _sgl.numbers(version) >= DROPPED_IN:
-        return Refusal("package", f"sgl_kernel {version}", f"< {'.'.join(map(str, DROPPED_IN))}, which dropped cutlass_mla_decode")
-    return _sgl.lacks(target, LIBRARY)
-
-
 def _cost_us(p: Problem) -> float:
     """The larger of the latents' bytes over 6 TB/s and the products of 128 heads over 1 PFLOP/s: the hardware's figures, not measured."""
     keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
@@ -122,8 +113,8 @@ register(
             one_of("pages_packed", True),
             *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
-        packages=(_sgl.package("0.3.18"),),
-        probe=_probe,
+        packages=(_sgl.package(below=_sgl.DROPPED, holds="cutlass_mla_decode"),),
+        probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
         about="CUTLASS MLA decode (sgl_kernel)",
     )

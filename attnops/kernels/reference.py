@@ -7,7 +7,7 @@ from typing import Any
 
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
-from attnops.reference import attention, data, mla, packed, sparse
+from attnops.reference import attention, data, mla, packed, sparse, vertical_slash
 
 
 def _cost_us(p: Problem) -> float:
@@ -16,16 +16,24 @@ def _cost_us(p: Problem) -> float:
     return 1000.0 + logits * 32 / 1e6
 
 
+def _fused_us(p: Problem) -> float:
+    # What is pointwise and lowered in place costs the compiler's one launch and its bytes.
+    parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
+    return 4.0 + (parts + 1) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
+
+
 def _reference(op: str, run: Callable[..., Any], inline: bool = False) -> None:
     # A matrix product's order of summation may depend on the batch; what is pointwise or counts in integers does not.
     invariant = op not in MATRIX_PRODUCTS
     about = "plain torch, float32 accumulation"
-    register(Kernel("reference", op, run, cost_us=_cost_us, inline=inline, batch_invariant=invariant, about=about))
+    cost_us = _fused_us if inline else _cost_us
+    register(Kernel("reference", op, run, cost_us=cost_us, inline=inline, batch_invariant=invariant, about=about))
 
 
 MATRIX_PRODUCTS = (
     "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
     "sparse_mla_attention",
+    "vertical_slash_attention",
 )  # fmt: skip
 
 
@@ -39,8 +47,11 @@ _reference("mla_attention", mla.mla_attention)
 _reference("write_latent", mla.write_latent)
 _reference("sparse_mla_attention", sparse.sparse_mla_attention)
 _reference("write_latent_packed", sparse.write_latent_packed)
+_reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes)
+_reference("vertical_slash_attention", vertical_slash.vertical_slash_attention)
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 _reference("merge_state", data.merge_state, inline=True)
+_reference("merge_states", data.merge_states, inline=True)
 _reference("cu_seqlens", data.cu_seqlens, inline=True)
 _reference("token_rows", data.token_rows, inline=True)
 _reference("slot_mapping", data.slot_mapping, inline=True)

@@ -6,6 +6,7 @@ from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
 from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state
+from attnops.ops.merge import merge_states as merge_states
 from attnops.ops.metadata import cu_seqlens as cu_seqlens
 from attnops.ops.metadata import kv_indices as kv_indices
 from attnops.ops.metadata import num_kv_splits as num_kv_splits
@@ -22,3 +23,5 @@ from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention
 from attnops.ops.sparse import write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention
+from attnops.ops.vertical_slash import vertical_slash_attention as vertical_slash_attention
+from attnops.ops.vertical_slash import vertical_slash_indexes as vertical_slash_indexes

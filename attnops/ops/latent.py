@@ -62,7 +62,7 @@ def _problem_write(latent: Any, k_pe: Any, latent_pages: Any, slots: Any, kv_sca
         rope_dim=int(k_pe.shape[1]),
         page_size=int(latent_pages.shape[1]),
         kv_scales=kv_scale is not None,
-        last_dim_contiguous=_packed_last(latent) and _packed_last(k_pe),
+        last_dim_contiguous=all(map(_packed_last, (latent, k_pe, latent_pages))),
         tokens=Extent.of(latent.shape[0]),
     )
 

@@ -275,7 +275,7 @@ def _problem_write(
         v_head_dim=int(v_pages.shape[3]),
         page_size=int(k_pages.shape[1]),
         kv_scales=k_scale is not None or v_scale is not None,
-        last_dim_contiguous=_packed_last(key) and _packed_last(value),
+        last_dim_contiguous=all(map(_packed_last, (key, value, k_pages, v_pages))),
         tokens=Extent.of(key.shape[0]),
     )
 

@@ -45,22 +45,31 @@ def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
     if slots.shape[0] == 0 or total == 0:
         return
-    # Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
-    # that token's own row, and when no token is real, slot 0 with what slot 0 holds.
+    float8 = pages.dtype.itemsize == 1 and pages.dtype.is_floating_point  # index_put has no float8 kernel
+    view, data = (pages.view(torch.uint8), rows.view(torch.uint8)) if float8 else (pages, rows)
+    slot, new = redirected(view, data, slots)
+    view.index_put_((slot // page, slot % page), new)
+
+
+def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect in which no slot is negative. T and `pages` are not empty.
+
+    Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
+    that token's own row, and when no token is real, slot 0 with what slot 0 holds.
+    """
+    page = pages.shape[1]
     real = slots >= 0
     at = torch.arange(slots.shape[0], device=slots.device)
     source = torch.where(real, at, torch.where(real, at, -1).amax())
     has = source >= 0
     slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
-    float8 = pages.dtype.itemsize == 1 and pages.dtype.is_floating_point  # index_put has no float8 kernel
-    view = pages.view(torch.uint8) if float8 else pages
-    data = rows.view(torch.uint8) if float8 else rows
-    kept = view[slot // page, slot % page]
-    new = torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), data[source.clamp(min=0)], kept)
-    view.index_put_((slot // page, slot % page), new)
+    kept = pages[slot // page, slot % page]
+    return slot, torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
 
 
-def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_state(
+    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = ""
+) -> tuple[Tensor, Tensor]:
     """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
     a, b = lse_a.float(), lse_b.float()
     if output_a.dtype == torch.float64:
@@ -77,6 +86,19 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
 
     merged = part(output_a, wa) + part(output_b, wb)
     return compact(merged.to(output_a.dtype)), compact((m + torch.log(total)).float())
+
+
+def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
+    """As `merge_state`, over the parts in dim 1."""
+    z = lses.double() if outputs.dtype == torch.float64 else lses.float()
+    m = z.amax(1, keepdim=True)
+    m = torch.where(m == float("-inf"), 0.0, m)
+    weights = torch.exp(z - m)
+    total = weights.sum(1)
+    # An empty part has weight 0 and may hold anything.
+    parts = torch.where((weights > 0)[..., None], outputs.to(weights.dtype), 0.0) * weights[..., None]
+    merged = parts.sum(1) / torch.where(total > 0, total, 1.0)[..., None]
+    return compact(merged.to(outputs.dtype)), compact((m[:, 0] + torch.log(total)).float())
 
 
 def cu_seqlens(lengths: Tensor, *, policy: str = "") -> Tensor:

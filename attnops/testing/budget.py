@@ -106,6 +106,11 @@ def allowance(call: Call, expected: Mapping[str, Tensor]) -> Allowed:
         u = roundoff(call.arguments["output_a"].dtype)
         size = max(_largest(call.arguments["output_a"]), _largest(call.arguments["output_b"]))
         return {"output": (4 * u + 2**-20) * size, "lse": 2**-21 * (1 + _largest(expected["lse"]))}
+    if call.op == "merge_states":
+        u = roundoff(call.arguments["outputs"].dtype)
+        root = sqrt(call.arguments["outputs"].shape[1])
+        size = _largest(call.arguments["outputs"])
+        return {"output": (4 * u + 2**-20 * root) * size, "lse": 2**-21 * root * (1 + _largest(expected["lse"]))}
     if call.op.endswith("_backward"):
         return _backward(call)
     if not {"query", "q_nope"} & call.arguments.keys():

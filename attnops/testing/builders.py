@@ -198,8 +198,10 @@ def write(
     return Call("write_kv", arguments, {"key": skipped, "value": skipped})
 
 
-def merge(source: Source, tokens: int, heads: int, dim: int, dtype: torch.dtype, empty_a: float = 0.0, empty_b: float = 0.0) -> Call:
-    """`merge_state`. empty_a, empty_b: which share of the entries of a side saw no key; their outputs are free."""
+def merge(
+    source: Source, tokens: int, heads: int, dim: int, dtype: torch.dtype, empty_a: float = 0.0, empty_b: float = 0.0, stale: bool = True
+) -> Call:
+    """`merge_state`. empty_a, empty_b: which share of the entries of a side saw no key; their outputs are free, or 0 if not stale."""
     arguments: dict[str, Any] = {}
     free = {}
     for side, share in (("a", empty_a), ("b", empty_b)):
@@ -207,7 +209,25 @@ def merge(source: Source, tokens: int, heads: int, dim: int, dtype: torch.dtype,
         arguments[f"output_{side}"] = source.normal(tokens, heads, dim, dtype=dtype)
         arguments[f"lse_{side}"] = source.normal(tokens, heads, spread=4.0).masked_fill(empty, float("-inf"))
         free[f"output_{side}"] = empty[..., None]
-    return Call("merge_state", arguments, free)
+    return _fresh("merge_state", arguments, free, stale)
+
+
+def _fresh(op: str, arguments: dict[str, Any], free: dict[str, Tensor], stale: bool) -> Call:
+    if stale:
+        return Call(op, arguments, free)
+    return Call(op, arguments | {n: arguments[n].masked_fill(empty, 0.0) for n, empty in free.items()} | {"stale": False})
+
+
+def merge_states(
+    source: Source, tokens: int, parts: int, heads: int, dim: int, dtype: torch.dtype, empty: float = 0.0, stale: bool = True
+) -> Call:
+    """`merge_states`. empty: which share of the entries saw no key; their outputs are free, or 0 if not stale."""
+    hidden = source.chance(tokens, parts, heads, p=empty)
+    arguments = {
+        "outputs": source.normal(tokens, parts, heads, dim, dtype=dtype),
+        "lses": source.normal(tokens, parts, heads, spread=4.0).masked_fill(hidden, float("-inf")),
+    }
+    return _fresh("merge_states", arguments, {"outputs": hidden[..., None]}, stale)
 
 
 def token_table(source: Source, rows: int, width: int, page_size: int, dtype: torch.dtype = torch.int32) -> Tensor:

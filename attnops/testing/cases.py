@@ -14,6 +14,7 @@ from attnops.testing.inputs import Call, Case, Features, Source
 from attnops.testing.latent import LATENT_CASES
 from attnops.testing.plans import PLAN_CASES
 from attnops.testing.sparse import SPARSE_CASES
+from attnops.testing.vertical_slash import VERTICAL_SLASH_CASES
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -206,5 +207,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     **SPARSE_CASES,
     **PLAN_CASES,
     **DATA_CASES,
+    **VERTICAL_SLASH_CASES,
 }
 """The grid of every op by name."""

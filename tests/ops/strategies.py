@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from attnops.testing import CASES, Features, Source, builders, latent, sparse
+from attnops.testing import CASES, Features, Source, builders, latent, sparse, vertical_slash
 
 LENGTH = st.integers(0, 5)
 LENGTHS = st.lists(st.integers(0, 5), max_size=3)
@@ -126,6 +126,32 @@ def merge(draw):
 
 
 @st.composite
+def merge_states(draw):
+    sizes = (draw(LENGTH), draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    return builders.merge_states(source(draw), *sizes, draw(FLOAT), draw(st.sampled_from([0.0, 0.4])))
+
+
+@st.composite
+def vertical_slash_indexes(draw):
+    q_lens = draw(st.lists(st.sampled_from([0, 1, 63, 64, 65, 130]), max_size=3))
+    k_lens = [n + draw(st.sampled_from([0, 1, 64, 90])) for n in q_lens]
+    heads, verticals, slashes = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    return vertical_slash.indexes(
+        source(draw), q_lens, k_lens, heads, verticals, slashes, draw(st.booleans()), draw(st.sampled_from([0, 70]))
+    )
+
+
+@st.composite
+def vertical_slash_attention(draw):
+    q_lens = draw(st.lists(st.sampled_from([0, 1, 5, 66]), max_size=3))
+    k_lens = [n + draw(st.sampled_from([0, 1, 70])) for n in q_lens]
+    f = replace(draw(features(masks=False, kv=st.none())), softcap=0.0, window=(-1, -1), sinks=None)
+    return vertical_slash.attention(
+        source(draw), q_lens, k_lens, f, draw(st.integers(1, 6)), draw(st.integers(1, 4)), slack=draw(st.sampled_from([0, 1, 70]))
+    )
+
+
+@st.composite
 def metadata(draw, op):
     return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
 
@@ -159,6 +185,9 @@ CALLS = {
     "sparse_mla_attention": sparse_mla(),
     "write_latent_packed": write_packed(),
     "merge_state": merge(),
+    "merge_states": merge_states(),
+    "vertical_slash_indexes": vertical_slash_indexes(),
+    "vertical_slash_attention": vertical_slash_attention(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
     "fa3_schedule": metadata("fa3_schedule"),
     "plan_paged_attention": metadata("plan_paged_attention"),

@@ -165,6 +165,12 @@ DIMS = {
     },
     "write_latent_packed": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
     "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
+    "merge_states": {"outputs": "TN..", "lses": "TN."},
+    "vertical_slash_indexes": {"q_lens": "B", "k_lens": "B", "vertical": "B.V", "slash": "B.S", "max_seqlen_q": "Q"},
+    "vertical_slash_attention": {
+        "query": "T..", "key": "N..", "value": "N..", "cu_seqlens_q": "+", "cu_seqlens_k": "+", "block_count": "B..",
+        "block_offset": "B..S", "column_count": "B..", "column_index": "B..V", "max_seqlen_k": "M", "output": "T..", "lse": "T.",
+    },
     "cu_seqlens": {"lengths": "B"},
     "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
     "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},

@@ -250,6 +250,13 @@ def typical_mistakes():
     yield "write_kv", "int8", wraps
     yield "write_kv", "plain", lambda k, v, kp, vp, slots, **kw: write(k.nan_to_num(), v.nan_to_num(), kp, vp, slots.clamp(min=0), **kw)
     yield "write_kv", "float8", lambda k, v, kp, vp, slots, ks, vs, **kw: write(k, v, kp, vp, slots, ks * 1.07, vs, **kw)
+    yield "merge_states", "some_empty", lambda o, z, **kw: (o.nan_to_num().mean(1), z.logsumexp(1))
+    yield "merge_states", "all_empty", lambda o, z, **kw: (torch.einsum("tnhd,tnh->thd", o, z.softmax(1)), z.logsumexp(1))
+    index, sparse = OPS["vertical_slash_indexes"].reference, OPS["vertical_slash_attention"].reference
+    yield "vertical_slash_indexes", "ragged", lambda q, k, *a, **kw: index(q, k - (k > q).int(), *a, **kw)
+    yield "vertical_slash_indexes", "counted", lambda q, k, v, s, *_, **kw: index(q, k, v, s, **kw)
+    yield "vertical_slash_attention", "plain", lambda *a, **kw: sparse(*a[:7], a[7] * 0, a[8], **kw)
+    yield "vertical_slash_attention", "many_slashes", lambda *a, **kw: sparse(*a[:5], (a[5] - 1).clamp(min=0), *a[6:], **kw)
     yield "merge_state", "plain", lambda oa, la, ob, lb, **kw: ((oa + ob) / 2, torch.logaddexp(la, lb))
     yield "cu_seqlens", "ragged-int32", lambda lengths, **kw: torch.cumsum(lengths, 0).to(torch.int32)
     yield "cu_seqlens", "ragged-int64", lambda lengths, **kw: torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
@@ -294,6 +301,8 @@ def test_a_batch_invariant_kernel_gives_the_same_bits_alone(kernel):
     if not kernel.batch_invariant:
         pytest.skip("does not promise it")
     f = Features(dtype=torch.bfloat16, head_dim=64, q_heads=8, causal=True)
+    if kernel.op not in ("attention", "varlen_attention", "paged_attention"):
+        pytest.skip("is asked in the tests of its own op")
     make = {
         "attention": lambda: builders.dense(Source(4), 5, 3, 90, f),
         "varlen_attention": lambda: builders.varlen(Source(4), (3, 7, 1), (90, 200, 31), f, padding=(0, 0)),
@@ -326,8 +335,11 @@ def output_of(kernel, call) -> torch.Tensor:
 
 # merge_state ----------------------------------------------------------------------------------------------------------
 
+MERGES = [k.name for k in kernels_of("merge_state").values() if not k.packages]
+"""Those of packages have dtypes and head dims of their own; see tests/standins."""
 
-@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+
+@pytest.mark.parametrize("kernel", MERGES)
 def test_merge_with_one_empty_side_is_the_other(kernel):
     out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
     nothing, none = torch.full_like(out, float("nan")), torch.full_like(lse, -INF)
@@ -339,7 +351,7 @@ def test_merge_with_one_empty_side_is_the_other(kernel):
         assert torch.equal(merged[1], lse)
 
 
-@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+@pytest.mark.parametrize("kernel", MERGES)
 def test_merge_of_nothing_is_nothing(kernel):
     nothing, none = torch.full((3, 2, 4), float("nan")), torch.full((3, 2), -INF)
     out, lse = attnops.merge_state(nothing, none, nothing, none, kernel=kernel)
@@ -347,7 +359,7 @@ def test_merge_of_nothing_is_nothing(kernel):
     assert torch.equal(lse, none)
 
 
-@pytest.mark.parametrize("kernel", list(kernels_of("merge_state")))
+@pytest.mark.parametrize("kernel", MERGES)
 def test_merge_of_far_apart_sides_does_not_overflow(kernel):
     a, b = torch.ones(1, 1, 4), -torch.ones(1, 1, 4)
     out, lse = attnops.merge_state(a, torch.tensor([[1e30]]), b, torch.tensor([[-1e30]]), kernel=kernel)

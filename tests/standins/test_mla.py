@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import InvalidInput, NoKernel
-from attnops.kernel import kernels_of
+from attnops.kernel import Package, kernels_of
 from attnops.kernels import _sgl, cutlass_mla, flashmla, flashmla_fp8
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -289,7 +289,11 @@ def test_absent_wheels_are_named(monkeypatch, tmp_path):
     assert str(flashmla._sgl.lacks(Target("cuda", 90), flashmla.LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
-    monkeypatch.setattr(cutlass_mla.Package, "version", lambda self: "0.4.7")
-    assert str(cutlass_mla._probe(Target("cuda", 100))) == "package=sgl_kernel 0.4.7 (wants < 0.4.7, which dropped cutlass_mla_decode)"
-    monkeypatch.setattr(cutlass_mla.Package, "version", lambda self: "0.4.6.post1")
-    assert "without sm100/common_ops" in str(cutlass_mla._probe(Target("cuda", 100)))
+    monkeypatch.setattr("attnops.kernel._installed", lambda module: True)
+    here = Target("cuda", 100)
+    monkeypatch.setattr(Package, "version", lambda self: "0.4.7")
+    assert [str(r) for r in KERNELS["cutlass_mla"].absences(here)] == [
+        "package=sgl_kernel 0.4.7 (wants >= 0.3.18, < 0.4.7 (holds cutlass_mla_decode))"
+    ]
+    monkeypatch.setattr(Package, "version", lambda self: "0.4.6.post1")
+    assert "without sm100/common_ops" in str(KERNELS["cutlass_mla"].absences(here)[0])

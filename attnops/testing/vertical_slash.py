@@ -1,0 +1,140 @@
+"""Builders and problem grid of vertical-slash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops import OPS
+from attnops.testing import builders
+from attnops.testing.inputs import Call, Case, Features, Source
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def indexes(
+    source: Source,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    heads: int,
+    verticals: int,
+    slashes: int,
+    counted: bool = False,
+    slack: int = 0,
+) -> Call:
+    """`vertical_slash_indexes`. No request has more queries than keys. counted: each head means some of its entries only.
+
+    The other entries of a head then stand for columns and diagonals that it is not to see.
+    """
+    batch = len(q_lens)
+    vertical = torch.zeros(batch, heads, verticals, dtype=torch.int32)
+    slash = torch.zeros(batch, heads, slashes, dtype=torch.int32)
+    v_counts, s_counts = ([1 + source.permutation(n)[0] if counted else n for _ in range(heads)] for n in (verticals, slashes))
+    for b, keys in enumerate(k_lens):
+        for h in range(heads):
+            # Some lie past the end: a table of the longest request's size is filled for all.
+            vertical[b, h] = _distinct(source, verticals, keys + 2)
+            slash[b, h, : s_counts[h]] = torch.cat([_distinct(source, s_counts[h] - 1, keys + 3).flip(0) + 1, torch.zeros(1)])
+    arguments: dict[str, Any] = {"q_lens": source.ints(q_lens), "k_lens": source.ints(k_lens)}
+    arguments |= {"vertical": vertical.to(source.device), "slash": slash.to(source.device)}
+    if counted:
+        arguments |= {"vertical_counts": source.ints(v_counts), "slash_counts": source.ints(s_counts)}
+    return Call("vertical_slash_indexes", arguments | {"max_seqlen_q": max(q_lens, default=0) + slack})
+
+
+def _distinct(source: Source, count: int, below: int) -> Tensor:
+    """`count` distinct ints, ascending; below `below` while there are enough."""
+    return torch.tensor(sorted(source.permutation(max(below, count))[:count]), dtype=torch.int32)
+
+
+def attention(
+    source: Source,
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    f: Features,
+    verticals: int = 12,
+    slashes: int = 4,
+    padding: tuple[int, int] = (2, 3),
+    slack: int = 0,
+    padded: bool = True,
+) -> Call:
+    """`vertical_slash_attention` over an index made by the reference."""
+    made = indexes(source, q_lens, k_lens, f.q_heads, verticals, slashes, slack=slack)
+    found = OPS["vertical_slash_indexes"].reference(*made.args, **made.kwargs)
+    packed = builders.varlen(source, q_lens, k_lens, replace(f, lse=False), padding, slack)
+    kept = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale")
+    arguments: dict[str, Any] = {n: packed.arguments[n] for n in kept}
+    arguments |= dict(zip(("block_count", "block_offset", "column_count", "column_index"), found, strict=True))
+    tokens = arguments["query"].shape[0]
+    arguments["output"] = source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)
+    if not padded:
+        arguments["padded"] = False
+    if f.lse:
+        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
+    return Call("vertical_slash_attention", arguments, packed.free, ("output", "lse"))
+
+
+def _indexes() -> tuple[Case, ...]:
+    rows: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int, dict[str, Any]]] = {
+        "one_row": ((5,), (5,), 2, 3, 2, {}),
+        "ragged": ((130, 0, 64, 1), (200, 7, 64, 300), 2, 9, 5, {}),
+        "many": ((300, 257), (900, 257), 3, 40, 12, {}),
+        "dense_slashes": ((200,), (200,), 2, 5, 40, {}),
+        "single_entries": ((70, 3), (70, 90), 2, 1, 1, {}),
+        "more_than_keys": ((4,), (6,), 1, 30, 20, {}),
+        "slack": ((10, 3), (10, 80), 2, 4, 3, {"slack": 150}),
+        "counted": ((130, 5), (400, 70), 4, 17, 8, {"counted": True}),
+        "no_requests": ((), (), 2, 3, 2, {"slack": 3}),
+        "no_queries": ((0, 0), (4, 0), 2, 3, 2, {}),
+    }
+
+    def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
+        return lambda source: indexes(source, *row[:-1], **row[-1])
+
+    return tuple(Case("vertical_slash_indexes", name, build(row)) for name, row in rows.items())
+
+
+SMALL = Features(head_dim=16, lse=True)
+HALF = Features(dtype=BF16, head_dim=128, q_heads=4, kv_heads=2, lse=True)
+"""What the GPU kernels are built for."""
+
+
+def _attention() -> tuple[Case, ...]:
+    main = ((70, 0, 130, 1), (150, 5, 130, 40))
+    rows: dict[str, tuple[tuple[int, ...], tuple[int, ...], Features, dict[str, Any]]] = {
+        "plain": (*main, replace(SMALL, lse=False), {}),
+        "lse": (*main, SMALL, {}),
+        "scale": (*main, replace(SMALL, scale=0.7), {}),
+        "loud": (*main, replace(SMALL, loud=True), {}),
+        "value_wider": (*main, replace(SMALL, v_head_dim=24), {}),
+        "float64": (*main, replace(SMALL, dtype=F64), {}),
+        "many_slashes": ((200,), (333,), SMALL, {"slashes": 30}),
+        "one_slash": ((90, 65), (90, 300), SMALL, {"slashes": 1, "verticals": 1}),
+        "slack": ((7, 3), (9, 3), SMALL, {"slack": 100}),
+        "decode": ((1, 1), (70, 1), SMALL, {"padding": (0, 0)}),
+        "no_requests": ((), (), SMALL, {"slack": 1}),
+        "no_queries": ((0, 0), (3, 0), SMALL, {}),
+        "nothing": ((), (), SMALL, {"padding": (0, 0)}),
+        "bfloat16_d128": (*main, HALF, {}),
+        "bfloat16_d128_plain": (*main, replace(HALF, lse=False), {}),
+        "float16_d128": (*main, replace(HALF, dtype=F16), {}),
+        "bfloat16_d128_loud": (*main, replace(HALF, loud=True), {}),
+        "bfloat16_d128_one_head": (*main, replace(HALF, q_heads=1, kv_heads=1), {}),
+        "bfloat16_d128_no_padding": ((128, 64), (128, 256), HALF, {"padding": (0, 0), "padded": False}),
+        "bfloat16_d128_sparse": ((300,), (1500,), HALF, {"verticals": 150, "slashes": 6}),
+        "bfloat16_d128_decode": ((1, 1), (70, 1), HALF, {}),
+        "bfloat16_d128_no_keys": ((0,), (0,), HALF, {"padding": (3, 0)}),
+        "bfloat16_d128_no_requests": ((), (), HALF, {"slack": 1}),
+    }
+
+    def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
+        return lambda source: attention(source, *row[:-1], **row[-1])
+
+    return tuple(Case("vertical_slash_attention", name, build(row)) for name, row in rows.items())
+
+
+VERTICAL_SLASH_CASES: dict[str, tuple[Case, ...]] = {"vertical_slash_indexes": _indexes(), "vertical_slash_attention": _attention()}

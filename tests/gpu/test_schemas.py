@@ -1,0 +1,27 @@
+"""The schemas of the foreign ops, as the loaded libraries register them, against what tests/standins/schemas.py pins."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from attnops.kernels import _sgl
+from attnops.problem import Target
+from tests.standins.schemas import COMMON, OPS, READ_IN, Foreign
+
+pytestmark = pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_kernel is not installed, so its schemas cannot be compared")
+
+
+@pytest.mark.parametrize("foreign", OPS, ids=lambda f: f.name)
+def test_the_loaded_op_has_the_pinned_schema(foreign: Foreign, found: dict[str, Any]) -> None:
+    version = _sgl.package().version()
+    if version not in (None, READ_IN):
+        pytest.skip(f"sgl_kernel {version}; the schemas were read in {READ_IN}")
+    library = _sgl.common_ops(Target.of(torch.device("cuda", 0))) if foreign.library == COMMON else foreign.library
+    if _sgl.library(library) is None:
+        pytest.skip(f"this wheel was cut down: no {library}")
+    _sgl.load(foreign.name, library)
+    loaded = str(getattr(torch.ops.sgl_kernel, foreign.name).default._schema)
+    found.setdefault("schemas", {})[foreign.name] = loaded
+    assert loaded == str(torch._C.parse_schema(f"sgl_kernel::{foreign.schema}"))

@@ -1,0 +1,59 @@
+"""Vertical-slash attention on a real GPU, beyond the grid: long requests, a full index against plain attention, batch mates."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnops
+from attnops import ops
+from attnops.kernel import kernels_of
+from attnops.testing import Source, check_kernel, vertical_slash
+from attnops.testing.vertical_slash import HALF
+
+KERNEL = kernels_of("vertical_slash_attention")["sgl_sparse"]
+INDEX = kernels_of("vertical_slash_indexes")["sgl_sparse"]
+
+
+def usable(call: Any) -> Any:
+    if refused := KERNEL.refusals(call.problem):
+        pytest.skip("; ".join(map(str, refused)))
+    return call
+
+
+@pytest.mark.parametrize(("q_lens", "k_lens"), [((2048,), (2048,)), ((1000, 3, 777), (3000, 64, 777)), ((1, 1, 130), (4096, 1, 131))])
+def test_long_requests(q_lens: tuple[int, ...], k_lens: tuple[int, ...], found: dict[str, Any]) -> None:
+    source = Source(5, "cuda")
+    call = usable(vertical_slash.attention(source, q_lens, k_lens, HALF, verticals=200, slashes=20))
+    figures = check_kernel(KERNEL, call)
+    made = vertical_slash.indexes(source, q_lens, k_lens, 4, 200, 20, counted=True)
+    assert check_kernel(INDEX, made).worst == 0.0
+    found.setdefault("vertical_slash", {})[f"{q_lens} of {k_lens}"] = round(figures.worst, 4)
+    assert figures.worst <= 1.0, figures
+
+
+def test_an_index_of_everything_is_plain_attention() -> None:
+    source, lens = Source(6, "cuda"), (700, 65)
+    call = usable(vertical_slash.attention(source, lens, lens, HALF, padding=(0, 0)))
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    given = {n: call.arguments[n] for n in names}
+    every = torch.arange(max(lens), -1, -1, dtype=torch.int32, device="cuda").expand(2, HALF.q_heads, -1).contiguous()
+    lengths = source.ints(lens)
+    index = ops.vertical_slash_indexes(lengths, lengths, every.flip(2), every, max_seqlen_q=max(lens), kernel="sgl_sparse")
+    got = ops.vertical_slash_attention(**given, indexes=index, padded=False, kernel="sgl_sparse")
+    torch.testing.assert_close(got, attnops.varlen_attention(**given, causal=True, kernel="reference"), rtol=2e-2, atol=2e-2)
+
+
+def test_a_request_has_the_same_bits_alone() -> None:
+    call = usable(vertical_slash.attention(Source(7, "cuda"), (300, 130, 1), (400, 130, 90), HALF, padding=(0, 0)))
+    KERNEL.run(*call.args, **call.kwargs)
+    a, one = call.arguments, Source(0, "cuda")
+    (q0, q1), (k0, k1) = a["cu_seqlens_q"].tolist()[1:3], a["cu_seqlens_k"].tolist()[1:3]
+    rows = -(-(q1 - q0) // 64)
+    index = [a[n][1:2, :, :rows] for n in ("block_count", "block_offset", "column_count", "column_index")]
+    alone = torch.empty_like(a["output"][q0:q1])
+    KERNEL.run(
+        a["query"][q0:q1], a["key"][k0:k1], a["value"][k0:k1], one.cumulative([q1 - q0]), one.cumulative([k1 - k0]), *index,
+        max_seqlen_q=q1 - q0, max_seqlen_k=k1 - k0, scale=a["scale"], output=alone,
+    )  # fmt: skip
+    assert torch.equal(a["output"][q0:q1], alone)

@@ -1,0 +1,194 @@
+"""Stand-ins for the merge and the vertical-slash ops of the sgl_kernel wheel (sglang-kernel 0.4.3): not the kernels.
+
+The wheel's schemas, argument checks and shape rules over plain bodies on the CPU. Kept from the real ones because the wrappers must
+cope with it: an empty side that holds NaN spoils the merge, and two empty sides give 0/0; the index's kernel writes nothing but
+counted entries, and reads its arguments as packed whatever their strides; the attention leaves rows of no request alone, takes
+head dim 128 only, and says +inf of a query that sees no key. That a tensor is on CUDA is the one thing not checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.standins import schemas
+
+INF = float("inf")
+BLOCK = 64
+Called = list[str]
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """Register the stand-ins within the block; yields the names of the ops called, in order."""
+    calls: Called = []
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+
+    def record(name: str, body: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(name)
+            return body(*args)
+
+        return run
+
+    for schema, body in BODIES.items():
+        library.define(schema)
+        name = schema.partition("(")[0]
+        library.impl(name, record(name, body), "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
+        for schema in BODIES:
+            if (name := schema.partition("(")[0]) in vars(torch.ops.sgl_kernel):
+                delattr(torch.ops.sgl_kernel, name)
+
+
+def check(ok: bool, text: str) -> None:
+    if not ok:
+        raise RuntimeError(text)
+
+
+# merge_state_v2 -------------------------------------------------------------------------------------------------------
+
+
+def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor, s_merged: Tensor) -> None:
+    given = {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+    for name, x in given.items():
+        check(x.is_contiguous(), f"{name} must be contiguous")
+        check(x.dim() == (3 if name[0] == "v" else 2), f"{name} must be a {3 if name[0] == 'v' else 2}D tensor")
+    check(v_a.shape == v_b.shape, "v_a.size(i) == v_b.size(i)")
+    check(s_a.shape == s_b.shape, "s_a.size(i) == s_b.size(i)")
+    check(v_a.shape[0] == s_a.shape[0], "v_a.size(0) == s_a.size(0)")
+    check(v_a.shape[1] == s_b.shape[1], "v_a.size(1) == s_b.size(1)")
+    check(v_merged.dtype in (torch.float32, torch.float16, torch.bfloat16), f"Unsupported data type of O: {v_merged.dtype}")
+    pack = 16 // v_merged.dtype.itemsize
+    check(v_merged.shape[2] % pack == 0, f"headsize must be multiple of pack_size:{pack}")
+    check(v_a.numel() > 0, "CUDA error: invalid configuration argument")
+    # What the kernel takes on trust.
+    assert s_a.dtype == s_b.dtype == s_merged.dtype == torch.float32 and v_a.dtype == v_b.dtype == v_merged.dtype
+    assert v_merged.is_contiguous() and s_merged.is_contiguous()
+    a, b = (torch.where(s.isinf(), -INF, s) for s in (s_a, s_b))
+    most = torch.maximum(a, b)
+    wa, wb = torch.exp(a - most), torch.exp(b - most)
+    total = wa + wb
+    v_merged.copy_(v_a.float() * (wa / total)[..., None] + v_b.float() * (wb / total)[..., None])
+    s_merged.copy_(torch.log(total) + most)
+
+
+# convert_vertical_slash_indexes ---------------------------------------------------------------------------------------
+
+
+def convert(*args: Any) -> None:
+    outs, (q_lens, k_lens, vertical, slash), (context, block_m, block_n, causal) = args[:4], args[4:8], args[-4:]
+    counts = args[8:-4]
+    for x in args[:-4]:
+        check(x.dtype == torch.int32, f"expected scalar type Int but found {x.dtype}")
+        assert x.is_contiguous(), "read as packed whatever its strides"
+    assert (block_m, block_n) == (BLOCK, BLOCK) and causal is True
+    batch, heads, slashes = slash.shape
+    rows = -(-context // block_m)
+    assert [tuple(x.shape) for x in outs] == [(batch, heads, rows, *n) for n in ((), (slashes,), (), (vertical.shape[2],))]
+    for b in range(batch):
+        for h in range(heads):
+            nv, ns = (int(c[h]) for c in counts) if counts else (vertical.shape[2], slashes)
+            assert nv >= 1 and ns >= 1, "the first entries are read whatever the counts"
+            v, s = vertical[b, h, :nv].tolist(), slash[b, h, :ns].tolist()
+            for row in range(rows):
+                if row * block_m < int(q_lens[b]):
+                    past = int(k_lens[b]) - int(q_lens[b]) + (row + 1) * block_m
+                    blocks, columns = one_row(v, s, past, int(k_lens[b]))
+                    for (count, entries), found in zip(((outs[0], outs[1]), (outs[2], outs[3])), (blocks, columns), strict=True):
+                        count[b, h, row] = len(found)
+                        entries[b, h, row, : len(found)] = torch.tensor(found, dtype=torch.int32)
+
+
+def one_row(vertical: list[int], slash: list[int], past: int, keys: int) -> tuple[list[int], list[int]]:
+    """(blocks, columns) of the queries before key position `past`: both lists are walked at once, as the kernel does."""
+    near = [s for s in slash if s < past]
+    assert near, "no slash reaches this row: the kernel would list keys that do not exist"
+    blocks: list[int] = []
+    columns: list[int] = []
+    ends = iter(max(past - s, BLOCK) for s in near)
+    end = next(ends)
+    start, waiting = end - BLOCK, list(vertical)
+    while True:
+        while waiting and waiting[0] < end:
+            v = waiting.pop(0)
+            if v < start:
+                columns.append(v)
+        reach = next(ends, None)
+        if reach is None or reach > end + BLOCK:
+            blocks += [k for k in range(start, end, BLOCK) if k < keys]
+            if reach is None:
+                return blocks, columns
+            start, end = reach - BLOCK, reach
+        elif reach > end:
+            end += BLOCK
+
+
+# varlen_fwd_sparse ----------------------------------------------------------------------------------------------------
+
+
+def varlen_fwd_sparse(
+    q: Tensor, k: Tensor, v: Tensor, block_count: Tensor, block_offset: Tensor, column_count: Tensor, column_index: Tensor,
+    out: Tensor | None, cu_q: Tensor, cu_k: Tensor, seqused_k: Tensor | None, alibi_slopes: Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool, softcap: float,
+    return_softmax: bool, gen: Any,
+) -> list[Tensor]:  # fmt: skip
+    check(q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type")
+    check(k.dtype == q.dtype, "query and key must have the same dtype")
+    check(v.dtype == q.dtype, "query and value must have the same dtype")
+    check(cu_q.dtype == torch.int32, "cu_seqlens_q must have dtype int32")
+    check(cu_k.dtype == torch.int32, "cu_seqlens_k must have dtype int32")
+    check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
+    check(cu_q.is_contiguous(), "cu_seqlens_q must be contiguous")
+    check(cu_k.is_contiguous(), "cu_seqlens_k must be contiguous")
+    batch, (tokens, heads, dim) = cu_q.numel() - 1, q.shape
+    check(batch > 0, "batch size must be positive")
+    check(heads % k.shape[1] == 0, "Number of heads in key/value must divide number of heads in query")
+    check(k.shape[2] == dim, "k must have shape (total_k, num_heads_k, head_size_og)")
+    check(v.shape == k.shape, "v must have shape (total_k, num_heads_k, head_size_og)")
+    check(cu_k.numel() == batch + 1, "cu_seqlens_k must have shape (batch_size + 1)")
+    assert out is not None and seqused_k is None and alibi_slopes is None and not return_softmax and not zero_tensors and gen is None
+    check(out.dtype == q.dtype, "Output must have the same dtype as inputs")
+    check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
+    check(tuple(out.shape) == tuple(q.shape), "out must have shape (sizes[0], sizes[1], head_size_og)")
+    rows = block_count.shape[2]
+    check(rows == block_offset.shape[2], "Expected block_count.size(2) == block_offset.size(2) to be true, but got false.")
+    check(rows == column_index.shape[2], "Expected column_index.size(2) == block_offset.size(2) to be true, but got false.")
+    check(rows == column_count.shape[2], "Expected column_count.size(2) == column_index.size(2) to be true, but got false.")
+    check(rows == math.ceil(max_seqlen_q / BLOCK), "Expected params.NUM_ROWS == expected_num_rows to be true, but got false.")
+    check(dim == 128, "run_mha_fwd_sparse only supports headdim=128 for now to keep binary small.")
+    assert p_dropout == 0.0 and softcap == 0.0 and is_causal
+    for x in (block_count, block_offset, column_count, column_index):
+        assert x.dtype == torch.int32 and x.is_contiguous(), "read as packed int32 whatever it is"
+    assert all(x.data_ptr() % 16 == 0 for x in (q, k, v, out)), "CUDA error: misaligned address"
+    lse = torch.full((heads, tokens), float("nan"))
+    for b in range(batch):
+        (q0, q1), (k0, k1) = cu_q[b : b + 2].tolist(), cu_k[b : b + 2].tolist()
+        for h in range(heads):
+            keys, values = (x[k0:k1, h // (heads // k.shape[1])].float() for x in (k, v))
+            for i in range(q1 - q0):
+                at = (b, h, i // BLOCK)
+                blocks = block_offset[at][: int(block_count[at])].tolist()
+                listed = [j for o in blocks for j in range(o, min(o + BLOCK, k1 - k0))] + column_index[at][: int(column_count[at])].tolist()
+                # A key listed twice would count twice, as in the kernel.
+                seen = torch.tensor([j for j in listed if j <= i + (k1 - k0) - (q1 - q0)], dtype=torch.long)
+                logits = keys[seen] @ q[q0 + i, h].float() * softmax_scale
+                out[q0 + i, h] = (torch.softmax(logits, 0) @ values[seen]).to(out.dtype)
+                lse[h, q0 + i] = torch.logsumexp(logits, 0) if len(seen) else INF
+    return [out, lse]
+
+
+BODIES = {
+    schemas.MERGE: merge_state_v2,
+    schemas.CONVERT: convert,
+    schemas.CONVERT_MERGEHEAD: convert,
+    schemas.VARLEN_FWD_SPARSE: varlen_fwd_sparse,
+}

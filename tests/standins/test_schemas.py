@@ -1,0 +1,119 @@
+"""The truth about foreign schemas: what the wheels' libraries hold, that the stand-ins have it, and which versions have which op."""
+
+import re
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnops.kernel import all_kernels
+from attnops.kernels import _sgl
+from tests.helpers import ROOT
+from tests.standins import schemas, sgl_kernel_fa3, sgl_kernel_mla
+from tests.standins.schemas import BY_NAME, OPS
+
+VERSIONS = (
+    "0.3.18", "0.3.19", "0.3.20", "0.3.21", "0.4.0", "0.4.1", "0.4.1.post1", "0.4.2", "0.4.2.post1", "0.4.2.post2", "0.4.3", "0.4.4",
+    "0.4.5", "0.4.6", "0.4.6.post1", "0.4.7", "0.4.8", "0.4.9", "0.4.10",
+)  # fmt: skip
+KERNELS = ROOT / "attnops" / "kernels"
+CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|_sgl\.load\(\s*\"(\w+)\"")
+HELPERS = re.compile(r"attnops\.kernels(?:\.| import )(_\w+)")
+
+
+def called_in(module: str) -> set[str]:
+    """The foreign ops that a module of attnops.kernels calls, its helpers' included."""
+    source = (KERNELS / f"{module}.py").read_text()
+    own = {a or b for a, b in CALLED.findall(source)}
+    return own.union(*(called_in(helper) for helper in HELPERS.findall(source) if helper != module))
+
+
+def present(name: str, version: str) -> bool:
+    op, at = BY_NAME[name], VERSIONS.index
+    return at(version) >= at(op.since) and (not op.dropped or at(version) < at(op.dropped))
+
+
+WRAPPED = [k for k in all_kernels() if any(p.module == "sgl_kernel" for p in k.packages)]
+
+
+@pytest.mark.parametrize("foreign", OPS, ids=lambda f: f.name)
+def test_schemas_parse(foreign):
+    parsed = torch._C.parse_schema(f"sgl_kernel::{foreign.schema}")
+    assert parsed.name == f"sgl_kernel::{foreign.name}"
+    assert {foreign.since, foreign.since_schema} <= set(VERSIONS)
+
+
+def test_what_the_schemas_lie_about():
+    def written(name: str) -> set[str]:
+        arguments = torch._C.parse_schema(f"sgl_kernel::{BY_NAME[name].schema}").arguments
+        return {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+
+    # The query is only read; key and value are written where new ones come along; the metadata's semaphore is.
+    assert written("varlen_fwd_sparse") == written("fwd_sparse") == {"q", "out"}
+    assert written("fwd") == {"out"}
+    names = [a.name for a in torch._C.parse_schema(f"sgl_kernel::{BY_NAME['convert_vertical_slash_indexes'].schema}").arguments]
+    assert names.count("q_seqlens") == 2
+    assert written("merge_state_v2") == {"v_merged", "s_merged"}
+
+
+def test_the_stand_ins_have_these_schemas():
+    for schema in (sgl_kernel_fa3.SCHEMA, sgl_kernel_mla.DENSE_DECODE, sgl_kernel_mla.CUTLASS_DECODE, sgl_kernel_mla.CUTLASS_SIZE):
+        assert schema == BY_NAME[schema.partition("(")[0]].schema
+
+
+@pytest.mark.parametrize("module", sorted(f.stem for f in KERNELS.glob("*.py")))
+def test_every_foreign_op_that_is_called_is_pinned(module):
+    assert called_in(module) <= set(BY_NAME), f"not in tests/standins/schemas.py: {called_in(module) - set(BY_NAME)}"
+
+
+@pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: f"{k.op}-{k.name}")
+def test_a_kernel_asks_for_versions_that_have_its_ops(kernel):
+    names = called_in(kernel.run.__module__.rpartition(".")[2])
+    [package] = [p for p in kernel.packages if p.module == "sgl_kernel"]
+    assert names and package.dists == ("sglang-kernel", "sgl-kernel")
+    accepted = [v for v in VERSIONS if package.has(v)]
+    assert accepted
+    assert not [(n, v) for n in names for v in accepted if not present(n, v)]
+    if all(BY_NAME[n].dropped for n in names):
+        assert accepted == [v for v in VERSIONS if all(present(n, v) for n in names)], "leaves out versions that have it"
+
+
+def test_which_versions_have_which_op():
+    newest = {f.name for f in OPS if present(f.name, "0.4.10")}
+    assert {f.name for f in OPS} - newest == {
+        "cutlass_mla_decode", "cutlass_mla_get_workspace_size", "fwd_sparse", "varlen_fwd_sparse", "convert_vertical_slash_indexes",
+        "convert_vertical_slash_indexes_mergehead",
+    }  # fmt: skip
+    assert all(present("merge_state_v2", v) for v in VERSIONS)
+    assert not present("dense_decode_fwd", "0.4.2.post2") and not present("get_scheduler_metadata", "0.4.0")
+
+
+def squeezed(raw: bytes) -> bytes:
+    """Runs of spaces, which the wheel's authors align columns with, as one, and none after a bracket."""
+    return re.sub(rb"\( ", b"(", re.sub(rb" +", b" ", raw))
+
+
+@pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_kernel is not installed, so that its libraries cannot be read")
+@pytest.mark.parametrize("foreign", [f for f in OPS if f.name != "cutlass_mla_get_workspace_size"], ids=lambda f: f.name)
+def test_an_installed_wheel_holds_these_schemas(foreign):
+    version = _sgl.package().version() or schemas.READ_IN
+    if version != schemas.READ_IN:
+        pytest.skip(f"sgl_kernel {version}; these were read in {schemas.READ_IN}")
+    path = _sgl.library(foreign.library)
+    if path is None:
+        pytest.skip(f"this wheel was cut down: no {foreign.library}")
+    # Schemas lie in a library as they were written; reading them loads nothing.
+    assert foreign.schema.encode() in squeezed(path.read_bytes())
+
+
+def test_both_names_of_the_wheel_are_known(monkeypatch):
+    from attnops import kernel
+
+    for dist in _sgl.DISTS:
+        monkeypatch.setattr(kernel, "_version", {dist: "0.3.21"}.get)
+        monkeypatch.setattr(kernel, "_installed", lambda module: True)
+        assert _sgl.package().version() == "0.3.21"
+        refusal = _sgl.package("0.4.3", holds="dense_decode_fwd").missing(kernel.Target())
+        assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
+    assert SimpleNamespace(**_sgl.package(below="0.4.7").__dict__).below == "0.4.7"

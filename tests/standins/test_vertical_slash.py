@@ -1,0 +1,225 @@
+"""Vertical-slash attention: what the index means, its reference against the kernel's own walk, and the wrappers over stand-ins."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnops
+from attnops import ops
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from attnops.kernels import _sgl
+from attnops.ops import OPS
+from attnops.problem import Extent, Problem, Target, pretend
+from attnops.select import select
+from attnops.testing import CASES, Source, check_kernel, vertical_slash
+from attnops.testing.vertical_slash import HALF, SMALL
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import sgl_kernel_small
+
+BF16, I32 = torch.bfloat16, torch.int32
+SM90 = Target("cuda", 90, assume=("sgl_kernel",))
+NAMES = ("vertical_slash_indexes", "vertical_slash_attention")
+
+
+@pytest.fixture
+def standin(monkeypatch):
+    """As on an SM90 machine with the wheel; yields the names of the foreign ops called."""
+    if find_spec("sgl_kernel"):
+        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
+    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    with sgl_kernel_small.installed() as calls, pretend(SM90):
+        yield calls
+
+
+def sgl(op):
+    return kernels_of(op)["sgl_sparse"]
+
+
+def ints(*rows):
+    return torch.tensor(rows, dtype=I32)
+
+
+# What the index means -------------------------------------------------------------------------------------------------
+
+
+def test_an_index_by_hand():
+    # 130 queries at the end of 200 keys: rows end at positions 134, 198 and 262.
+    blocks, offsets, columns, column = ops.vertical_slash_indexes(
+        ints(130), ints(200), ints([[0, 40, 69, 75, 150]]), ints([[90, 60, 0]]), max_seqlen_q=130
+    )
+    # Row 0: 134 - 90 = 44 is below 64, so keys 0 to 63; 134 - 60 = 74 reaches past, so 64 to 127; 134 past that, so 128 to 191.
+    assert offsets[0, 0, 0].tolist() == [0, 64, 128] and blocks[0, 0, 0] == 3 and columns[0, 0, 0] == 0
+    # Row 1: 198 - 90 = 108, hence 44 to 107; 138 joins 108 to 171; 198 joins 172 to 235. 0 and 40 lie before.
+    assert offsets[0, 0, 1].tolist() == [44, 108, 172] and column[0, 0, 1, : columns[0, 0, 1]].tolist() == [0, 40]
+    # Row 2: 262 - 90 = 172, hence 108 to 171; 202 joins 172 to 235; what 262 would join begins at 236, past the last key.
+    assert offsets[0, 0, 2].tolist() == [108, 172, 0] and blocks[0, 0, 2] == 2
+    assert column[0, 0, 2].tolist() == [0, 40, 69, 75, 0] and columns[0, 0, 2] == 4
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
+@settings(max_examples=60)
+def test_the_index_covers_what_was_asked(queries, more, verticals, slashes, seed):
+    """Every diagonal, every column up to the last run of blocks, nothing twice; blocks and columns ascend and begin among the keys."""
+    keys = queries + more
+    call = vertical_slash.indexes(Source(seed), (queries,), (keys,), 1, verticals, slashes)
+    count, offset, columns, column = (x[0, 0] for x in OPS["vertical_slash_indexes"].reference(*call.args, **call.kwargs))
+    for row in range(count.shape[0]):
+        starts = offset[row, : count[row]].tolist()
+        own = column[row, : columns[row]].tolist()
+        listed = [k for s in starts for k in range(s, s + 64)]
+        assert len(set(listed + own)) == len(listed) + len(own)
+        assert starts == sorted(starts) and own == sorted(own) and all(0 <= k < keys for k in starts + own)
+        assert set(own) <= set(call.arguments["vertical"][0, 0].tolist())
+        for i in range(row * 64, min(row * 64 + 64, queries)):
+            at = keys - queries + i
+            seen = {at - s for s in call.arguments["slash"][0, 0].tolist()}
+            assert {k for k in seen if k >= 0} <= set(listed)
+        diagonal = keys - queries + row * 64
+        assert {v for v in call.arguments["vertical"][0, 0].tolist() if v < diagonal - 63} <= set(listed + own)
+
+
+@pytest.mark.parametrize("case", CASES["vertical_slash_indexes"], ids=str)
+def test_an_index_of_everything_is_plain_attention(case):
+    made = case.call()
+    q_lens, k_lens = made.arguments["q_lens"].tolist(), made.arguments["k_lens"].tolist()
+    heads, longest = made.arguments["vertical"].shape[1], max(k_lens, default=0)
+    f = replace(SMALL, q_heads=heads, kv_heads=1, dtype=torch.float64)
+    call = vertical_slash.attention(Source(1), q_lens, k_lens, f)
+    every = torch.arange(longest, -1, -1, dtype=I32).expand(len(q_lens), heads, -1).contiguous()
+    given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    index = ops.vertical_slash_indexes(
+        made.arguments["q_lens"], made.arguments["k_lens"], every.flip(2).contiguous(), every, max_seqlen_q=given["max_seqlen_q"]
+    )
+    got = ops.vertical_slash_attention(**given, indexes=index)
+    torch.testing.assert_close(got, attnops.varlen_attention(**given, causal=True))
+
+
+# The wrappers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [c for n in NAMES for c in CASES[n]], ids=str)
+def test_grid(standin, case):
+    figures = check_kernel(sgl(case.op), case.call())
+    if figures.refused:
+        assert case.op == "vertical_slash_attention" and "d128" not in case.label
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+    empty = any(word in case.label for word in ("no_requests", "no_keys", "nothing", "no_queries"))
+    assert bool(standin) != empty
+
+
+@given(st.lists(st.sampled_from([0, 1, 63, 64, 65, 200]), min_size=1, max_size=2), st.integers(0, 200), st.data())
+@settings(max_examples=60)
+def test_the_reference_walks_as_the_kernel_does(q_lens, more, data):
+    sizes = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
+    call = vertical_slash.indexes(
+        Source(data.draw(st.integers(0, 99))), q_lens, [n + more for n in q_lens], 2, *sizes, data.draw(st.booleans())
+    )
+    want = OPS["vertical_slash_indexes"].reference(*call.args, **call.kwargs)
+    given = [x.contiguous() for x in call.args]
+    got = [torch.zeros_like(x) for x in want]
+    sgl_kernel_small.convert(*got, *given, call.kwargs["max_seqlen_q"], 64, 64, True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_counts_take_the_other_op(standin):
+    for case in CASES["vertical_slash_indexes"]:
+        if case.label in ("counted", "ragged"):
+            check_kernel(sgl("vertical_slash_indexes"), case.call())
+    assert standin == ["convert_vertical_slash_indexes", "convert_vertical_slash_indexes_mergehead"]
+
+
+def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
+    call = vertical_slash.attention(Source(4), (70, 3), (90, 3), HALF)
+    odd = call.with_(
+        output=torch.empty(call.arguments["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
+        block_offset=torch.stack([call.arguments["block_offset"]] * 2, -1)[..., 0],
+        cu_seqlens_k=call.arguments["cu_seqlens_k"].repeat_interleave(2)[::2],
+        query=torch.cat([call.arguments["query"]] * 2, -1)[..., :128],
+    )
+    assert check_kernel(sgl("vertical_slash_attention"), odd).worst <= 1.0
+    assert standin == ["varlen_fwd_sparse"]
+
+
+def test_misaligned_rows_are_refused_before_the_launch(standin):
+    call = vertical_slash.attention(Source(4), (7,), (9,), HALF)
+    key = call.arguments["key"]
+    shifted = torch.zeros(key.numel() + 1, dtype=BF16)[1:].view(key.shape)
+    with pytest.raises(InvalidInput, match=r"^key: got strides"):
+        sgl("vertical_slash_attention").run(*call.with_(key=shifted).args, **call.kwargs)
+    assert not standin
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_opcheck(standin, op):
+    done = 0
+    for label in ("ragged", "counted", "bfloat16_d128", "bfloat16_d128_plain"):
+        for case in CASES[op]:
+            if case.label == label:
+                call = case.call()
+                assert set(torch.library.opcheck(OPS[op].packet.sgl_sparse, call.args, call.kwargs).values()) == {"SUCCESS"}
+                done += 1
+    assert done == 2
+
+
+def test_compiled(standin):
+    call = vertical_slash.attention(Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
+    given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    made = vertical_slash.indexes(Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
+
+    def run(given):
+        index = ops.vertical_slash_indexes(**made)
+        return ops.vertical_slash_attention(**given, indexes=index) * 2, ops.vertical_slash_attention(**given, indexes=index)
+
+    with torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(given))
+        want = run(given)
+    assert kernel_calls(code) == ["vertical_slash_indexes.sgl_sparse"] + ["vertical_slash_attention.sgl_sparse"] * 2
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+PROBLEM = Problem(
+    "vertical_slash_attention", SM90, BF16, BF16, 32, 8, 128, 128, causal=True,
+    tokens=Extent.of(8192), batch=Extent.of(1), queries=Extent.of(8192), context=Extent.of(8192),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"head_dim": 64, "v_head_dim": 64}, "head_dim"),
+        ({"v_head_dim": 64}, "v_head_dim"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype"),
+        ({"target": Target("cpu", 0, ("sgl_kernel",))}, "target"),
+        ({"target": Target("cuda", 75, ("sgl_kernel",))}, "target"),
+        ({"last_dim_contiguous": False}, "last_dim_contiguous"),
+        ({"target": Target("cuda", 90, ())}, "package"),
+    ],
+)
+def test_refusals(change, field):
+    assert field in [r.field for r in sgl("vertical_slash_attention").refusals(replace(PROBLEM, **change))]
+
+
+def test_the_wheel_is_chosen_where_it_is():
+    assert select(PROBLEM).kernel.name == "sgl_sparse"
+    assert select(replace(PROBLEM, target=Target("cuda", 90, ()))).kernel.name == "reference"
+    index = Problem("vertical_slash_indexes", SM90, I32, I32, q_heads=32, causal=True, queries=Extent.of(8192), batch=Extent.of(1))
+    assert select(index).kernel.name == "sgl_sparse"
+
+
+def test_wheels_that_dropped_it_are_told(monkeypatch):
+    [package] = sgl("vertical_slash_attention").packages
+    monkeypatch.setattr(type(package), "version", lambda self: "0.4.7")
+    monkeypatch.setattr("attnops.kernel._installed", lambda module: True)
+    assert str(package.missing(Target("cuda", 90))) == (
+        "package=sgl_kernel 0.4.7 (wants >= 0.3.18, < 0.4.7 (holds vertical-slash attention))"
+    )
+    monkeypatch.setattr(type(package), "version", lambda self: "0.4.6.post1")
+    assert package.missing(Target("cuda", 90)) is None
