@@ -1,4 +1,4 @@
-"""How FlashInfer is called: its JIT modules directly, a plan made from host lengths, and fixed places in one workspace for all it reads.
+"""FlashInfer seen from outside: which of its kernels a call takes, how much scratch it wants, and its JIT modules.
 
 Its wrapper classes hold buffers and the last plan; the modules under them hold nothing, so those are used. Plans are made in FlashInfer's
 CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only what lies in the workspace changes.
@@ -10,19 +10,16 @@ to it: it is imported when a kernel or a plan runs on CUDA tensors, when CUDA is
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
 from attnops.kernel import Package
-from attnops.kernels._plan import HEADER, Cutter, dtype_code, read_header, write_header
-from attnops.reference import data
+from attnops.kernels._plan import Cutter, dtype_code
 
 PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2", "pip install flashinfer-python")
-MAKER = "attnops.ops.plan_paged_attention"
 
 DECODE, FA2, FA3 = 1, 2, 3
 """Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group packed, warp groups of SM90."""
@@ -38,7 +35,10 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan is made for: all a call's numbers but its lengths. `decode`: no request has more than one query."""
+    """What a plan is made for: all a call's numbers but its lengths. `decode`: no request has more than one query.
+
+    Packed calls have no pages: their page_size is 1 and max_pages 0.
+    """
 
     num_tokens: int
     requests: int
@@ -86,7 +86,8 @@ def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
     A decode takes tensor cores from four query heads a key head on (the bound SGLang uses), where they are filled; FA3 does not pack a
     group's heads, so a few queries are FA2's too. Deterministic calls take one path whatever their longest request.
     """
-    fa3 = arch == 90 and s.head_dim == s.v_head_dim and s.head_dim in (64, 128, 256)
+    dims = (s.head_dim, s.v_head_dim)
+    fa3 = arch == 90 and (dims in ((64, 64), (128, 128), (256, 256)) or (dims == (192, 128) and s.max_pages == 0))
     if not s.deterministic:
         if s.decode and s.group < 4 and s.head_dim == s.v_head_dim and not s.sinks:
             return DECODE
@@ -154,95 +155,13 @@ def places(s: Shape, path: int, sms: int, workspace: Cutter) -> Places:
 
 
 def staging(s: Shape, path: int, sms: int, plan: Cutter) -> tuple[Tensor, Tensor]:
-    """(tables, int workspace) beside the header: host memory that is copied from, pinned if the caller's plan is."""
+    """(tables, int workspace) on the host: what is copied from."""
     return plan.cut(3 * s.rows + 2, I32), plan.cut(scratch(s, path, sms)[0])
 
 
 def split_tables(s: Shape, tables: Tensor) -> list[Tensor]:
     """(query starts `[rows + 1]`, page starts `[rows + 1]`, last page lengths `[rows]`)."""
     return list(tables.split([s.rows + 1, s.rows + 1, s.rows]))
-
-
-# The plan -------------------------------------------------------------------------------------------------------------
-
-
-def host_tables(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query starts, page starts, last page lengths, key lengths) of `rows`, int32 on the CPU, from lengths on the CPU.
-
-    Raises InvalidInput for lengths that the kernels would read past the tables with.
-    """
-    q_lens = cu_seqlens_q.diff()
-    for field, lens, most in (("seq_lens", seq_lens, s.max_pages * s.page_size), ("lengths of cu_seqlens_q", q_lens, max_seqlen_q)):
-        if lens.numel() and not 0 <= int(lens.min()) <= int(lens.max()) <= most:
-            raise InvalidInput(field, lens.tolist(), f"0 <= each <= {most}")
-    if int(cu_seqlens_q[-1]) > s.num_tokens:
-        raise InvalidInput("cu_seqlens_q[-1]", int(cu_seqlens_q[-1]), f"<= {s.num_tokens} tokens")
-    if s.causal and bool(((seq_lens > 0) & (seq_lens < q_lens)).any()):
-        raise InvalidInput("seq_lens", seq_lens.tolist(), f"no key, or at least as many as new tokens {q_lens.tolist()} (causal)")
-    keys = torch.where(q_lens > 0, seq_lens, 0)
-    if s.decode:
-        keys = keys[q_lens > 0]
-        starts = torch.arange(s.rows + 1, dtype=I32)
-    else:
-        starts = torch.cat([cu_seqlens_q, torch.tensor([s.num_tokens], dtype=I32)])
-    keys = torch.nn.functional.pad(keys, (0, s.rows - keys.shape[0]))
-    pages = (keys + s.page_size - 1) // s.page_size
-    page_starts = torch.nn.functional.pad(pages.cumsum(0, dtype=I32), (1, 0))
-    return starts, page_starts, torch.where(keys > 0, (keys - 1) % s.page_size + 1, 0).to(I32), keys.to(I32)
-
-
-def make_plan(
-    s: Shape, path: int, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, plan: Tensor, workspace: Tensor
-) -> None:
-    """Plan a step, writing into `plan` and `workspace` only. The copy of the lengths to the host waits for the stream, once a step."""
-    sms = sm_count(page_table.device)
-    at = places(s, path, sms, Cutter("workspace", workspace))
-    tables, ints = staging(s, path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
-    lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
-    starts, page_starts, last, keys = host_tables(s, lengths[: s.requests], lengths[s.requests :], max_seqlen_q)
-    tables.copy_(torch.cat([starts, page_starts, last]))
-    at.tables.copy_(tables, non_blocking=True)
-    asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
-    at.indices.copy_(data.kv_indices(page_table.clamp(min=0), asked, page_size=s.page_size)[1])
-    sizes = (s.q_heads, s.kv_heads, s.page_size, True)
-    if path == DECODE:
-        empty = (torch.empty(0, dtype=s.dtype), torch.empty(0, dtype=s.kv_dtype))
-        found = module(s, path).plan(
-            at.floats, at.ints, ints, page_starts, s.rows, *sizes, s.window_left, float(s.softcap), s.head_dim, s.v_head_dim, *empty
-        )
-    else:
-        given = (at.floats, at.ints, ints, starts, page_starts, keys, total_rows(s) if path == FA2 else s.num_tokens, s.rows, *sizes)
-        rules = (s.head_dim, s.v_head_dim, s.mask_mode == CAUSAL, s.window_left)
-        uniform = 1 if s.decode and not s.deterministic else 0
-        found = module(s, path).plan(*given, *rules, *((-1, whole_keys(s, sms), 0, uniform) if path == FA2 else ()))
-    write_header(plan, path, s.fields, list(found))
-
-
-def run_paged(
-    s: Shape, path: int, plan: Tensor | None, workspace: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None,
-    out: Tensor, lse: Tensor | None, scale: float, softcap: float,
-) -> None:  # fmt: skip
-    """Run the planned kernel on (query, key pages, value pages). lse: base 2, written in place.
-
-    Raises InvalidInput, naming what does not fit, for a plan that was not made for this call.
-    """
-    made, ints = read_header(plan, MAKER, FIELDS, s.fields)
-    if made != path:
-        raise InvalidInput("plan.path", NAMES.get(made, made), f"{NAMES[path]}: max_seqlen_q differs from the plan's")
-    if workspace is None:
-        raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
-    at = places(s, path, sm_count(workspace.device), Cutter("workspace", workspace))
-    starts, page_starts, last = split_tables(s, at.tables)
-    pages, found = (page_starts, at.indices, last, out, lse), module(s, path)
-    if path == DECODE:
-        found.run(at.floats, at.ints, ints, *tensors, *pages, NHD, s.window_left, False, None, softcap, scale, 1.0, 1e4)
-        return
-    given = (at.floats, at.ints, ints, *tensors, starts, *pages, s.mask_mode, NHD, s.window_left, False)
-    if sinks is not None:
-        found.paged_run(*given, sinks.float().contiguous(), scale)
-    else:
-        nothing = (None,) * 6
-        found.paged_run(*given, *nothing, softcap, scale, None, None, None, 1.0, 1e4, 0, at.floats.numel())
 
 
 # The modules ----------------------------------------------------------------------------------------------------------
@@ -269,18 +188,30 @@ def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: in
     return get_batch_prefill_module(NAMES[path], *types, windowed, softcap, False)
 
 
-def plan_sizes(s: Shape, sms: int) -> tuple[int, int]:
-    """(length of `plan`, bytes of `workspace`) that serve every call of at most s.num_tokens, s.requests and s.max_pages."""
-    cap = 2 * sms // s.kv_heads
-    # FA2 splits keys only where tiles are few, so the longest call is not the one that needs most for the parts.
-    split = (-(-cap * 128 // s.group) + cap) * s.q_heads * (s.v_head_dim + 1) * 4
-    plans, workspaces = [0], [0]
-    for decode, deterministic in ((True, False), (True, True), (False, False), (False, True)):
-        shape = replace(s, decode=decode, deterministic=deterministic)
-        for path in NAMES if decode and not deterministic else (FA2, FA3):
-            plan, workspace = Cutter("plan"), Cutter("workspace")
-            staging(shape, path, sms, plan)
-            places(shape, path, sms, workspace)
-            plans.append(plan.used)
-            workspaces.append(workspace.used + split * (path == FA2))
-    return HEADER + -(-max(plans) // 8), max(workspaces)
+def run_decode(
+    s: Shape, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, scale: float,
+    softcap: float,
+) -> None:  # fmt: skip
+    """The CUDA-core kernel on (query, key pages, value pages). lse: base 2, written in place."""
+    _, page_starts, last = split_tables(s, at.tables)
+    tables = (page_starts, at.indices, last, out, lse)
+    module(s, DECODE).run(at.floats, at.ints, ints, *tensors, *tables, NHD, s.window_left, False, None, softcap, scale, 1.0, 1e4)
+
+
+def run_prefill(
+    s: Shape, path: int, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor,
+    lse: Tensor | None, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """FA2 or FA3 on (query, key, value), pages or packed. lse: base 2, written in place."""
+    starts, page_starts, last = split_tables(s, at.tables)
+    pages = s.max_pages > 0
+    tables = (page_starts, at.indices, last) if pages else (page_starts,)
+    found = module(s, path)
+    call = found.paged_run if pages else found.ragged_run
+    given = (at.floats, at.ints, ints, *tensors, starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, False)
+    if sinks is not None:
+        call(*given, sinks.float().contiguous(), scale)
+        return
+    nothing = (None,) * 6
+    scales = (None, None, None) if pages else ()
+    call(*given, *nothing, softcap, scale, *scales, 1.0, 1e4, 0, *((at.floats.numel(),) if pages else ()))
