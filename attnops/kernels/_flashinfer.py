@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnops.errors import InvalidInput
 from attnops.kernel import Package
 from attnops.kernels._plan import Cutter, dtype_code
 
@@ -137,31 +138,61 @@ def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
     return 13 * tiles + 4 * (s.rows + total_rows(s)) + 1024, partial * s.q_heads * (s.v_head_dim + 1) * 4 + 512
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where things lie in the workspace: `tables` int32 (query starts, page starts, last page lengths), and what FlashInfer writes."""
+class Places(NamedTuple):
+    """What lies where in a workspace, int32 pieces: three tables side by side, the page ids, and what FlashInfer writes."""
 
-    tables: Tensor
+    starts: Tensor
+    page_starts: Tensor
+    last: Tensor
     indices: Tensor
     ints: Tensor
     floats: Tensor
 
 
-def places(s: Shape, path: int, sms: int, workspace: Cutter) -> Places:
-    """Cut the workspace; the sizes are those of the call, so that every step of the same sizes finds the same addresses."""
+@dataclass(frozen=True)
+class Call:
+    """A call's shape and path, and what follows from them: `fields` of the header, `sizes` of the workspace's pieces in int32.
+
+    tables: numbers in the three tables. used: bytes of the workspace.
+    """
+
+    shape: Shape
+    path: int
+    fields: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tables: int
+    used: int
+
+    def places(self, workspace: Tensor) -> Places:
+        """Cut `workspace`, uint8 `[n]`. Calls of the same sizes find the same addresses. Raises InvalidInput when it is too short."""
+        if workspace.numel() < self.used:
+            raise InvalidInput("workspace", f"{workspace.numel()} bytes", f">= {self.used}: the sizes that its plan_sizes give")
+        # One split: views one by one would cost more than the rest of a call.
+        starts, page_starts, last, _, indices, _, ints, _, floats = workspace[: self.used].view(I32).split_with_sizes(self.sizes)
+        return Places(starts, page_starts, last, indices, ints, floats)
+
+
+def cut(s: Shape, path: int, sms: int) -> Cutter:
+    """The workspace of a call, counted: tables, page ids, int and float workspace."""
     ints, floats = scratch(s, path, sms)
-    cut = workspace.cut
-    return Places(cut(3 * s.rows + 2, I32), cut(s.requests * s.max_pages, I32), cut(ints), cut(floats))
+    counted = Cutter("workspace")
+    for size in (3 * s.rows + 2, s.requests * s.max_pages, -(-ints // 4), -(-floats // 4)):
+        counted.cut(size, I32)
+    return counted
 
 
-def staging(s: Shape, path: int, sms: int, plan: Cutter) -> tuple[Tensor, Tensor]:
-    """(tables, int workspace) on the host: what is copied from."""
-    return plan.cut(3 * s.rows + 2, I32), plan.cut(scratch(s, path, sms)[0])
-
-
-def split_tables(s: Shape, tables: Tensor) -> list[Tensor]:
-    """(query starts `[rows + 1]`, page starts `[rows + 1]`, last page lengths `[rows]`)."""
-    return list(tables.split([s.rows + 1, s.rows + 1, s.rows]))
+@functools.lru_cache(maxsize=1024)
+def call_of(arch: int, sms: int, max_seqlen_q: int, *numbers: Any) -> Call:
+    """The Call of these numbers, `numbers` being those of Shape in order. A pure function, asked by every layer."""
+    s = Shape(*numbers)
+    path = path_of(s, arch, max_seqlen_q)
+    counted = cut(s, path, sms)
+    indices, ints, floats = (start // 4 for start in counted.starts[1:])
+    used, pages = -(-counted.used // 4), s.requests * s.max_pages
+    ends = (s.rows + 1, s.rows + 1, s.rows, indices - 3 * s.rows - 2, pages, ints - indices - pages)
+    size = -(-scratch(s, path, sms)[0] // 4)
+    sizes = (*ends, size, floats - ints - size, used - floats)
+    return Call(s, path, tuple(s.fields), sizes, 3 * s.rows + 2, 4 * used)
 
 
 # The modules ----------------------------------------------------------------------------------------------------------
@@ -189,29 +220,27 @@ def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: in
 
 
 def run_decode(
-    s: Shape, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, scale: float,
+    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, scale: float,
     softcap: float,
 ) -> None:  # fmt: skip
     """The CUDA-core kernel on (query, key pages, value pages). lse: base 2, written in place."""
-    _, page_starts, last = split_tables(s, at.tables)
-    tables = (page_starts, at.indices, last, out, lse)
+    s, tables = c.shape, (at.page_starts, at.indices, at.last, out, lse)
     module(s, DECODE).run(at.floats, at.ints, ints, *tensors, *tables, NHD, s.window_left, False, None, softcap, scale, 1.0, 1e4)
 
 
 def run_prefill(
-    s: Shape, path: int, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor,
+    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor,
     lse: Tensor | None, scale: float, softcap: float,
 ) -> None:  # fmt: skip
     """FA2 or FA3 on (query, key, value), pages or packed. lse: base 2, written in place."""
-    starts, page_starts, last = split_tables(s, at.tables)
-    pages = s.max_pages > 0
-    tables = (page_starts, at.indices, last) if pages else (page_starts,)
-    found = module(s, path)
+    s, pages = c.shape, c.shape.max_pages > 0
+    tables = (at.page_starts, at.indices, at.last) if pages else (at.page_starts,)
+    found = module(s, c.path)
     call = found.paged_run if pages else found.ragged_run
-    given = (at.floats, at.ints, ints, *tensors, starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, False)
+    given = (at.floats, at.ints, ints, *tensors, at.starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, False)
     if sinks is not None:
         call(*given, sinks.float().contiguous(), scale)
         return
     nothing = (None,) * 6
     scales = (None, None, None) if pages else ()
-    call(*given, *nothing, softcap, scale, *scales, 1.0, 1e4, 0, *((at.floats.numel(),) if pages else ()))
+    call(*given, *nothing, softcap, scale, *scales, 1.0, 1e4, 0, *((at.floats.nbytes,) if pages else ()))

@@ -9,23 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernels._flashinfer import (
-    CAUSAL,
-    DECODE,
-    FA2,
-    FA3,
-    FIELDS,
-    I32,
-    NAMES,
-    Places,
-    Shape,
-    module,
-    places,
-    sm_count,
-    staging,
-    total_rows,
-    whole_keys,
-)  # fmt: skip
+from attnops.kernels import _flashinfer as fi
+from attnops.kernels._flashinfer import I32, Call, Places, Shape
 from attnops.kernels._plan import HEADER, Cutter, read_header, write_header
 from attnops.reference import data
 
@@ -78,53 +63,57 @@ def ragged_tables(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, causa
     return [*queries, tokens - int(cu_seqlens_q[-1])], [*keys, 0]
 
 
-def call_planner(
-    s: Shape, path: int, sms: int, at: Places, ints: Tensor, tables: tuple[Tensor, Tensor, Tensor], max_rows: int
-) -> list[int]:
+def call_planner(c: Call, sms: int, at: Places, ints: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> list[int]:
     """FlashInfer's own plan. tables: query starts, page starts and key lengths on the host. ints: host memory for its int workspace."""
     starts, page_starts, keys = tables
+    s, path = c.shape, c.path
     sizes = (s.q_heads, s.kv_heads, s.page_size, True)
-    plan = module(s, path).plan
-    if path == DECODE:
+    plan = fi.module(s, path).plan
+    if path == fi.DECODE:
         empty = (torch.empty(0, dtype=s.dtype), torch.empty(0, dtype=s.kv_dtype))
         rules = (s.window_left, float(s.softcap), s.head_dim, s.v_head_dim)
         # A row without keys gets a block too, which the planner forgets when it fits the blocks to the launch (scheduler.cuh,
         # PartitionPagedKVCacheBinarySearchMinNumPagePerBatch). It is shown a page; the kernel reads the device's tables.
         shown = pad(page_starts.diff().clamp(min=1).cumsum(0, dtype=I32), (1, 0))
         return list(plan(at.floats, at.ints, ints, shown, s.rows, *sizes, *rules, *empty))
-    given = (at.floats, at.ints, ints, starts, page_starts, keys, max_rows, s.rows, *sizes)
-    rules3 = (s.head_dim, s.v_head_dim, s.mask_mode == CAUSAL, s.window_left)
-    if path == FA3:
+    most = fi.total_rows(s) if path == fi.FA2 else s.num_tokens
+    given = (at.floats, at.ints, ints, starts, page_starts, keys, most, s.rows, *sizes)
+    rules3 = (s.head_dim, s.v_head_dim, s.mask_mode == fi.CAUSAL, s.window_left)
+    if path == fi.FA3:
         return list(plan(*given, *rules3))
     uniform = 1 if s.decode and not s.deterministic else 0
-    return list(plan(*given, *rules3, -1, whole_keys(s, sms), 0, uniform))
+    return list(plan(*given, *rules3, -1, fi.whole_keys(s, sms), 0, uniform))
+
+
+def staging(s: Shape, path: int, sms: int, plan: Cutter) -> tuple[Tensor, Tensor]:
+    """(tables, int workspace) on the host: what is copied from."""
+    return plan.cut(3 * s.rows + 2, I32), plan.cut(fi.scratch(s, path, sms)[0])
 
 
 def make_plan(
-    s: Shape, path: int, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, plan: Tensor, workspace: Tensor
+    c: Call, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, plan: Tensor, workspace: Tensor
 ) -> None:
     """Plan a step, writing into `plan` and `workspace` only. The copy of the lengths to the host waits for the stream, once a step."""
-    sms = sm_count(page_table.device)
-    at = places(s, path, sms, Cutter("workspace", workspace))
-    tables, ints = staging(s, path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
+    s, sms = c.shape, fi.sm_count(page_table.device)
+    at = c.places(workspace)
+    tables, ints = staging(s, c.path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
     lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
     starts, page_starts, last, keys = host_tables(s, lengths[: s.requests], lengths[s.requests :], max_seqlen_q)
     tables.copy_(torch.cat([starts, page_starts, last]))
-    at.tables.copy_(tables, non_blocking=True)
+    workspace[: 4 * c.tables].view(I32).copy_(tables, non_blocking=True)
     asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
     at.indices.copy_(data.kv_indices(page_table.clamp(min=0), asked, page_size=s.page_size)[1])
-    rows = total_rows(s) if path == FA2 else s.num_tokens
-    write_header(plan, path, s.fields, call_planner(s, path, sms, at, ints, (starts, page_starts, keys), rows))
+    write_header(plan, c.path, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
 
 
-def read_plan(s: Shape, path: int, plan: Tensor | None, workspace: Tensor | None) -> tuple[list[int], Places]:
+def read_plan(c: Call, plan: Tensor | None, workspace: Tensor | None) -> tuple[list[int], Places]:
     """(FlashInfer's ints, places) of a plan for this call. Raises InvalidInput, naming what does not fit, for any other."""
-    made, ints = read_header(plan, MAKER, FIELDS, s.fields)
-    if made != path:
-        raise InvalidInput("plan.path", NAMES.get(made, made), f"{NAMES[path]}: max_seqlen_q differs from the plan's")
+    made, ints = read_header(plan, MAKER, fi.FIELDS, c.fields)
+    if made != c.path:
+        raise InvalidInput("plan.path", fi.NAMES.get(made, made), f"{fi.NAMES[c.path]}: max_seqlen_q differs from the plan's")
     if workspace is None:
         raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
-    return ints, places(s, path, sm_count(workspace.device), Cutter("workspace", workspace))
+    return ints, c.places(workspace)
 
 
 def plan_sizes(s: Shape, sms: int) -> tuple[int, int]:
@@ -135,27 +124,21 @@ def plan_sizes(s: Shape, sms: int) -> tuple[int, int]:
     plans, workspaces = [0], [0]
     for decode, deterministic in ((True, False), (True, True), (False, False), (False, True)):
         shape = replace(s, decode=decode, deterministic=deterministic)
-        for path in NAMES if decode and not deterministic else (FA2, FA3):
-            plan, workspace = Cutter("plan"), Cutter("workspace")
+        for path in fi.NAMES if decode and not deterministic else (fi.FA2, fi.FA3):
+            plan = Cutter("plan")
             staging(shape, path, sms, plan)
-            places(shape, path, sms, workspace)
             plans.append(plan.used)
-            workspaces.append(workspace.used + split * (path == FA2))
+            workspaces.append(fi.cut(shape, path, sms).used + split * (path == fi.FA2))
     return HEADER + -(-max(plans) // 8), max(workspaces)
 
 
-def plan_ragged(
-    s: Shape, path: int, queries: list[int], keys: list[int], device: torch.device
-) -> tuple[list[int], Places]:
+def plan_ragged(c: Call, queries: list[int], keys: list[int], device: torch.device) -> tuple[list[int], Places]:
     """A plan of a packed call, in memory of its own: (FlashInfer's ints, places)."""
-    sms = sm_count(device)
-    sizes = Cutter("workspace")
-    places(s, path, sms, sizes)
-    at = places(s, path, sms, Cutter("workspace", torch.empty(sizes.used, dtype=torch.uint8, device=device)))
+    workspace = torch.empty(c.used, dtype=torch.uint8, device=device)
+    at = c.places(workspace)
     # Pageable memory: what is copied from it is taken before the call returns, so that it may go.
-    ints = torch.empty(at.ints.numel(), dtype=torch.uint8)
+    ints = torch.empty(at.ints.nbytes, dtype=torch.uint8)
     starts = pad(torch.tensor(queries, dtype=I32).cumsum(0, dtype=I32), (1, 0))
-    page_starts, last, lengths = _pages(s, torch.tensor(keys, dtype=I32))
-    at.tables.copy_(torch.cat([starts, page_starts, last]))
-    rows = total_rows(s) if path == FA2 else s.num_tokens
-    return call_planner(s, path, sms, at, ints, (starts, page_starts, lengths), rows), at
+    page_starts, last, lengths = _pages(c.shape, torch.tensor(keys, dtype=I32))
+    workspace[: 4 * c.tables].view(I32).copy_(torch.cat([starts, page_starts, last]))
+    return call_planner(c, fi.sm_count(device), at, ints, (starts, page_starts, lengths)), at

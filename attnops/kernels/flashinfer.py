@@ -50,12 +50,13 @@ def plan_paged_attention(
     if num_tokens == 0 or page_table.numel() == 0:
         plan.zero_()  # nothing to attend to, and nobody reads it
         return
-    s = fi.Shape(
-        num_tokens, page_table.shape[0], page_table.shape[1], q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype),
-        getattr(torch, kv_dtype), max_seqlen_q <= 1, causal, window_left, softcap, sinks, deterministic(policy),
+    device = page_table.device
+    c = fi.call_of(
+        Target.of(device).arch, fi.sm_count(device), max_seqlen_q, num_tokens, page_table.shape[0], page_table.shape[1],
+        q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype), getattr(torch, kv_dtype), max_seqlen_q <= 1, causal,
+        window_left, softcap, sinks, deterministic(policy),
     )  # fmt: skip
-    path = fi.path_of(s, Target.of(page_table.device).arch, max_seqlen_q)
-    planner.make_plan(s, path, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
+    planner.make_plan(c, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
 
 
 def paged_attention(
@@ -88,20 +89,21 @@ def paged_attention(
         if lse is not None:
             lse.copy_(_natural(torch.full_like(lse, float("-inf")), sinks, cu_seqlens_q))
         return
-    s = fi.Shape(
-        query.shape[0], page_table.shape[0], page_table.shape[1], query.shape[1], k_pages.shape[2], query.shape[2], v_pages.shape[3],
-        k_pages.shape[1], query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0, sinks is not None,
-        deterministic(policy),
+    tokens, q_heads, head_dim = query.shape
+    _, page_size, kv_heads, v_head_dim = v_pages.shape
+    c = fi.call_of(
+        Target.of(query.device).arch, fi.sm_count(query.device), max_seqlen_q, tokens, *page_table.shape, q_heads, kv_heads,
+        head_dim, v_head_dim, page_size, query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0,
+        sinks is not None, deterministic(policy),
     )  # fmt: skip
-    path = fi.path_of(s, Target.of(query.device).arch, max_seqlen_q)
-    ints, at = planner.read_plan(s, path, plan, workspace)
+    ints, at = planner.read_plan(c, plan, workspace)
     out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     tensors = (query, k_pages, v_pages)
-    if path == fi.DECODE:
-        fi.run_decode(s, at, ints, tensors, out, z, scale, softcap)
+    if c.path == fi.DECODE:
+        fi.run_decode(c, at, ints, tensors, out, z, scale, softcap)
     else:
-        fi.run_prefill(s, path, at, ints, tensors, sinks, out, z, scale, softcap)
+        fi.run_prefill(c, at, ints, tensors, sinks, out, z, scale, softcap)
     if out is not output:
         output.copy_(out)
     if lse is not None and z is not None:
@@ -139,14 +141,14 @@ def varlen_attention(
     used = int(cu_k[-1])
     if query.numel() and used:
         queries, keys = planner.ragged_tables(cu_q, cu_k, query.shape[0], causal)
-        s = fi.Shape(
-            query.shape[0], len(queries) - 1, 0, query.shape[1], key.shape[1], query.shape[2], value.shape[2], 1, query.dtype, key.dtype,
-            False, causal, window_left, softcap > 0, sinks is not None, deterministic(policy),
+        c = fi.call_of(
+            Target.of(query.device).arch, fi.sm_count(query.device), max_seqlen_q, query.shape[0], len(queries) - 1, 0,
+            query.shape[1], key.shape[1], query.shape[2], value.shape[2], 1, query.dtype, key.dtype, False, causal, window_left,
+            softcap > 0, sinks is not None, deterministic(policy),
         )  # fmt: skip
-        path = fi.path_of(s, Target.of(query.device).arch, max_seqlen_q)
-        ints, at = planner.plan_ragged(s, path, queries, keys, query.device)
+        ints, at = planner.plan_ragged(c, queries, keys, query.device)
         # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no request are not shown to it.
-        fi.run_prefill(s, path, at, ints, (query, key[:used], value[:used]), sinks, output, lse, scale, softcap)
+        fi.run_prefill(c, at, ints, (query, key[:used], value[:used]), sinks, output, lse, scale, softcap)
     else:
         output.zero_()
         if lse is not None:

@@ -54,9 +54,8 @@ class Allocator:
     """AlignedAllocator: hands out offsets of a buffer, whose address must be aligned."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        check(buffer.dtype == torch.uint8 and buffer.is_contiguous(), "workspaces are contiguous bytes")
-        check(buffer.data_ptr() % 16 == 0, "the buffer is not aligned")
-        self.room, self.used = buffer.numel(), 0
+        check(buffer.is_contiguous() and buffer.data_ptr() % 16 == 0, "the buffer is not aligned")
+        self.room, self.used = buffer.nbytes, 0
 
     def take(self, size: int, alignment: int, name: str) -> int:
         start = -(-self.used // alignment) * alignment
@@ -66,8 +65,13 @@ class Allocator:
         return start
 
 
+def raw(buffer: torch.Tensor) -> torch.Tensor:
+    """Its bytes: a workspace may be of any dtype."""
+    return buffer.view(torch.uint8)
+
+
 def ints_at(buffer: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    return buffer[offset : offset + 4 * count].view(torch.int32)
+    return raw(buffer)[offset : offset + 4 * count].view(torch.int32)
 
 
 def store(buffer: torch.Tensor, offset: int, values: list[int]) -> None:
@@ -76,8 +80,8 @@ def store(buffer: torch.Tensor, offset: int, values: list[int]) -> None:
 
 def upload(ints: torch.Tensor, locked: torch.Tensor, size: int) -> None:
     """The copy of all that was taken, whatever the planner left unwritten in it."""
-    check(locked.numel() >= size, "the page-locked buffer is as large as the int workspace")
-    ints[:size].copy_(locked[:size])
+    check(locked.nbytes >= size, "the page-locked buffer is as large as the int workspace")
+    raw(ints)[:size].copy_(raw(locked)[:size])
 
 
 def host_ints(*tensors: torch.Tensor) -> None:
@@ -137,7 +141,7 @@ def decode_run(
     check(paged_k_cache.stride() == paged_v_cache.stride(), "K/V strides differ")
     check(alibi_slopes is None and rope_scale == 1.0 and kv_layout_code == 0 and not enable_pdl, "this stand-in has none of these")
     padded, split = plan_info_vec[0], plan_info_vec[9]
-    count = int(int_workspace_buffer[plan_info_vec[6] : plan_info_vec[6] + padded].sum()) if split else padded
+    count = int(raw(int_workspace_buffer)[plan_info_vec[6] : plan_info_vec[6] + padded].sum()) if split else padded
     rows = set(ints_at(int_workspace_buffer, plan_info_vec[3], count).tolist())
     check(rows == set(range(q.shape[0])), "the plan covers every row, and no other")
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
@@ -327,7 +331,7 @@ def covered(module, ints, info, q, qo_indptr, kv_indptr, last, pages) -> tuple[t
     q_lens, page = qo_indptr.diff().tolist(), pages.shape[1]
     if module.backend == "fa2":
         check(len(info) == 15, f"PrefillPlanInfo::FromVector: vec.size() should be 15, but got {len(info)}")
-        count = int(ints[info[12] : info[12] + info[0]].sum())
+        count = int(raw(ints)[info[12] : info[12] + info[0]].sum())
         rows = ints_at(ints, info[4], count).tolist()
         check(set(rows) == {b for b, n in enumerate(q_lens) if n}, "the plan is for other queries")
         check(ints_at(ints, info[8], len(q_lens) + 1).equal(qo_indptr), "the plan is for other query starts")
