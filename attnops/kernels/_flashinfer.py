@@ -1,4 +1,4 @@
-"""How FlashInfer is called: its JIT modules directly, a plan made from host lengths, and fixed places in one workspace for all it reads.
+"""FlashInfer seen from outside: which of its kernels a call takes, how much scratch it wants, and its JIT modules.
 
 Its wrapper classes hold buffers and the last plan; the modules under them hold nothing, so those are used. Plans are made in FlashInfer's
 CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only what lies in the workspace changes.
@@ -10,19 +10,17 @@ to it: it is imported when a kernel or a plan runs on CUDA tensors, when CUDA is
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Package
-from attnops.kernels._plan import HEADER, Cutter, dtype_code, read_header, write_header
-from attnops.reference import data
+from attnops.kernels._plan import Cutter, dtype_code
 
 PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2", "pip install flashinfer-python")
-MAKER = "attnops.ops.plan_paged_attention"
 
 DECODE, FA2, FA3 = 1, 2, 3
 """Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group packed, warp groups of SM90."""
@@ -38,7 +36,10 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan is made for: all a call's numbers but its lengths. `decode`: no request has more than one query."""
+    """What a plan is made for: all a call's numbers but its lengths. `decode`: no request has more than one query.
+
+    Packed calls have no pages: their page_size is 1 and max_pages 0.
+    """
 
     num_tokens: int
     requests: int
@@ -86,7 +87,8 @@ def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
     A decode takes tensor cores from four query heads a key head on (the bound SGLang uses), where they are filled; FA3 does not pack a
     group's heads, so a few queries are FA2's too. Deterministic calls take one path whatever their longest request.
     """
-    fa3 = arch == 90 and s.head_dim == s.v_head_dim and s.head_dim in (64, 128, 256)
+    dims = (s.head_dim, s.v_head_dim)
+    fa3 = arch == 90 and (dims in ((64, 64), (128, 128), (256, 256)) or (dims == (192, 128) and s.max_pages == 0))
     if not s.deterministic:
         if s.decode and s.group < 4 and s.head_dim == s.v_head_dim and not s.sinks:
             return DECODE
@@ -136,113 +138,61 @@ def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
     return 13 * tiles + 4 * (s.rows + total_rows(s)) + 1024, partial * s.q_heads * (s.v_head_dim + 1) * 4 + 512
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where things lie in the workspace: `tables` int32 (query starts, page starts, last page lengths), and what FlashInfer writes."""
+class Places(NamedTuple):
+    """What lies where in a workspace, int32 pieces: three tables side by side, the page ids, and what FlashInfer writes."""
 
-    tables: Tensor
+    starts: Tensor
+    page_starts: Tensor
+    last: Tensor
     indices: Tensor
     ints: Tensor
     floats: Tensor
 
 
-def places(s: Shape, path: int, sms: int, workspace: Cutter) -> Places:
-    """Cut the workspace; the sizes are those of the call, so that every step of the same sizes finds the same addresses."""
+@dataclass(frozen=True)
+class Call:
+    """A call's shape and path, and what follows from them: `fields` of the header, `sizes` of the workspace's pieces in int32.
+
+    tables: numbers in the three tables. used: bytes of the workspace.
+    """
+
+    shape: Shape
+    path: int
+    fields: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tables: int
+    used: int
+
+    def places(self, workspace: Tensor) -> Places:
+        """Cut `workspace`, uint8 `[n]`. Calls of the same sizes find the same addresses. Raises InvalidInput when it is too short."""
+        if workspace.numel() < self.used:
+            raise InvalidInput("workspace", f"{workspace.numel()} bytes", f">= {self.used}: the sizes that its plan_sizes give")
+        # One split: views one by one would cost more than the rest of a call.
+        starts, page_starts, last, _, indices, _, ints, _, floats = workspace[: self.used].view(I32).split_with_sizes(self.sizes)
+        return Places(starts, page_starts, last, indices, ints, floats)
+
+
+def cut(s: Shape, path: int, sms: int) -> Cutter:
+    """The workspace of a call, counted: tables, page ids, int and float workspace."""
     ints, floats = scratch(s, path, sms)
-    cut = workspace.cut
-    return Places(cut(3 * s.rows + 2, I32), cut(s.requests * s.max_pages, I32), cut(ints), cut(floats))
+    counted = Cutter("workspace")
+    for size in (3 * s.rows + 2, s.requests * s.max_pages, -(-ints // 4), -(-floats // 4)):
+        counted.cut(size, I32)
+    return counted
 
 
-def staging(s: Shape, path: int, sms: int, plan: Cutter) -> tuple[Tensor, Tensor]:
-    """(tables, int workspace) beside the header: host memory that is copied from, pinned if the caller's plan is."""
-    return plan.cut(3 * s.rows + 2, I32), plan.cut(scratch(s, path, sms)[0])
-
-
-def split_tables(s: Shape, tables: Tensor) -> list[Tensor]:
-    """(query starts `[rows + 1]`, page starts `[rows + 1]`, last page lengths `[rows]`)."""
-    return list(tables.split([s.rows + 1, s.rows + 1, s.rows]))
-
-
-# The plan -------------------------------------------------------------------------------------------------------------
-
-
-def host_tables(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query starts, page starts, last page lengths, key lengths) of `rows`, int32 on the CPU, from lengths on the CPU.
-
-    Raises InvalidInput for lengths that the kernels would read past the tables with.
-    """
-    q_lens = cu_seqlens_q.diff()
-    for field, lens, most in (("seq_lens", seq_lens, s.max_pages * s.page_size), ("lengths of cu_seqlens_q", q_lens, max_seqlen_q)):
-        if lens.numel() and not 0 <= int(lens.min()) <= int(lens.max()) <= most:
-            raise InvalidInput(field, lens.tolist(), f"0 <= each <= {most}")
-    if int(cu_seqlens_q[-1]) > s.num_tokens:
-        raise InvalidInput("cu_seqlens_q[-1]", int(cu_seqlens_q[-1]), f"<= {s.num_tokens} tokens")
-    if s.causal and bool(((seq_lens > 0) & (seq_lens < q_lens)).any()):
-        raise InvalidInput("seq_lens", seq_lens.tolist(), f"no key, or at least as many as new tokens {q_lens.tolist()} (causal)")
-    keys = torch.where(q_lens > 0, seq_lens, 0)
-    if s.decode:
-        keys = keys[q_lens > 0]
-        starts = torch.arange(s.rows + 1, dtype=I32)
-    else:
-        starts = torch.cat([cu_seqlens_q, torch.tensor([s.num_tokens], dtype=I32)])
-    keys = torch.nn.functional.pad(keys, (0, s.rows - keys.shape[0]))
-    pages = (keys + s.page_size - 1) // s.page_size
-    page_starts = torch.nn.functional.pad(pages.cumsum(0, dtype=I32), (1, 0))
-    return starts, page_starts, torch.where(keys > 0, (keys - 1) % s.page_size + 1, 0).to(I32), keys.to(I32)
-
-
-def make_plan(
-    s: Shape, path: int, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, plan: Tensor, workspace: Tensor
-) -> None:
-    """Plan a step, writing into `plan` and `workspace` only. The copy of the lengths to the host waits for the stream, once a step."""
-    sms = sm_count(page_table.device)
-    at = places(s, path, sms, Cutter("workspace", workspace))
-    tables, ints = staging(s, path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
-    lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
-    starts, page_starts, last, keys = host_tables(s, lengths[: s.requests], lengths[s.requests :], max_seqlen_q)
-    tables.copy_(torch.cat([starts, page_starts, last]))
-    at.tables.copy_(tables, non_blocking=True)
-    asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
-    at.indices.copy_(data.kv_indices(page_table.clamp(min=0), asked, page_size=s.page_size)[1])
-    sizes = (s.q_heads, s.kv_heads, s.page_size, True)
-    if path == DECODE:
-        empty = (torch.empty(0, dtype=s.dtype), torch.empty(0, dtype=s.kv_dtype))
-        found = module(s, path).plan(
-            at.floats, at.ints, ints, page_starts, s.rows, *sizes, s.window_left, float(s.softcap), s.head_dim, s.v_head_dim, *empty
-        )
-    else:
-        given = (at.floats, at.ints, ints, starts, page_starts, keys, total_rows(s) if path == FA2 else s.num_tokens, s.rows, *sizes)
-        rules = (s.head_dim, s.v_head_dim, s.mask_mode == CAUSAL, s.window_left)
-        uniform = 1 if s.decode and not s.deterministic else 0
-        found = module(s, path).plan(*given, *rules, *((-1, whole_keys(s, sms), 0, uniform) if path == FA2 else ()))
-    write_header(plan, path, s.fields, list(found))
-
-
-def run_paged(
-    s: Shape, path: int, plan: Tensor | None, workspace: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None,
-    out: Tensor, lse: Tensor | None, scale: float, softcap: float,
-) -> None:  # fmt: skip
-    """Run the planned kernel on (query, key pages, value pages). lse: base 2, written in place.
-
-    Raises InvalidInput, naming what does not fit, for a plan that was not made for this call.
-    """
-    made, ints = read_header(plan, MAKER, FIELDS, s.fields)
-    if made != path:
-        raise InvalidInput("plan.path", NAMES.get(made, made), f"{NAMES[path]}: max_seqlen_q differs from the plan's")
-    if workspace is None:
-        raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
-    at = places(s, path, sm_count(workspace.device), Cutter("workspace", workspace))
-    starts, page_starts, last = split_tables(s, at.tables)
-    pages, found = (page_starts, at.indices, last, out, lse), module(s, path)
-    if path == DECODE:
-        found.run(at.floats, at.ints, ints, *tensors, *pages, NHD, s.window_left, False, None, softcap, scale, 1.0, 1e4)
-        return
-    given = (at.floats, at.ints, ints, *tensors, starts, *pages, s.mask_mode, NHD, s.window_left, False)
-    if sinks is not None:
-        found.paged_run(*given, sinks.float().contiguous(), scale)
-    else:
-        nothing = (None,) * 6
-        found.paged_run(*given, *nothing, softcap, scale, None, None, None, 1.0, 1e4, 0, at.floats.numel())
+@functools.lru_cache(maxsize=1024)
+def call_of(arch: int, sms: int, max_seqlen_q: int, *numbers: Any) -> Call:
+    """The Call of these numbers, `numbers` being those of Shape in order. A pure function, asked by every layer."""
+    s = Shape(*numbers)
+    path = path_of(s, arch, max_seqlen_q)
+    counted = cut(s, path, sms)
+    indices, ints, floats = (start // 4 for start in counted.starts[1:])
+    used, pages = -(-counted.used // 4), s.requests * s.max_pages
+    ends = (s.rows + 1, s.rows + 1, s.rows, indices - 3 * s.rows - 2, pages, ints - indices - pages)
+    size = -(-scratch(s, path, sms)[0] // 4)
+    sizes = (*ends, size, floats - ints - size, used - floats)
+    return Call(s, path, tuple(s.fields), sizes, 3 * s.rows + 2, 4 * used)
 
 
 # The modules ----------------------------------------------------------------------------------------------------------
@@ -269,18 +219,28 @@ def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: in
     return get_batch_prefill_module(NAMES[path], *types, windowed, softcap, False)
 
 
-def plan_sizes(s: Shape, sms: int) -> tuple[int, int]:
-    """(length of `plan`, bytes of `workspace`) that serve every call of at most s.num_tokens, s.requests and s.max_pages."""
-    cap = 2 * sms // s.kv_heads
-    # FA2 splits keys only where tiles are few, so the longest call is not the one that needs most for the parts.
-    split = (-(-cap * 128 // s.group) + cap) * s.q_heads * (s.v_head_dim + 1) * 4
-    plans, workspaces = [0], [0]
-    for decode, deterministic in ((True, False), (True, True), (False, False), (False, True)):
-        shape = replace(s, decode=decode, deterministic=deterministic)
-        for path in NAMES if decode and not deterministic else (FA2, FA3):
-            plan, workspace = Cutter("plan"), Cutter("workspace")
-            staging(shape, path, sms, plan)
-            places(shape, path, sms, workspace)
-            plans.append(plan.used)
-            workspaces.append(workspace.used + split * (path == FA2))
-    return HEADER + -(-max(plans) // 8), max(workspaces)
+def run_decode(
+    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, scale: float,
+    softcap: float,
+) -> None:  # fmt: skip
+    """The CUDA-core kernel on (query, key pages, value pages). lse: base 2, written in place."""
+    s, tables = c.shape, (at.page_starts, at.indices, at.last, out, lse)
+    module(s, DECODE).run(at.floats, at.ints, ints, *tensors, *tables, NHD, s.window_left, False, None, softcap, scale, 1.0, 1e4)
+
+
+def run_prefill(
+    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor,
+    lse: Tensor | None, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """FA2 or FA3 on (query, key, value), pages or packed. lse: base 2, written in place."""
+    s, pages = c.shape, c.shape.max_pages > 0
+    tables = (at.page_starts, at.indices, at.last) if pages else (at.page_starts,)
+    found = module(s, c.path)
+    call = found.paged_run if pages else found.ragged_run
+    given = (at.floats, at.ints, ints, *tensors, at.starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, False)
+    if sinks is not None:
+        call(*given, sinks.float().contiguous(), scale)
+        return
+    nothing = (None,) * 6
+    scales = (None, None, None) if pages else ()
+    call(*given, *nothing, softcap, scale, *scales, 1.0, 1e4, 0, *((at.floats.nbytes,) if pages else ()))

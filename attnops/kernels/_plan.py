@@ -82,15 +82,18 @@ def host_plan(maker: str) -> Need:
 class Cutter:
     """Cuts one byte buffer into aligned pieces, one after the other; without a buffer it only counts.
 
-    used: bytes up to the end of the last piece. Raises InvalidInput when the buffer is too small.
+    used: bytes up to the end of the last piece. starts: where each piece starts, in bytes. Raises InvalidInput when the buffer is too
+    small.
     """
 
     def __init__(self, field: str, buffer: Tensor | None = None) -> None:
         self.field, self.buffer, self.used = field, buffer, 0
+        self.starts: list[int] = []
 
     def cut(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """The next `size` numbers of `dtype`; when counting, an empty tensor."""
         start = -(-self.used // ALIGN) * ALIGN
+        self.starts.append(start)
         self.used = start + size * dtype.itemsize
         if self.buffer is None:
             return torch.empty(0, dtype=dtype)

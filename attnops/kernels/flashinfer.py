@@ -1,8 +1,8 @@
-"""`flashinfer`: FlashInfer's paged kernels (https://arxiv.org/abs/2501.01005), on a plan that the host makes once a step.
+"""`flashinfer`: FlashInfer's kernels (https://arxiv.org/abs/2501.01005) for paged and packed calls, on plans that the host makes.
 
-Which of them runs (CUDA cores or tensor cores for decode, FA2 or FA3 for more queries) is settled by the plan, from numbers that do not
-change between steps. What lies in pages past a request's end may be anything: all three zero the values they load from there and
-replace the logits. Data pointers must be 16-byte aligned, as torch allocates them.
+Which of them runs (CUDA cores or tensor cores for decode, FA2 or FA3 for more queries) follows from numbers that do not change between
+steps. What lies in pages past a request's end may be anything: all of them zero the values they load from there and replace the
+logits. Data pointers must be 16-byte aligned, as torch allocates them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from attnops.kernel import Capture, Kernel, Need, arch, dtypes, one_of, register, without
 from attnops.kernels import _flashinfer as fi
+from attnops.kernels import _flashinfer_plan as planner
 from attnops.kernels._fa3 import deterministic
 from attnops.kernels._plan import host_plan
 from attnops.problem import Problem, Refusal, Target
+from attnops.reference.attention import no_lse
 
 LN2 = math.log(2.0)
 
@@ -48,12 +50,13 @@ def plan_paged_attention(
     if num_tokens == 0 or page_table.numel() == 0:
         plan.zero_()  # nothing to attend to, and nobody reads it
         return
-    s = fi.Shape(
-        num_tokens, page_table.shape[0], page_table.shape[1], q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype),
-        getattr(torch, kv_dtype), max_seqlen_q <= 1, causal, window_left, softcap, sinks, deterministic(policy),
+    device = page_table.device
+    c = fi.call_of(
+        Target.of(device).arch, fi.sm_count(device), max_seqlen_q, num_tokens, page_table.shape[0], page_table.shape[1],
+        q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype), getattr(torch, kv_dtype), max_seqlen_q <= 1, causal,
+        window_left, softcap, sinks, deterministic(policy),
     )  # fmt: skip
-    path = fi.path_of(s, Target.of(page_table.device).arch, max_seqlen_q)
-    fi.make_plan(s, path, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
+    planner.make_plan(c, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
 
 
 def paged_attention(
@@ -86,19 +89,71 @@ def paged_attention(
         if lse is not None:
             lse.copy_(_natural(torch.full_like(lse, float("-inf")), sinks, cu_seqlens_q))
         return
-    s = fi.Shape(
-        query.shape[0], page_table.shape[0], page_table.shape[1], query.shape[1], k_pages.shape[2], query.shape[2], v_pages.shape[3],
-        k_pages.shape[1], query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0, sinks is not None,
-        deterministic(policy),
+    tokens, q_heads, head_dim = query.shape
+    _, page_size, kv_heads, v_head_dim = v_pages.shape
+    c = fi.call_of(
+        Target.of(query.device).arch, fi.sm_count(query.device), max_seqlen_q, tokens, *page_table.shape, q_heads, kv_heads,
+        head_dim, v_head_dim, page_size, query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0,
+        sinks is not None, deterministic(policy),
     )  # fmt: skip
-    path = fi.path_of(s, Target.of(query.device).arch, max_seqlen_q)
+    ints, at = planner.read_plan(c, plan, workspace)
     out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    fi.run_paged(s, path, plan, workspace, (query, k_pages, v_pages), sinks, out, z, scale, softcap)
+    tensors = (query, k_pages, v_pages)
+    if c.path == fi.DECODE:
+        fi.run_decode(c, at, ints, tensors, out, z, scale, softcap)
+    else:
+        fi.run_prefill(c, at, ints, tensors, sinks, out, z, scale, softcap)
     if out is not output:
         output.copy_(out)
     if lse is not None and z is not None:
         lse.copy_(_natural(z, sinks, cu_seqlens_q)) if sinks is not None or z is not lse else lse.mul_(LN2)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.varlen_attention`. The op takes no plan, so every call copies the lengths to the host and plans."""
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+    cu_q, cu_k = torch.stack([cu_seqlens_q, cu_seqlens_k]).cpu()
+    for field, cu, most, tokens in (("q", cu_q, max_seqlen_q, query.shape[0]), ("k", cu_k, max_seqlen_k, key.shape[0])):
+        planner.within(f"lengths of cu_seqlens_{field}", cu.diff(), most)
+        planner.within(f"cu_seqlens_{field}[-1]", cu[-1:], tokens)
+    used = int(cu_k[-1])
+    if query.numel() and used:
+        queries, keys = planner.ragged_tables(cu_q, cu_k, query.shape[0], causal)
+        c = fi.call_of(
+            Target.of(query.device).arch, fi.sm_count(query.device), max_seqlen_q, query.shape[0], len(queries) - 1, 0,
+            query.shape[1], key.shape[1], query.shape[2], value.shape[2], 1, query.dtype, key.dtype, False, causal, window_left,
+            softcap > 0, sinks is not None, deterministic(policy),
+        )  # fmt: skip
+        ints, at = planner.plan_ragged(c, queries, keys, query.device)
+        # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no request are not shown to it.
+        fi.run_prefill(c, at, ints, (query, key[:used], value[:used]), sinks, output, lse, scale, softcap)
+    else:
+        output.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+    return output, no_lse(query) if lse is None else _natural(lse, sinks, cu_seqlens_q)
 
 
 def _natural(z: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor) -> Tensor:
@@ -116,7 +171,8 @@ def plan_sizes(
     """See `attnops.ops.plan_sizes`."""
     types = {"dtype": getattr(torch, dtype), "kv_dtype": getattr(torch, kv_dtype)}
     sizes = {"num_tokens": max_tokens, "requests": max_requests, "max_pages": max_pages}
-    return fi.plan_sizes(fi.Shape(**sizes, **types, **statics, decode=False, deterministic=False), fi.sm_count(device))  # type: ignore[arg-type]
+    largest = fi.Shape(**sizes, **types, **statics, decode=False, deterministic=False)  # type: ignore[arg-type]
+    return planner.plan_sizes(largest, fi.sm_count(device))
 
 
 def _head_dims(p: Problem) -> Refusal | None:
@@ -140,8 +196,12 @@ def _alike(p: Problem) -> Refusal | None:
     return None if p.pages_alike or p.head_dim != p.v_head_dim else Refusal("pages_alike", False, "key and value pages of equal strides")
 
 
+PLAN_US = 700.0
+"""Host time of a plan as measured, 0.5 to 0.9 ms. A paged layer bears 1/32 of it, a packed call all."""
+
+
 def _cost_us(p: Problem) -> float:
-    """A roofline of SM90 as in `fa3`: FA3's prefill reached 437 to 534 TFLOP/s there, FA2's half; a layer bears 1/32 of a 0.7 ms plan."""
+    """A roofline of SM90 as in `fa3`, with what was measured: FA3's paged prefill 437 to 534 TFLOP/s; CUDA cores 1.5 times the time."""
     tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
     context = max(p.context.hint, 1)
     if p.window[0] >= 0:
@@ -150,7 +210,8 @@ def _cost_us(p: Problem) -> float:
     size = 2.0 * (tokens * p.q_heads + batch * context * p.kv_heads) * width
     flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0)
     slow = 1.5 if queries == 1 and p.group_size < 4 else 1.0
-    return 36.0 + max(slow * size / 4.2e6, flops / (5e8 if p.target.arch == 90 else 2.5e8))
+    plan = PLAN_US / 32 if p.op == "paged_attention" else PLAN_US
+    return 14.0 + plan + max(slow * size / 4.2e6, flops / (5e8 if p.target.arch == 90 else 2.5e8))
 
 
 NEEDS: tuple[Need, ...] = (
@@ -159,36 +220,27 @@ NEEDS: tuple[Need, ...] = (
     _head_dims,
     _right,
     _sinks,
+    one_of("last_dim_contiguous", True),
     *without("mask", "kv_scales"),
 )
 ABOUT = "FlashInfer: decode and prefill, FA2 and FA3, planned by the host"
-# A compiled graph is split around both. The plan op waits for the device. The kernels themselves can be captured, and are when a
+# A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
 # graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
 # frees while it keeps writing to them (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
+_SHARED = {"packages": (fi.PACKAGE,), "capture": Capture.NEVER, "batch_invariant": True, "about": ABOUT}
 register(
     Kernel(
         "flashinfer",
         "plan_paged_attention",
         plan_paged_attention,
         needs=NEEDS,
-        packages=(fi.PACKAGE,),
-        cost_us=lambda p: 700.0,
-        capture=Capture.NEVER,
-        batch_invariant=True,
+        cost_us=lambda p: PLAN_US,
         plan_sizes=plan_sizes,
-        about=ABOUT,
+        **_SHARED,  # type: ignore[arg-type]
     )
 )
-register(
-    Kernel(
-        "flashinfer",
-        "paged_attention",
-        paged_attention,
-        needs=(*NEEDS, _alike, host_plan(fi.MAKER), one_of("last_dim_contiguous", True)),
-        packages=(fi.PACKAGE,),
-        cost_us=_cost_us,
-        capture=Capture.NEVER,
-        batch_invariant=True,
-        about=ABOUT,
-    )
-)
+for _op, _run, _more in (
+    ("paged_attention", paged_attention, (_alike, host_plan(planner.MAKER))),
+    ("varlen_attention", varlen_attention, ()),
+):
+    register(Kernel("flashinfer", _op, _run, needs=(*NEEDS, *_more), cost_us=_cost_us, **_SHARED))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch
 
 SMS = 8
 BLOCKS_PER_SM = 16
+TILE = 128
 HALVES = (torch.float16, torch.bfloat16)
 
 PREFILL_PLAN = (
@@ -53,9 +54,8 @@ class Allocator:
     """AlignedAllocator: hands out offsets of a buffer, whose address must be aligned."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        check(buffer.dtype == torch.uint8 and buffer.is_contiguous(), "workspaces are contiguous bytes")
-        check(buffer.data_ptr() % 16 == 0, "the buffer is not aligned")
-        self.room, self.used = buffer.numel(), 0
+        check(buffer.is_contiguous() and buffer.data_ptr() % 16 == 0, "the buffer is not aligned")
+        self.room, self.used = buffer.nbytes, 0
 
     def take(self, size: int, alignment: int, name: str) -> int:
         start = -(-self.used // alignment) * alignment
@@ -65,8 +65,13 @@ class Allocator:
         return start
 
 
+def raw(buffer: torch.Tensor) -> torch.Tensor:
+    """Its bytes: a workspace may be of any dtype."""
+    return buffer.view(torch.uint8)
+
+
 def ints_at(buffer: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    return buffer[offset : offset + 4 * count].view(torch.int32)
+    return raw(buffer)[offset : offset + 4 * count].view(torch.int32)
 
 
 def store(buffer: torch.Tensor, offset: int, values: list[int]) -> None:
@@ -75,8 +80,8 @@ def store(buffer: torch.Tensor, offset: int, values: list[int]) -> None:
 
 def upload(ints: torch.Tensor, locked: torch.Tensor, size: int) -> None:
     """The copy of all that was taken, whatever the planner left unwritten in it."""
-    check(locked.numel() >= size, "the page-locked buffer is as large as the int workspace")
-    ints[:size].copy_(locked[:size])
+    check(locked.nbytes >= size, "the page-locked buffer is as large as the int workspace")
+    raw(ints)[:size].copy_(raw(locked)[:size])
 
 
 def host_ints(*tensors: torch.Tensor) -> None:
@@ -136,7 +141,7 @@ def decode_run(
     check(paged_k_cache.stride() == paged_v_cache.stride(), "K/V strides differ")
     check(alibi_slopes is None and rope_scale == 1.0 and kv_layout_code == 0 and not enable_pdl, "this stand-in has none of these")
     padded, split = plan_info_vec[0], plan_info_vec[9]
-    count = int(int_workspace_buffer[plan_info_vec[6] : plan_info_vec[6] + padded].sum()) if split else padded
+    count = int(raw(int_workspace_buffer)[plan_info_vec[6] : plan_info_vec[6] + padded].sum()) if split else padded
     rows = set(ints_at(int_workspace_buffer, plan_info_vec[3], count).tolist())
     check(rows == set(range(q.shape[0])), "the plan covers every row, and no other")
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
@@ -262,6 +267,7 @@ def paged_run(
     check(not (module.backend == "fa2" and q.dtype.itemsize == 1), "fp8 query")
     tables = covered(module, int_workspace_buffer, plan_info_vec, q, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_k_cache)
     if module.backend == "fa3":
+        check(q.shape[2] == paged_v_cache.shape[3], "cudaErrorNotSupported: paged fa3 with unlike head dims")
         check(paged_k_cache.stride()[:2] == paged_v_cache.stride()[:2], "K and V must have same page stride for sparse attention")
     body(
         module, q, paged_k_cache, paged_v_cache, tables[0], paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse,
@@ -282,12 +288,50 @@ def sink_paged_run(
     )  # fmt: skip
 
 
+def ragged_run(
+    float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode, layout,
+    window_left, enable_pdl, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr,
+    maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr, logits_soft_cap, sm_scale, rope_scale, rope_theta, token_pos_in_items_len,
+    maybe_k_cache_sf=None, maybe_v_cache_sf=None, scale_q=None, scale_k=None, scale_v=None, *, module,
+):  # fmt: skip
+    check(maybe_custom_mask is None and maybe_alibi_slopes is None and scale_v is None and rope_scale == 1.0, "not in this stand-in")
+    CALLS.append(f"{module.backend}.ragged_run")
+    packed(module, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode == 1, window_left,
+           logits_soft_cap, sm_scale, None)  # fmt: skip
+
+
+def sink_ragged_run(
+    float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode_code, layout,
+    window_left, enable_pdl, sink, sm_scale, *, module,
+):  # fmt: skip
+    CALLS.append(f"{module.backend}.sink_ragged_run")
+    check(sink.dtype == torch.float32 and sink.is_contiguous(), "the sink is float32")
+    packed(module, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode_code == 1, window_left,
+           0.0, sm_scale, sink)  # fmt: skip
+
+
+def packed(module, ints, info, q, k, v, starts, kv_indptr, o, lse, causal, window_left, softcap, scale, sink) -> None:
+    """Packed keys are pages of one token, in order. FA3's loads of values by TMA take whole tiles, NaN of other requests with them."""
+    check(k.shape[0] > 0, "CUDA error: a tensor map of no rows")
+    pages, values = k[:, None], v[:, None]
+    last = (kv_indptr.diff() > 0).int()
+    covered(module, ints, info, q, starts, kv_indptr, last, pages)
+    order = torch.arange(k.shape[0], dtype=torch.int32)
+    q_lens, k_lens = starts.diff().tolist(), kv_indptr.diff().tolist()
+    check(module.backend == "fa3" or not causal or all(n <= m or m == 0 for n, m in zip(q_lens, k_lens, strict=True)), "FA2 is wrong here")
+    body(module, q, pages, values, starts, kv_indptr, order, last, o, lse, causal, window_left, softcap, scale, sink)
+    for b, length in enumerate(k_lens if module.backend == "fa3" else []):
+        tile = v[int(kv_indptr[b]) : int(kv_indptr[b]) + -(-length // TILE) * TILE]
+        if length and tile.isnan().any():
+            o[int(starts[b]) : int(starts[b + 1])] = float("nan")
+
+
 def covered(module, ints, info, q, qo_indptr, kv_indptr, last, pages) -> tuple[torch.Tensor]:
     """The query starts; checks that what the plan left in the int workspace is for these tables."""
     q_lens, page = qo_indptr.diff().tolist(), pages.shape[1]
     if module.backend == "fa2":
         check(len(info) == 15, f"PrefillPlanInfo::FromVector: vec.size() should be 15, but got {len(info)}")
-        count = int(ints[info[12] : info[12] + info[0]].sum())
+        count = int(raw(ints)[info[12] : info[12] + info[0]].sum())
         rows = ints_at(ints, info[4], count).tolist()
         check(set(rows) == {b for b, n in enumerate(q_lens) if n}, "the plan is for other queries")
         check(ints_at(ints, info[8], len(q_lens) + 1).equal(qo_indptr), "the plan is for other query starts")
@@ -364,8 +408,7 @@ def get_batch_prefill_module(backend, *args):
     check(len(args) == 10 and args[-1] is False, "batch prefill modules have ten parameters besides the backend")
     dims = (args[4], args[5])
     check(backend in ("fa2", "fa3") and dims in ((64, 64), (128, 128), (256, 256), (192, 128)), f"{backend} {dims}")
-    check(backend == "fa2" or dims[0] == dims[1], "cudaErrorNotSupported: paged fa3 with unlike head dims")
-    return _module(backend, *args[:-1], paged_run=paged_run)
+    return _module(backend, *args[:-1], paged_run=paged_run, ragged_run=ragged_run)
 
 
 def gen_batch_prefill_attention_sink_module(
@@ -373,7 +416,7 @@ def gen_batch_prefill_attention_sink_module(
 ):
     check(backend in ("fa2", "fa3"), backend)
     given = (dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim_qk, head_dim_vo, pos_encoding_mode, use_sliding_window, False)
-    return SimpleNamespace(build_and_load=lambda: _module(backend, *given, paged_run=sink_paged_run))
+    return SimpleNamespace(build_and_load=lambda: _module(backend, *given, paged_run=sink_paged_run, ragged_run=sink_ragged_run))
 
 
 @contextmanager

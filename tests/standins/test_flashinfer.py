@@ -14,12 +14,13 @@ from attnops.cache import PagedCache, Planner
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Capture, kernels_of
 from attnops.kernels import _flashinfer as fi
+from attnops.kernels import _flashinfer_plan as planner_of
 from attnops.kernels._plan import HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
-from attnops.problem import Target, pretend
+from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
-from attnops.testing.cases import FEATURES, PAGED_SHAPES
+from attnops.testing.cases import FEATURES, PAGED_SHAPES, VARLEN_SHAPES
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_modules as standin
 
@@ -98,6 +99,57 @@ def test_outputs_of_other_layouts_are_copied_into(sm90):
     KERNEL.run(*odd.args, **odd.kwargs)
     for name in ("output", "lse"):
         torch.testing.assert_close(odd.arguments[name], call.arguments[name])
+
+
+# Packed ---------------------------------------------------------------------------------------------------------------
+
+VARLEN = kernels_of("varlen_attention")["flashinfer"]
+PACKED = {"main": lambda s, f: builders.varlen(s, (3, 0, 5, 1), (7, 2, 5, 4), f), **VARLEN_SHAPES}
+PACKED |= {"longer": lambda s, f: builders.varlen(s, (140, 3), (200, 130), f)}
+PACKED |= {"tall": lambda s, f: builders.varlen(s, (200, 90), (70, 80), f)}
+
+
+@pytest.mark.parametrize(("shape", "name"), [(s, n) for s in PACKED for n, f in FEATURES.items() if f.mask == "none" and not f.kv_dtype])
+def test_packed_grid(calls, shape, name):
+    f = FEATURES[name]
+    f = replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
+    figures = check_kernel(VARLEN, PACKED[shape](Source(0), f))
+    if figures.refused:
+        assert {r.field for r in figures.refused} <= {"window", "softcap"}
+    assert figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize("lens", [((5, 3), (5, 3)), ((300, 3), (300, 40))])
+def test_deepseek_prefill(calls, lens):
+    f = replace(LLAMA, q_heads=4, kv_heads=4, head_dim=192, v_head_dim=128, lse=True)
+    assert check_kernel(VARLEN, builders.varlen(Source(0), *lens, f)).worst <= 1.0
+    long = lens[0][0] == 300
+    want = "fa3" if long and attnops.problem.pretended() == TARGETS[90] else "fa2"
+    assert calls == [f"{want}.plan", f"{want}.ragged_run"]
+
+
+def test_packed_calls_are_chosen_only_when_asked_for(sm90):
+    call = builders.varlen(Source(0), (30, 3), (30, 40), LLAMA)
+    with attnops.use(kernel="flashinfer"):
+        attnops.varlen_attention(**{n: v for n, v in call.arguments.items() if n != "return_lse"})
+    assert calls_of(sm90) == {"fa3.plan": 1, "fa3.ragged_run": 1}
+    wide = Problem("varlen_attention", Target("cuda", 90, assume=("flashinfer", "sgl_kernel")), BF16, BF16, 32, 8, 128, 128)
+    assert select(wide).kernel.name == "fa3" and "flashinfer" in select(wide).passed_over
+
+
+def test_a_training_step_takes_it_too(sm90):
+    call = builders.varlen(Source(0), (30, 3), (30, 40), replace(LLAMA, lse=False), padding=(0, 0))
+    given = {n: v.clone().requires_grad_() if n in ("query", "key", "value") else v for n, v in call.arguments.items()}
+    grads = []
+    for kernel in ("flashinfer", "reference"):
+        out = attnops.varlen_attention(**given, kernel=kernel)
+        grads.append(torch.autograd.grad(out.float().square().sum(), [given[n] for n in ("query", "key", "value")]))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+
+
+def calls_of(record):
+    return dict(Counter(record))
 
 
 # Which of FlashInfer's kernels ----------------------------------------------------------------------------------------
@@ -181,7 +233,7 @@ def test_sizes_serve_every_smaller_call(sm90):
 
 def test_the_workspace_of_a_large_server_is_small():
     s = fi.Shape(8192, 256, 8192, 32, 8, 128, 128, 16, BF16, BF16, False, True, -1, False, False, False)
-    numbers, size = fi.plan_sizes(s, 132)
+    numbers, size = planner_of.plan_sizes(s, 132)
     assert numbers * 8 < 4 << 20 and size < 40 << 20
 
 
@@ -265,7 +317,7 @@ def test_another_policy_needs_another_plan(sm90):
         ({"seq_lens": [6, 4, -1, 2]}, "seq_lens: got .* want 0 <= each"),
         ({"seq_lens": [6, 3, 0, 21]}, r"seq_lens: got .* no key, or at least as many as new tokens \[1, 4, 0, 2\]"),
         ({"cu_seqlens_q": [0, 1, 5, 5, 10]}, r"lengths of cu_seqlens_q: got \[1, 4, 0, 5\], want 0 <= each <= 4"),
-        ({"cu_seqlens_q": [0, 1, 5, 8, 10]}, r"cu_seqlens_q\[-1\]: got 10, want <= 9 tokens"),
+        ({"cu_seqlens_q": [0, 1, 5, 8, 10]}, r"cu_seqlens_q\[-1\]: got \[10\], want 0 <= each <= 9"),
     ],
 )
 def test_lengths_that_would_be_read_past_the_tables_are_refused(sm90, change, want):
@@ -310,19 +362,21 @@ def test_modules_are_built_once(sm90):
     for seed in range(3):
         call = planned(KERNEL, paged(seed=seed))
         KERNEL.run(*call.args, **call.kwargs)
-    assert standin.BUILT == [("fa2", BF16, BF16, 128, 128, False, False, "paged_run")]
+    assert standin.BUILT == [("fa2", BF16, BF16, 128, 128, False, False, "paged_run", "ragged_run")]
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["paged_attention", "plan_paged_attention"])
+@pytest.mark.parametrize("op", ["paged_attention", "varlen_attention", "plan_paged_attention"])
 def test_opcheck(sm90, op):
     overload = getattr(torch.ops.attnops, op).flashinfer
     assert torch.Tag.cudagraph_unsafe in overload.tags
     assert KERNEL.capture is Capture.NEVER
     if op == "paged_attention":
         checked = [planned(KERNEL, c) for c in (paged(f=replace(LLAMA, lse=True)), paged((1, 1), (9, 3)), paged((90,), (90,)))]
+    elif op == "varlen_attention":
+        checked = [builders.varlen(Source(0), (3, 4), (5, 6), replace(LLAMA, lse=lse)) for lse in (True, False)]
     else:
         checked = [c.call() for c in CASES[op]]
     for call in checked:
