@@ -15,6 +15,7 @@ TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
 MLA, SPARSE = "mla_attention", "sparse_mla_attention"
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
+MERGES = ("merge_state", "merge_states")
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
@@ -31,7 +32,7 @@ class Feature:
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", "merge_state", "merge_states")),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", *MERGES)),
     Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
     Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
     Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE)),

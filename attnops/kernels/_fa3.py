@@ -69,8 +69,10 @@ def call(
     if sinks is not None:
         sinks = sinks.to(torch.bfloat16).contiguous()
     cu_q, cu_k = cu
-    batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    q_scale, k_scale, v_scale = (None,) * 3 if scales is None else (_expanded(s, batch, key.shape[-2]) for s in scales)
+    q_scale = k_scale = v_scale = None
+    if scales is not None:
+        batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        q_scale, k_scale, v_scale = (_expanded(s, batch, key.shape[-2]) for s in scales)
     found = fwd(
         query, key, value, None, None, q_v, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
         None, None, ends, *longest, table, None, starts, None, None, None,
@@ -88,7 +90,7 @@ def _expanded(scale: Tensor | None, batch: int, heads: int) -> Tensor | None:
 def deterministic(policy: str) -> bool:
     """Does the policy ask for results that do not depend on batch mates?"""
     # The number of splits follows from the whole batch's size, and with it the order of summation.
-    return "deterministic" in policy.split(";")
+    return "deterministic" in policy and "deterministic" in policy.split(";")
 
 
 def left_padding(page_size: int, rows: int, policy: str, like: Tensor) -> Tensor | None:

@@ -151,12 +151,12 @@ def paged_attention(
         return
     if padded:
         output.zero_()  # as in varlen_attention
-    page_size, (batch, width) = k_pages.shape[1], page_table.shape
-    starts = left_padding(page_size, max_seqlen_q * (query.shape[1] // k_pages.shape[2]), policy, seq_lens)
+    _, page_size, kv_heads, head_dim = k_pages.shape
+    starts = left_padding(page_size, max_seqlen_q * (query.size(1) // kv_heads), policy, seq_lens)
     rules = (causal, window_left, window_right, softcap, attention_chunk)
     if plan is not None:
-        static = (causal, window_left, window_right, attention_chunk)
-        plan = part_of_plan(plan, batch, max_seqlen_q, width * page_size, query.shape[2], static)
+        (batch, width), static = page_table.shape, (causal, window_left, window_right, attention_chunk)
+        plan = part_of_plan(plan, batch, max_seqlen_q, width * page_size, head_dim, static)
     out = output if output.stride(2) == 1 else None
     found, raw = call(
         query, k_pages, v_pages, sinks, policy, scale, rules, None if q_scale is None else (q_scale, k_scale, v_scale), out,

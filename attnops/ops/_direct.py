@@ -7,8 +7,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.compiler import is_compiling as _compiling
 
 from attnops.kernel import generation, takes
 from attnops.ops._op import Op
@@ -22,6 +23,7 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 
 Run = Callable[..., Any]
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 KINDS = 512
 SHAPES = 8
 
@@ -34,23 +36,26 @@ class Direct:
 
     def __init__(self, op: Op) -> None:
         self.op, self.overload = op, op.packet.default
-        self.patterns: dict[tuple[Any, ...], tuple[Callable[..., Any], ...] | None] = {}
+        self.patterns: dict[tuple[Any, ...], tuple[int, Pick, Pick, Pick] | None] = {}
         self.seen: dict[tuple[Any, ...], list[tuple[Any, Any, Run]]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result. args: every positional argument. kwargs: always the same names, in the same order, policy among them."""
-        # Asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
-        if torch.compiler.is_compiling() or TensorGuards is None or not _ordinary():
+        # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone. Then: may a gradient be
+        # asked for, does somebody listen in, has somebody put something in the place of torch?
+        if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
             return self.overload(*args, **kwargs)
         values = (*args, *kwargs.values())
         types = tuple(map(type, values))
-        pattern = self.patterns.get(types, ())
-        if pattern == ():
-            pattern = self.patterns[types] = _pattern(types, self._kinds(len(args), kwargs))
+        try:
+            pattern = self.patterns[types]
+        except KeyError:
+            picks = _pattern(types, self._kinds(len(args), kwargs))
+            pattern = self.patterns[types] = picks and (len(self.patterns), *picks)
         if pattern is None:
             return self.overload(*args, **kwargs)
-        even, odd, rest = pattern
-        a, b, key = even(values), odd(values), (generation(), pretended(), types, rest(values))
+        number, even, odd, rest = pattern
+        a, b, key = even(values), odd(values), (number, generation(), pretended(), rest(values))
         for first, second, run in self.seen.get(key, ()):
             if first.check(*a) and second.check(*b):
                 return run(*args, **kwargs)
@@ -77,16 +82,6 @@ class Direct:
         kept.insert(0, (first, second, _without(run, unknown) if unknown else run))
 
 
-def _ordinary() -> bool:
-    """No gradient may be asked for, nobody listens in, and nobody has put something in the place of torch."""
-    return not (
-        torch.is_grad_enabled()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _profiling()
-    )
-
-
 PLAIN: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, torch.nn.Parameter),
     "Optional[Tensor]": (Tensor, torch.nn.Parameter, type(None)),
@@ -98,16 +93,16 @@ PLAIN: dict[str, tuple[type, ...]] = {
 """What the dispatcher hands on as it is, by the schema's word for it."""
 
 
-def _pattern(types: tuple[type, ...], kinds: list[str]) -> tuple[Callable[..., Any], ...] | None:
+def _pattern(types: tuple[type, ...], kinds: list[str]) -> tuple[Pick, Pick, Pick] | None:
     """What picks from a call's values two sets of tensors and the rest; None for types that the dispatcher must see."""
-    if any(t not in PLAIN.get(kind, ()) for t, kind in zip(types, kinds, strict=True)):
+    if TensorGuards is None or any(t not in PLAIN.get(kind, ()) for t, kind in zip(types, kinds, strict=True)):
         return None
     where = [i for i, t in enumerate(types) if issubclass(t, Tensor)]
     # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
-    return _pick(where[::2]), _pick(where[1::2]), _pick([i for i in range(len(types)) if i not in where])
+    return _pick(where[::2]), _pick(where[1::2]), _pick([i for i, t in enumerate(types) if i not in where and t is not type(None)])
 
 
-def _pick(where: list[int]) -> Callable[..., Any]:
+def _pick(where: list[int]) -> Pick:
     if len(where) == 1:
         only = where[0]
         return lambda values: (values[only],)

@@ -343,4 +343,4 @@ _dense = Direct(ATTENTION)
 
 def default_scale(query: Tensor, scale: float | None) -> float:
     """`scale`, or one over the root of the query's head dim."""
-    return float(query.shape[-1]) ** -0.5 if scale is None else scale
+    return float(query.size(-1)) ** -0.5 if scale is None else scale

@@ -38,7 +38,7 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
     }  # fmt: skip
     op = f"plan_{call.op}"
     names = [a.name for a in OPS[op].packet.default._schema.arguments]
-    statics = {n: known[n] for n in names if n in known and n != "plan"}
+    statics = {n: known[n] for n in names if n in known and n not in ("plan", "workspace")}
     tables = {n: call.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
     device = tables["page_table"].device
     if buffers is None:
