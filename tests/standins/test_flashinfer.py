@@ -115,7 +115,7 @@ def test_packed_grid(calls, shape, name):
     f = replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
     figures = check_kernel(VARLEN, PACKED[shape](Source(0), f))
     if figures.refused:
-        assert {r.field for r in figures.refused} <= {"window", "softcap"}
+        assert {r.field for r in figures.refused} <= {"window", "softcap", "attention_chunk"}
     assert figures.worst <= 1.0, figures
 
 
