@@ -46,16 +46,18 @@ class Grid:
         """Microseconds of `kernel` at any sizes, or None when it was never timed here.
 
         Between measured points: linear in batch and ratio, as a launch plus bytes over bandwidth is, and geometric in queries, as
-        a power is. Below the first point of an axis: that point. Beyond the last: in proportion to the work. At a measured point
-        the result is what was measured, and it grows with every size along which the measured times grow.
+        a power is. Below the first point of an axis: that point. Beyond the last: on along the line of the last two, and in queries,
+        or where there is one point, in proportion to the work. At a measured point the result is what was measured, and it grows
+        with every size along which the measured times grow.
         """
         table = self._filled.get(kernel)
         if table is None:
             return None
-        b, q, r = map(_locate, self.axes, sizes)
+        b, q, r = (_locate(axis, size, linear) for axis, size, linear in zip(self.axes, sizes, (True, False, True), strict=True))
         scale = 1.0
         for axis, size, power in zip(self.axes, sizes, POWERS, strict=True):
-            scale *= max(size / axis[-1], 1.0) ** power
+            if len(axis) == 1 or power == 2:
+                scale *= max(size / axis[-1], 1.0) ** power
         value = _linear(b, lambda i: _geometric(q, lambda j: _linear(r, lambda k: table[self._index(i, j, k)])))
         return value * scale
 
@@ -97,24 +99,26 @@ class Grid:
         return Work(bytes_us, flops_us)
 
 
-Ends = tuple[tuple[int, float, float], ...]
+Ends = tuple[tuple[int, float], ...]
 
 
-def _locate(axis: tuple[float, ...], size: float) -> Ends:
-    """The two neighbours on the axis, each with its index, its linear and its logarithmic weight."""
-    size = min(max(size, axis[0]), axis[-1])
+def _locate(axis: tuple[float, ...], size: float, linear: bool) -> Ends:
+    """The two neighbours on the axis, each with its index and its weight; beyond the end of a linear axis the last two."""
+    size = max(size, axis[0]) if linear else min(max(size, axis[0]), axis[-1])
     high = min(bisect_right(axis, size), len(axis) - 1)
     low = max(high - 1, 0)
     if high == low:
-        return ((low, 1.0, 1.0),)
+        return ((low, 1.0),)
     a, b = axis[low], axis[high]
-    linear, geometric = (size - a) / (b - a), log(size / a) / log(b / a)
-    return (low, 1 - linear, 1 - geometric), (high, linear, geometric)
+    weight = (size - a) / (b - a) if linear else log(size / a) / log(b / a)
+    return (low, 1 - weight), (high, weight)
 
 
 def _linear(ends: Ends, value: Callable[[int], float]) -> float:
-    return sum(weight * value(i) for i, weight, _ in ends if weight)
+    found = sum(weight * value(i) for i, weight in ends if weight)
+    # Beyond the last point noise must not turn into a line that falls.
+    return found if len(ends) == 1 or ends[1][1] <= 1 else max(found, value(ends[1][0]))
 
 
 def _geometric(ends: Ends, value: Callable[[int], float]) -> float:
-    return exp(sum(weight * log(value(i)) for i, _, weight in ends if weight))
+    return exp(sum(weight * log(value(i)) for i, weight in ends if weight))

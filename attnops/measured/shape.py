@@ -55,8 +55,8 @@ class Shape:
     def distance(self, p: Problem) -> float:
         """How unlike `p` the shape is: 0 for the same kind, infinite when it says nothing about `p`.
 
-        A factor of two counts 1 for the group size of a decode step, 2 for a head dim, less for the page size, the group of a
-        prefill and the window.
+        A factor of two counts 1 for the group size of a decode step, 0.75 for each head dim, less for the key heads, the page size, the
+        group of a prefill and the window.
         """
         if (self.op, self.rope_dim, self.kv_range, self.window >= 0) != (p.op, p.rope_dim, p.kv_range, p.windowed):
             return inf
@@ -71,8 +71,9 @@ class Shape:
         dims = ((self.head_dim, p.head_dim), (self.v_head_dim, p.v_head_dim))
         if any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims):
             return inf
-        far = 2 * sum(_octaves(a, b) for a, b in dims)
+        far = 0.75 * sum(_octaves(a, b) for a, b in dims)
         far += _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
+        far += 0.25 * _octaves(self.kv_heads, p.kv_heads)
         far += 0.25 * _octaves(self.page_size, p.page_size) if self.page_size else 0.0
         far += 0.1 * _octaves(self.window + 1, p.window[0] + 1) if self.window >= 0 and p.window[0] >= 0 else 0.0
         return far + 0.5 * (not self.decode and self.causal != p.causal) + 0.25 * (self.sinks != p.sinks)
@@ -85,13 +86,22 @@ class Shape:
     def place(self, p: Problem) -> Sizes:
         """Where `p` lies among this shape's sizes.
 
-        Heads and their dims count as requests: the work of a decode step follows batch times key heads times head dims, that of a
-        prefill batch times query heads times head dims.
+        Heads and head dims count as requests, so that the work is the same: key heads in a decode step, query heads in a prefill.
+        Over pages, where many keys may meet few queries, the query heads of a group count as queries. Less than one request is one
+        with less work.
         """
-        batch, queries, context = sizes_of(p)
-        heads = p.kv_heads / self.kv_heads if self.decode else p.q_heads / self.q_heads
-        dims = (p.head_dim + p.v_head_dim) / (self.head_dim + self.v_head_dim)
-        return Sizes(batch * heads * dims, queries, context / queries)
+        batch, queries, ratio = sizes_of(p)
+        paged = self.page_size > 0 and not self.decode
+        heads = p.kv_heads / self.kv_heads if self.decode or paged else p.q_heads / self.q_heads
+        if paged:
+            group = p.group_size / self.group_size
+            queries, ratio = queries * group, ratio / group
+        batch *= heads * (p.head_dim + p.v_head_dim) / (self.head_dim + self.v_head_dim)
+        if batch < 1 and self.decode:
+            batch, ratio = 1.0, ratio * batch
+        elif batch < 1:
+            batch, queries = 1.0, queries * batch**0.5
+        return Sizes(batch, queries, ratio)
 
     def work(self, at: Sizes) -> Work:
         """What a call of this shape must move and compute."""
@@ -110,10 +120,13 @@ def decodes(p: Problem) -> bool:
     return p.queries.hint <= 1
 
 
-def sizes_of(p: Problem) -> tuple[float, float, float]:
-    """(requests, new tokens of each on average, keys of each at most), from the hints."""
-    batch, tokens, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.context))
-    return batch, 1.0 if decodes(p) else max(min(tokens / batch, float(p.queries.hint)), 1.0), context
+def sizes_of(p: Problem) -> Sizes:
+    """From the hints: requests, new tokens of each on average, keys per new token of the longest.
+
+    Requests are taken to be smaller copies of the longest one.
+    """
+    batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.queries, p.context))
+    return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
 
 
 def _octaves(a: float, b: float) -> float:

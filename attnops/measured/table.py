@@ -125,9 +125,13 @@ _DEFAULTS = asdict(Shape(""))
 
 def _grid_to_dict(grid: Grid) -> dict[str, Any]:
     shape = {n: v for n, v in asdict(grid.shape).items() if v != _DEFAULTS[n]}
-    axes = {n: [int(x) if x == int(x) else x for x in axis] for n, axis in zip(("batch", "queries", "ratio"), grid.axes, strict=True)}
-    out = {"shape": shape, **axes, "us": dict(grid.us)}
+    axes = {n: _short(axis) for n, axis in zip(("batch", "queries", "ratio"), grid.axes, strict=True)}
+    out = {"shape": shape, **axes, "us": {name: _short(times) for name, times in grid.us.items()}}
     return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    return [int(x) if x is not None and x == int(x) else x for x in values]
 
 
 def from_json(text: str) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +72,28 @@ class GraphClock:
             taken = self._times(replay, repeats)
         return statistics.median(taken)
 
+    def in_turn(self, runs: Mapping[str, Run], rounds: int = 25) -> dict[str, list[float]]:
+        """Microseconds of each of `runs` by round, all in every round, so that drift hits all alike.
+
+        A run that cannot be captured is launched.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        with torch.cuda.stream(self._stream):
+            for run in runs.values():
+                run()
+            replays = {name: self._captured_or(run) for name, run in runs.items()}
+            for _ in range(rounds):
+                for name, replay in replays.items():
+                    taken[name] += self._times(replay, 1)
+        return taken
+
+    def _captured_or(self, run: Run) -> Run:
+        try:
+            return self._capture(run).replay
+        except Exception:  # whatever capture makes of what the call does
+            return run
+
     def _replay(self, kernel: Kernel, run: Run) -> Run:
         who = (kernel.op, kernel.name)
         if kernel.capture is not Capture.WHOLE or who in self._uncapturable:
@@ -80,7 +102,7 @@ class GraphClock:
             return self._capture(run).replay
         except torch.OutOfMemoryError:
             raise
-        except Exception:
+        except Exception:  # whatever capture makes of what the kernel does
             self._uncapturable.add(who)
             return run
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.measured import Grid, Sizes, Table, cpu_name, version_of
+from attnops.measured import Grid, Shape, Sizes, Table, cpu_name, version_of
 from attnops.problem import Target
 from attnops.tune.calls import Pool, build
 from attnops.tune.shapes import LARGEST_BYTES, Plan
@@ -21,6 +21,9 @@ from attnops.version import VERSION
 
 TOO_SLOW = 8.0
 """A kernel this many times slower than the best at a smaller size is not timed at a larger one."""
+
+SHORTEST = 0.6
+"""The shortest request of a timed batch that reads a cache, as a share of the longest."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,6 +77,18 @@ def _points(plan: Plan) -> list[Sizes]:
     return Grid(plan.shape, plan.batch, plan.queries, plan.ratio, {}).points()
 
 
+def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
+    """(new tokens, keys) of each request of a timed call.
+
+    What is known of a cache when a kernel is chosen is the longest it may be, so where keys come from a cache the requests have from
+    all of them down to SHORTEST of them, evenly spread. Elsewhere they are alike.
+    """
+    batch, queries, keys = int(at.batch), int(at.queries), int(at.queries * at.ratio)
+    cached = shape.decode or shape.kv_range or (shape.page_size > 0 and at.ratio > 1)
+    step = (1 - SHORTEST) / max(batch - 1, 1) if cached else 0.0
+    return [queries] * batch, [max(round(keys * (1 - i * step)), 1 if shape.kv_range else queries) for i in range(batch)]
+
+
 def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, report: Report, step: Callable[[int], None]) -> Grid:
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
@@ -88,7 +103,7 @@ def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, repor
             report.late += 1
             continue
         batch, queries = int(at.batch), int(at.queries)
-        call = build(shape, [queries] * batch, [int(at.queries * at.ratio)] * batch, pool)
+        call = build(shape, *lengths(shape, at), pool)
         candidates = stopwatch.candidates(call)
         if len(candidates) < 2:
             continue
@@ -99,7 +114,7 @@ def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, repor
                 continue
             found = stopwatch.time(kernel, given, shape, plan_us)
             if found.us is not None:
-                row[index] = float(f"{found.us:.4g}")
+                row[index] = _rounded(found.us)
                 report.timings += 1
                 if plan_us is not None:
                     plans_us.setdefault(kernel.name, []).append(plan_us)
@@ -112,6 +127,11 @@ def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, repor
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
     return Grid(shape, plan.batch, plan.queries, plan.ratio, us, host, skipped)
+
+
+def _rounded(us: float) -> float:
+    """Three digits, and no fractions of long times: a table shall be small, and timings differ by more."""
+    return float(round(us)) if us >= 100 else float(f"{us:.3g}")
 
 
 def _hopeless(plan: Plan, times: dict[str, list[float | None]], name: str, index: int) -> bool:

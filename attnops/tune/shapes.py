@@ -39,10 +39,12 @@ def powers(low: int, high: int, step: int = 2) -> Axis:
 
 
 ONE = (1.0,)
-FINE = (powers(1, 256), powers(256, 65536))
+# Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more.
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
-FEW, SOME, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(4, 1024, 4), (2.0, 8.0, 64.0, 512.0)
-PROMPTS, LONG_PROMPTS = powers(128, 8192, 4), powers(128, 16384)
+FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), COARSE[1])
+FEW, SOME, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
+PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
+PASTS = powers(1, 4096, 4)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
@@ -59,7 +61,7 @@ def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> P
 
 
 def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY) -> Plan:
-    return Plan(shape, batch, queries, (1.0, 4.0, 16.0, 64.0))
+    return Plan(shape, batch, queries, PASTS)
 
 
 def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
@@ -78,6 +80,10 @@ FULL = (
     _decode(replace(PAGED, page_size=64), *FINE),
     _extend(replace(PAGED, page_size=64)),
     _decode(replace(PAGED, q_heads=64)),
+    _decode(replace(PAGED, q_heads=8, kv_heads=1)),
+    _decode(replace(PAGED, q_heads=4, kv_heads=1)),
+    _extend(replace(PAGED, q_heads=64), FEW, powers(2, 512, 16)),
+    _extend(replace(PAGED, **MHA), FEW, powers(2, 512, 16)),
     _decode(replace(PAGED, **MHA)),
     _decode(replace(MLA, q_heads=32)),
     _decode(replace(MLA, q_heads=64)),
