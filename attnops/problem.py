@@ -63,7 +63,7 @@ def _bucket(n: int) -> Extent:
     if n <= 2:
         return Extent(n, n, n)
     top = 1 << (n - 1).bit_length()
-    # Kernels that are as fast at one power of two are 20% apart halfway to the next (docs/tuning.md), so the hint is finer.
+    # The faster of two kernels changes between one power of two and the next, so the hint is finer (docs/tuning.md).
     shift = max(n.bit_length() - 4, 0)
     return Extent(top // 2 + 1, top, -(-n >> shift) << shift)
 

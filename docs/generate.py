@@ -1,4 +1,4 @@
-"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops, errors and results, and the explain output.
+"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops, errors, results, and what explain says.
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale

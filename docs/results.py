@@ -34,8 +34,8 @@ def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def stamp(data: dict[str, Any]) -> str:
     """What the figures were made with."""
-    packages = "".join(f", {p}" for p in data.get("packages", []))
-    return f"{data.get('device', '?')}, torch {data.get('torch', '?')}{packages}, {data.get('date', '?')}, commit {str(data.get('commit', '?'))[:10]}"
+    device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
+    return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
 
 
 def proven(data: dict[str, Any]) -> str:
@@ -85,9 +85,11 @@ def direct(data: dict[str, Any]) -> str:
             more = "-" if against is None else f"{against['more_device_kernels']:+d}"
             ratio = "-" if against is None else f"{against['ratio']:.3f} of `{against['direct']}`"
             count = len(found.get("device_kernels", {}).get(name, []))
-            rows.append([case, f"`{name}`", f"{figures['median_us']:.1f}", f"{figures['rate']:.4g} {found['unit']}", ratio, f"{count} ({more})"])
+            rate = f"{figures['rate']:.4g} {found['unit']}"
+            rows.append([case, f"`{name}`", f"{figures['median_us']:.1f}", rate, ratio, f"{count} ({more})"])
     text = table(["case", "call", "us", "rate", "time, as a share", "device kernels (more)"], rows)
-    host = [[f"`{n}`", f"{f['median_us']:.2f} ± {f['spread_us']:.2f}"] for e in data.get("eager", {}).values() for n, f in e["host"].items()]
+    eager = [(n, f) for e in data.get("eager", {}).values() for n, f in e["host"].items()]
+    host = [[f"`{n}`", f"{f['median_us']:.2f} ± {f['spread_us']:.2f}"] for n, f in eager]
     if host:
         text += f"\n\nUntil an eager call of a tiny batch returns:\n\n{table(['call', 'host us'], sorted(host))}"
     left_out = sorted({f"`{n}`: {why}" for c in data.get("cases", {}).values() for n, why in c.get("left_out", {}).items()})
@@ -140,7 +142,12 @@ def _made(make: Callable[[dict[str, Any]], str], data: dict[str, Any]) -> str:
 
 def results_short(root: Path = ROOT) -> str:
     """One row a machine."""
-    rows = [row for _, files in machines(root) if (row := _row(files))]
+    rows = []
+    for name, files in machines(root):
+        try:
+            rows += [row] if (row := _row(files)) else []
+        except (KeyError, TypeError):
+            rows.append([name, *["a file of another form"] * 4])
     head = ["machine", "kernels proven", "compiled op over the vendor's call", "automatic over best choice, mean / worst", "eager call"]
     return table(head, rows) if rows else NONE
 

@@ -7,11 +7,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from math import exp, log
 
 from attnops.measured.shape import Shape, Sizes, Work
 
 Axes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+
+BALANCE = 150.0
+"""Operations a byte at which GPUs of several generations go from waiting for memory to computing (H200: 650 TFLOP/s, 4.2 TB/s)."""
 
 POWERS = (1, 2, 1)
 """How work grows with batch, queries (whose keys grow with them) and ratio."""
@@ -45,21 +47,26 @@ class Grid:
     def at(self, kernel: str, sizes: Sizes) -> float | None:
         """Microseconds of `kernel` at any sizes, or None when it was never timed here.
 
-        Between measured points: linear in batch and ratio, as a launch plus bytes over bandwidth is, and geometric in queries, as
-        a power is. Below the first point of an axis: that point. Beyond the last: on along the line of the last two, and in queries,
-        or where there is one point, in proportion to the work. At a measured point the result is what was measured, and it grows
-        with every size along which the measured times grow.
+        Between measured points it is linear in the work, as a launch plus bytes over bandwidth or operations over throughput is: in
+        batch, in ratio, and in what more queries add. Below the first point of an axis: that point. Beyond the last: on along the
+        line of the last two, or where there is one point in proportion to the work. At a measured point the result is what was
+        measured, and it grows with every size along which the measured times grow.
         """
         table = self._filled.get(kernel)
         if table is None:
             return None
-        b, q, r = (_locate(axis, size, linear) for axis, size, linear in zip(self.axes, sizes, (True, False, True), strict=True))
+        b, r = _locate(self.batch, sizes.batch), _locate(self.ratio, sizes.ratio)
+        q = _locate(tuple(map(self._added, self.queries)), self._added(sizes.queries))
         scale = 1.0
         for axis, size, power in zip(self.axes, sizes, POWERS, strict=True):
-            if len(axis) == 1 or power == 2:
+            if len(axis) == 1:
                 scale *= max(size / axis[-1], 1.0) ** power
-        value = _linear(b, lambda i: _geometric(q, lambda j: _linear(r, lambda k: table[self._index(i, j, k)])))
-        return value * scale
+        return scale * _linear(b, lambda i: _linear(q, lambda j: _linear(r, lambda k: table[self._index(i, j, k)])))
+
+    def _added(self, queries: float) -> float:
+        """What the work is with so many queries, in bytes: up to some they wait for the keys, then for the products."""
+        work = self.shape.work(Sizes(1.0, queries, self.ratio[len(self.ratio) // 2]))
+        return max(work.bytes, work.flops / BALANCE)
 
     def _index(self, i: int, j: int, k: int) -> int:
         return (i * len(self.queries) + j) * len(self.ratio) + k
@@ -102,15 +109,14 @@ class Grid:
 Ends = tuple[tuple[int, float], ...]
 
 
-def _locate(axis: tuple[float, ...], size: float, linear: bool) -> Ends:
-    """The two neighbours on the axis, each with its index and its weight; beyond the end of a linear axis the last two."""
-    size = max(size, axis[0]) if linear else min(max(size, axis[0]), axis[-1])
+def _locate(axis: tuple[float, ...], size: float) -> Ends:
+    """The two neighbours on the axis, each with its index and its weight; beyond the end the last two."""
+    size = max(size, axis[0])
     high = min(bisect_right(axis, size), len(axis) - 1)
     low = max(high - 1, 0)
     if high == low:
         return ((low, 1.0),)
-    a, b = axis[low], axis[high]
-    weight = (size - a) / (b - a) if linear else log(size / a) / log(b / a)
+    weight = (size - axis[low]) / (axis[high] - axis[low])
     return (low, 1 - weight), (high, weight)
 
 
@@ -118,7 +124,3 @@ def _linear(ends: Ends, value: Callable[[int], float]) -> float:
     found = sum(weight * value(i) for i, weight in ends if weight)
     # Beyond the last point noise must not turn into a line that falls.
     return found if len(ends) == 1 or ends[1][1] <= 1 else max(found, value(ends[1][0]))
-
-
-def _geometric(ends: Ends, value: Callable[[int], float]) -> float:
-    return exp(sum(weight * log(value(i)) for i, weight in ends if weight))

@@ -96,6 +96,8 @@ class Shape:
         if paged:
             group = p.group_size / self.group_size
             queries, ratio = queries * group, ratio / group
+            if ratio < 1:
+                queries, ratio = queries * ratio**0.5, 1.0
         batch *= heads * (p.head_dim + p.v_head_dim) / (self.head_dim + self.v_head_dim)
         if batch < 1 and self.decode:
             batch, ratio = 1.0, ratio * batch

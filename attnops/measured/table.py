@@ -126,8 +126,16 @@ _DEFAULTS = asdict(Shape(""))
 def _grid_to_dict(grid: Grid) -> dict[str, Any]:
     shape = {n: v for n, v in asdict(grid.shape).items() if v != _DEFAULTS[n]}
     axes = {n: _short(axis) for n, axis in zip(("batch", "queries", "ratio"), grid.axes, strict=True)}
-    out = {"shape": shape, **axes, "us": {name: _short(times) for name, times in grid.us.items()}}
+    out = {"shape": shape, **axes, "us": {name: _short(_until_last(times)) for name, times in grid.us.items()}}
     return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
+
+
+def _until_last(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    """Without the Nones at the end: a slow kernel has many."""
+    count = len(times)
+    while count and times[count - 1] is None:
+        count -= 1
+    return times[:count]
 
 
 def _short(values: Iterable[float | None]) -> list[float | None]:
@@ -138,7 +146,7 @@ def from_json(text: str) -> Table:
     """The table that `text` holds. Raises BadTable when it holds none that this version reads."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadTable("file", f"no JSON ({error})", "what `attnops tune` writes") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -165,7 +173,8 @@ def _grid(data: dict[str, Any]) -> Grid:
         raise ValueError("an axis does not grow from 1 or more")
     count = len(axes[0]) * len(axes[1]) * len(axes[2])
     times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
-    if any(len(row) != count or not all(t is None or (t > 0 and isfinite(t)) for t in row) for row in times.values()):
-        raise ValueError(f"want {count} positive times a kernel")
+    if any(len(row) > count or not all(t is None or (t > 0 and isfinite(t)) for t in row) for row in times.values()):
+        raise ValueError(f"want at most {count} positive times a kernel")
+    times = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
     batch, queries, ratio = axes
     return Grid(shape, batch, queries, ratio, times, dict(data.get("plan_us", {})), dict(data.get("skipped", {})))

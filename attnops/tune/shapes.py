@@ -44,7 +44,7 @@ COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
 FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), COARSE[1])
 FEW, SOME, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
 PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
-PASTS = powers(1, 4096, 4)
+PASTS, STRIDES = powers(1, 4096, 4), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
@@ -52,6 +52,7 @@ MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=5
 D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
 D256: dict[str, Any] = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
 MHA: dict[str, Any] = {"q_heads": 32, "kv_heads": 32}
+ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
 DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 
@@ -80,10 +81,13 @@ FULL = (
     _decode(replace(PAGED, page_size=64), *FINE),
     _extend(replace(PAGED, page_size=64)),
     _decode(replace(PAGED, q_heads=64)),
-    _decode(replace(PAGED, q_heads=8, kv_heads=1)),
+    _decode(replace(PAGED, **ONE_KEY_HEAD)),
     _decode(replace(PAGED, q_heads=4, kv_heads=1)),
-    _extend(replace(PAGED, q_heads=64), FEW, powers(2, 512, 16)),
-    _extend(replace(PAGED, **MHA), FEW, powers(2, 512, 16)),
+    _extend(replace(PAGED, q_heads=64), FEW, STRIDES),
+    _extend(replace(PAGED, **MHA), FEW, STRIDES),
+    _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
+    _prefill(replace(PACKED, **ONE_KEY_HEAD)),
+    _prefill(replace(DENSE, **ONE_KEY_HEAD)),
     _decode(replace(PAGED, **MHA)),
     _decode(replace(MLA, q_heads=32)),
     _decode(replace(MLA, q_heads=64)),

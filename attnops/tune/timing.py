@@ -45,7 +45,7 @@ class Stopwatch:
     """Times kernels, and keeps the account of those that compile at their first calls.
 
     A kernel whose first calls have taken `first_calls_s` in all is not started on another kind of call (`kind`: what it compiles
-    for, as far as a caller can tell), nor goes on where its last first call was slow: flex_attention would compile all day.
+    for, as far as a caller can tell), nor goes on where its last two first calls were slow: flex_attention would compile all day.
     names: only these kernels are timed; empty for all.
     """
 
@@ -54,7 +54,7 @@ class Stopwatch:
     names: tuple[str, ...] = ()
     equip: Equip = equipped
     spent_s: dict[str, float] = field(default_factory=dict)
-    _last_s: dict[tuple[str, Hashable], float] = field(default_factory=dict)
+    _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
         """The kernels that can answer `call`: each with the call as it takes it, and the host microseconds of its plan, if it has one."""
@@ -76,7 +76,7 @@ class Stopwatch:
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
         """Time `kernel` on `call`. Never raises for what the kernel raises: the Timing says it."""
-        if self.spent_s.get(kernel.name, 0.0) > self.first_calls_s and self._last_s.get((kernel.name, kind), 9e9) > SLOW_FIRST_CALL_S:
+        if self.spent_s.get(kernel.name, 0.0) > self.first_calls_s and self._slow.get((kernel.name, kind), 2) >= 2:
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s")
 
         def run() -> object:
@@ -88,8 +88,9 @@ class Stopwatch:
                 run()
                 _wait(call)
                 first_s = time.perf_counter() - start
-                self._last_s[kernel.name, kind] = first_s
-                if first_s > SLOW_FIRST_CALL_S:
+                slow = first_s > SLOW_FIRST_CALL_S
+                self._slow[kernel.name, kind] = self._slow.get((kernel.name, kind), 0) + 1 if slow else 0
+                if slow:
                     self.spent_s[kernel.name] = self.spent_s.get(kernel.name, 0.0) + first_s
                 return Timing(self.clock(kernel, call, run), plan_us=plan_us)
         except torch.OutOfMemoryError:
