@@ -1,6 +1,6 @@
 """Our ops against the vendors' own calls on the same tensors, and torch's SDPA beside them; writes direct.json. CUDA only.
 
-    python benchmarks/direct.py [--device cuda] [--budget-s 150]
+    python benchmarks/direct.py [--device cuda] [--budget-s 120]
 
 GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds. `ratio` is the compiled op over
 the fastest direct call of the same vendor on the same algorithm's inputs; a vendor's metadata that depends on the batch alone is made
@@ -321,7 +321,7 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda",), default=default_device())
-    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--budget-s", type=float, default=120.0)
     given = parser.parse_args()
     start, pool, clock = time.monotonic(), Pool("cuda"), GraphClock("cuda")
     pool.reserve(torch.bfloat16, 1 << 30)

@@ -236,12 +236,17 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
         if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in row.chosen.values():
             row.skipped[kernel.name] = "slow in the table"
             continue
-        found = stopwatch.time(kernel, given, held.shape, plan_us)
+        found = stopwatch.time(kernel, given, _kind(held.shape), plan_us)
         if found.us is None:
             row.skipped[kernel.name] = found.reason
         else:
             row.us[kernel.name] = round(found.us, 2)
     return row
+
+
+def _kind(s: Shape) -> tuple[object, ...]:
+    """What kernels are compiled for."""
+    return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0
 
 
 def as_dict(row: Row) -> dict[str, Any]:
@@ -276,7 +281,7 @@ def main() -> None:
     pool, checker = Pool(device, seed=given.seed), Checker()
     if given.device == "cuda":
         pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-    stopwatch = Stopwatch(GraphClock(device, repeats=31) if given.device == "cuda" else clock_for(device), first_calls_s=10.0)
+    stopwatch = Stopwatch(GraphClock(device, repeats=31) if given.device == "cuda" else clock_for(device), first_calls_s=15.0)
     rows: list[Row] = []
     for held in held_out(given.count, given.seed):
         if time.monotonic() - start > given.budget_s:

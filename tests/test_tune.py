@@ -1,21 +1,23 @@
 """`attnops tune`: what is timed, what is left out and why, and the command."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnops import kernel as registry_module
 from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, Registry, kernels_of, without
+from attnops.kernel import Capture, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.ops import OPS
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
 from attnops.tune import GRIDS, Plan, Pool, Stopwatch, build, clock_for, measure, plans_of, run, timing
-from attnops.tune.clock import HostClock
+from attnops.tune.clock import GraphClock, HostClock
 from attnops.tune.shapes import powers
 
 CPU = torch.device("cpu")
@@ -231,6 +233,22 @@ def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
     assert table.grids[0].us["slow"] == (10.0,) * 6, "the second size tells that the first one's wait was for all of them"
 
 
+def test_what_is_built_ahead_goes_on():
+    stopwatch = Stopwatch(lambda *_: 1.0, first_calls_s=10.0)
+    for kind, first_s in ((1, 0.1), (2, 0.1), (3, 12.0), (3, 0.1)):
+        stopwatch._account("k", kind, first_s)
+    assert not any(stopwatch._given_up("k", kind) for kind in (1, 2, 3, 4)), "two kinds of three began at once"
+    stopwatch._account("k", 4, 5.0)
+    assert stopwatch._given_up("k", 5) and not stopwatch._given_up("k", 4)
+    stopwatch._account("k", 4, 5.0)
+    assert stopwatch._given_up("k", 4) and not stopwatch._given_up("k", 3)
+    for kind in (6, 7, 8, 9):
+        stopwatch._account("k", kind, 0.1)
+    assert not stopwatch._given_up("k", 5)
+    stopwatch._account("k", 9, 10.0)
+    assert stopwatch._given_up("k", 5), "three times what it may take"
+
+
 def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab):
     shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
     lab("a", op="paged_attention")
@@ -313,6 +331,88 @@ def test_the_host_clock_is_a_median():
     HostClock(repeats=50, cap_us=0.0)(kernels_of("attention")["sdpa"], call, lambda: count.append(1))
     assert len(count) == 1
     assert isinstance(clock_for(CPU), HostClock)
+
+
+class FakeCuda:
+    """Streams, events and graphs that keep a record; a replay runs what was captured."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now, self.capturing, self.uncapturable = [], 0.0, None, ()
+        cuda = self
+
+        class Stream:
+            def __init__(self, *_):
+                pass
+
+            def wait_stream(self, other):
+                cuda.log.append("wait")
+
+            def synchronize(self):
+                pass
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = cuda.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                assert capture_error_mode == "thread_local" and cuda.capturing is None
+                cuda.capturing = self
+
+            def capture_end(self):
+                cuda.capturing = None
+
+            def replay(self):
+                cuda.log.append("replay")
+                cuda.now += 0.025
+
+        answers = {
+            "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 1), "current_stream": lambda *_: None,
+            "stream": lambda stream: nullcontext(), "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=64),
+        }  # fmt: skip
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def run(self):
+        self.log.append("captured" if self.capturing else "launched")
+        if self.capturing and self.uncapturable:
+            raise self.uncapturable
+        self.now += 0.0 if self.capturing else 0.1
+
+
+def test_the_graph_clock_replays_what_it_captured(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    clock = GraphClock("cpu", repeats=7, cap_us=100.0)
+    assert clock.launch_us == pytest.approx(25.0)
+    cuda.log.clear()
+    sdpa, call = kernels_of("attention")["sdpa"], build(SHAPE, [4], [4], Pool("cpu"))
+    assert clock(sdpa, call, cuda.run) == pytest.approx(25.0)
+    assert cuda.log == ["wait", "launched", "captured", *["replay"] * 6], "one to see how long it takes, then five at least"
+    cuda.log.clear()
+    assert clock(replace(sdpa, capture=Capture.NEVER), call, cuda.run) == pytest.approx(100.0)
+    assert "captured" not in cuda.log and cuda.log.count("launched") == 7
+    cuda.uncapturable = RuntimeError("not in a graph")
+    assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and cuda.capturing is None
+    cuda.log.clear()
+    assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and "captured" not in cuda.log, "it is not tried again"
+    cuda.uncapturable = torch.OutOfMemoryError("too large")
+    with pytest.raises(torch.OutOfMemoryError):
+        clock(replace(sdpa, name="other"), call, cuda.run)
+
+
+def test_the_graph_clock_takes_turns(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    clock = GraphClock("cpu")
+    found = clock.in_turn({"a": cuda.run, "b": cuda.run}, rounds=3)
+    assert found == {"a": [pytest.approx(25.0)] * 3, "b": [pytest.approx(25.0)] * 3}
+    cuda.uncapturable = ValueError("not in a graph")
+    assert clock.in_turn({"a": cuda.run}, rounds=2) == {"a": [pytest.approx(100.0)] * 2}
 
 
 def test_a_real_table_of_this_cpu():

@@ -44,8 +44,9 @@ class Timing:
 class Stopwatch:
     """Times kernels, and keeps the account of those that compile at their first calls.
 
-    A kernel whose first calls have taken `first_calls_s` in all is not started on another kind of call (`kind`: what it compiles
-    for, as far as a caller can tell), nor goes on where its last two first calls were slow: flex_attention would compile all day.
+    `kind` is what a kernel compiles for, as far as a caller can tell. A kernel whose slow first calls have taken `first_calls_s` in
+    all stops where its last two first calls were slow, and is not started on another kind unless most kinds began at once (what is
+    built ahead goes on), nor at all after three times as long: flex_attention would compile all day.
     names: only these kernels are timed; empty for all.
     """
 
@@ -55,6 +56,7 @@ class Stopwatch:
     equip: Equip = equipped
     spent_s: dict[str, float] = field(default_factory=dict)
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
+    _starts: dict[str, list[bool]] = field(default_factory=dict)
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
         """The kernels that can answer `call`: each with the call as it takes it, and the host microseconds of its plan, if it has one."""
@@ -76,7 +78,7 @@ class Stopwatch:
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
         """Time `kernel` on `call`. Never raises for what the kernel raises: the Timing says it."""
-        if self.spent_s.get(kernel.name, 0.0) > self.first_calls_s and self._slow.get((kernel.name, kind), 2) >= 2:
+        if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s")
 
         def run() -> object:
@@ -88,16 +90,30 @@ class Stopwatch:
                 run()
                 _wait(call)
                 first_s = time.perf_counter() - start
-                slow = first_s > SLOW_FIRST_CALL_S
-                self._slow[kernel.name, kind] = self._slow.get((kernel.name, kind), 0) + 1 if slow else 0
-                if slow:
-                    self.spent_s[kernel.name] = self.spent_s.get(kernel.name, 0.0) + first_s
+                self._account(kernel.name, kind, first_s)
                 return Timing(self.clock(kernel, call, run), plan_us=plan_us)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return Timing(None, "out of memory")
         except Exception as error:  # whatever a foreign kernel raises: it is reported, and the others are timed
             return Timing(None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", broken=True)
+
+    def _given_up(self, name: str, kind: Hashable) -> bool:
+        spent = self.spent_s.get(name, 0.0)
+        if spent <= self.first_calls_s:
+            return False
+        if (name, kind) in self._slow:
+            return self._slow[name, kind] >= 2
+        starts = self._starts[name]
+        return 2 * sum(starts) >= len(starts) or spent > 3 * self.first_calls_s
+
+    def _account(self, name: str, kind: Hashable, first_s: float) -> None:
+        slow = first_s > SLOW_FIRST_CALL_S
+        if (name, kind) not in self._slow:
+            self._starts.setdefault(name, []).append(slow)
+        self._slow[name, kind] = self._slow.get((name, kind), 0) + 1 if slow else 0
+        if slow:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
 
 
 def _wait(call: Call) -> None:
