@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs gpu-test gpu-bench
+.PHONY: help demo test lint docs gpu-test gpu-bench gpu-tune
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -29,12 +29,15 @@ lint: .venv/.ready ## ruff, mypy, pyright
 docs: .venv/.ready ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
 
-# A GPU host brings its own torch and often has no network, so the two targets below use its python3, not .venv.
+# A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3
 	$(PYTHON) tests/gpu/run.py
 
 gpu-bench: ## measurements on a CUDA device, with the system's python3
 	$(PYTHON) benchmarks/run.py --device cuda
+
+gpu-tune: ## the table of measured times of a CUDA device, and how well it chooses
+	$(PYTHON) benchmarks/run.py --device cuda --suite tune,regret
 
 # torch comes from the constraint alone: an open range would take whatever the index holds that day. The build backend is
 # installed the same way, because pip applies no constraints inside an isolated build.

@@ -20,6 +20,10 @@ class InvalidInput(AttnopsError, ValueError):
         self.field, self.got, self.want = field, got, want
 
 
+class BadTable(InvalidInput):
+    """A file is no table of measured times that this version reads, or one of another GPU. It is ignored, and `doctor` names it."""
+
+
 class UnknownKernel(AttnopsError, ValueError):
     """A kernel was asked for by a name that no registered kernel bears."""
 

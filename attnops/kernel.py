@@ -129,7 +129,8 @@ class Kernel:
     name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
     run: takes the op's arguments and returns the op's results; torch tensors in the op's own layouts.
     needs: every demand on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
-    cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only.
+    cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
+        measured times covers the call (attnops/measured).
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
@@ -266,8 +267,13 @@ def report_broken(source: str, reason: str) -> None:
 
 
 def generation() -> int:
-    """Grows with every registration; selection's memo is keyed by it."""
+    """Grows with every registration and every `renew`; what was selected before is not asked again."""
     return _REGISTRY.generation
+
+
+def renew() -> None:
+    """What selection depends on has changed: a table of measured times came or went."""
+    _REGISTRY.generation += 1
 
 
 def on_register(listener: Callable[[Kernel], None]) -> None:

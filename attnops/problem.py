@@ -31,7 +31,8 @@ class Refusal:
 class Extent:
     """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value.
 
-    Concrete sizes are rounded out to powers of two, so that a growing context does not make a new Problem at every step.
+    Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an octave, so that a growing context
+    does not make a new Problem at every step. Needs read `lo` and `hi`; costs read the hint, which is at most an eighth too large.
     """
 
     lo: int = 0
@@ -40,7 +41,7 @@ class Extent:
 
     @classmethod
     def of(cls, size: int | torch.SymInt) -> Extent:
-        """The extent of an int (its power-of-two bucket) or of a SymInt (its range; no guard is installed)."""
+        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range; no guard is installed)."""
         if not isinstance(size, torch.SymInt):
             return _bucket(int(size))
         node = size.node
@@ -62,7 +63,9 @@ def _bucket(n: int) -> Extent:
     if n <= 2:
         return Extent(n, n, n)
     top = 1 << (n - 1).bit_length()
-    return Extent(top // 2 + 1, top, top)
+    # The faster of two kernels changes between one power of two and the next, so the hint is finer (docs/tuning.md).
+    shift = max(n.bit_length() - 4, 0)
+    return Extent(top // 2 + 1, top, -(-n >> shift) << shift)
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ class Target:
 
     device: "cpu" or "cuda". arch: compute capability times ten (90 for SM90), 0 off CUDA.
     assume: None asks the machine at hand which packages are installed; a tuple of module names is taken as the whole list.
+    gpu: the device's name as its driver says it, "" off CUDA and where only the arch is known; measured times are looked up by it.
     """
 
     device: str = "cpu"
     arch: int = 0
     assume: tuple[str, ...] | None = None
+    gpu: str = ""
 
     @classmethod
     def parse(cls, text: str, assume: tuple[str, ...] | None = None) -> Target:
@@ -122,7 +127,7 @@ def _target_of(kind: str, index: int | None) -> Target:
     if kind != "cuda" or not torch.cuda.is_available():
         return Target(kind, 0)
     major, minor = torch.cuda.get_device_capability(index)
-    return Target("cuda", major * 10 + minor)
+    return Target("cuda", major * 10 + minor, gpu=torch.cuda.get_device_name(index))
 
 
 NO_EXTENT = Extent(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops and errors, and the explain output.
+"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops, errors, results, and what explain says.
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale
@@ -26,6 +26,9 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+from results import results_full, results_short  # noqa: E402, lies beside this file
+
 README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
 
 
@@ -171,7 +174,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"kernels": kernels_full},
     "docs/ops.md": {"ops": ops_full},
     "docs/errors.md": {"errors": errors_full},
-    "README.md": {"kernels": kernels_short, "explain": explain_output, "graph": graph_output},
+    "docs/results.md": {"results": results_full},
+    "README.md": {"kernels": kernels_short, "explain": explain_output, "graph": graph_output, "results": results_short},
 }
 # Left out of --check, because it compiles; tests/test_docs.py compares it with what the README's block compiles to.
 SLOW = ("graph",)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from attnops.kernel import all_kernels
+from attnops.measured import in_force
 from attnops.ops import Op
 from attnops.ops._op import watch
 from attnops.problem import Problem, Target, pretend
@@ -33,15 +34,19 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` is the table; `sites` are the call sites in order of first use."""
+    """What `explain` found. `str()` is the table; `sites` are the call sites in order of first use.
+
+    times: which measured times the choices rest on, "" for none: then all are ranked by the kernels' own estimates.
+    """
 
     target: str
     assumed: tuple[str, ...] | None
     sites: tuple[CallSite, ...]
+    times: str = ""
 
     def __str__(self) -> str:
         assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
-        lines = [f"target {self.target}{assumed}"]
+        lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
         for site in self.sites:
             lines.append(f"\n{site.where}  x{site.count}")
             lines.extend("  " + line for line in str(site.decision).splitlines())
@@ -61,6 +66,7 @@ class Explanation:
         return {
             "target": self.target,
             "assumed": self.assumed,
+            "times": self.times,
             "calls": [
                 {
                     "where": s.where,
@@ -69,6 +75,7 @@ class Explanation:
                     "problem": s.decision.problem.summary(),
                     "kernel": s.decision.kernel.name if s.decision.kernel else None,
                     "can_run": list(s.decision.passed_over),
+                    "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in s.decision.costs.items()},
                     "refused": {
                         name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons]
                         for name, reasons in s.decision.refused.items()
@@ -136,10 +143,20 @@ def explain(
         call(*fake_args, **fake_kwargs)
         here = str(goal) if goal is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
         sites = _fold([(where, count, select(problem, policy)) for (where, problem, policy), count in found.items()])
-    explanation = Explanation(here, goal.assume if goal else None, sites)
+    explanation = Explanation(here, goal.assume if goal else None, sites, _times(sites))
     if not quiet:
         print(explanation)
     return explanation
+
+
+def _times(sites: tuple[CallSite, ...]) -> str:
+    """Where the measured times come from, when a choice rests on any."""
+    for site in sites:
+        decision = site.decision
+        if decision.measured and (table := (found := in_force(decision.problem.target)).table) is not None:
+            kind = "the table shipped with attnops" if found.shipped else "this machine's table"
+            return f"measured times: {table.gpu}, {kind}"
+    return ""
 
 
 def _fold(calls: list[tuple[str, int, Decision]]) -> tuple[CallSite, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnops import problem
+from attnops import measured, problem
 from attnops.kernel import CONTRACT, all_kernels
 from attnops.problem import pretended
 from attnops.version import VERSION
@@ -34,13 +34,14 @@ def code_digest() -> str:
 
 
 def circumstances() -> tuple[str, ...]:
-    """Everything outside the graph that a choice depends on: code, kernels with their packages' versions, machine, pretended target.
+    """Everything outside the graph that a choice depends on: code, kernels with their packages' versions, machine, pretended target,
+    tables of measured times.
 
     Policies are not here: they are arguments of the ops, so the graph itself differs.
     """
     kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return ("attnops", VERSION, str(CONTRACT), code_digest(), device, repr(pretended()), *kernels)
+    return ("attnops", VERSION, str(CONTRACT), code_digest(), device, repr(pretended()), *measured.digests(), *kernels)
 
 
 def install() -> None:

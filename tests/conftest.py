@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -11,6 +12,8 @@ import pytest
 # Read by OpenMP and by Inductor when torch is loaded, hence before any test module.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What this user has measured shall not decide a test. Nothing is written there.
+os.environ["ATTNOPS_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "attnops-tests-no-tables")
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings

@@ -18,6 +18,7 @@ RANKS = {
     "attnops.version": 0,
     "attnops.reference": 0,
     "attnops.kernel": 1,
+    "attnops.measured": 1,
     "attnops.select": 2,
     "attnops.kernels": 2,
     "attnops.ops": 3,
@@ -27,6 +28,7 @@ RANKS = {
     "attnops.cache": 4,
     "attnops.testing": 4,
     "attnops.hf": 5,
+    "attnops.tune": 5,
     "attnops.cli": 6,
 }
 FRONT = 6

@@ -1,4 +1,4 @@
-"""The command `attnops`: `doctor`, `explain` and `demo`. Needs the extra `cli` (typer, rich), which is looked for when it is run."""
+"""The command `attnops`: `doctor`, `explain`, `tune`, `demo`. Needs the extra `cli` (typer, rich), looked for when it is run."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +84,31 @@ def explain(
             console = tables.new_console()
             for name, explanation in found.items():
                 tables.show_explanation(explanation, console, f"{model}, {name}")
+
+
+@app.command()
+def tune(
+    ops: Annotated[list[str] | None, typer.Option(help="Only these ops: a,b or repeated.")] = None,
+    kernels: Annotated[list[str] | None, typer.Option(help="Only these kernels: a,b or repeated.")] = None,
+    grid: Annotated[str, typer.Option(help="full, cpu or tiny; default that of the device.")] = "",
+    budget_s: Annotated[float, typer.Option(help="Seconds in all; what comes too late is left out.")] = 150.0,
+    first_calls_s: Annotated[float, typer.Option(help="Seconds a kernel's first calls may take before it is left out.")] = 20.0,
+    output: Annotated[Path | None, typer.Option(help="A file to write instead of this user's table.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time this machine's kernels; from then on selection goes by the times. Replaces the table there was."""
+    from attnops.cli.tune import run
+
+    def names(given: list[str] | None) -> tuple[str, ...]:
+        return tuple(filter(None, ",".join(given or ()).split(",")))
+
+    with _errors_end_it():
+        report = run(
+            tables.new_console(stderr=as_json), ops=names(ops), kernels=names(kernels), grid=grid, budget_s=budget_s,
+            first_calls_s=first_calls_s, output=output,
+        )  # fmt: skip
+    if as_json:
+        _print_json(report)
 
 
 @app.command()

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import SIMPLE, refusal
 from attnops.kernel import broken_kernels, kernels_of
+from attnops.measured import in_force, version_of
 from attnops.problem import Target
 from attnops.select import active_policy
 from attnops.version import VERSION
@@ -26,6 +28,7 @@ def examine() -> dict[str, Any]:
 
     machine: versions and devices, None for what is absent. kernels: op, name, usable, reasons, packages, about.
     broken: third-party modules that could not be loaded, and why. policy: the policy in force, "" for none.
+    table: the measured times in force, see `measured_times`.
     """
     target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kernels = []
@@ -42,8 +45,43 @@ def examine() -> dict[str, Any]:
                     "about": kernel.about,
                 }
             )
-    return {"machine": machine(), "target": str(target), "policy": active_policy(), "kernels": kernels, "broken": dict(broken_kernels())}
+    return {
+        "machine": machine(),
+        "target": str(target),
+        "policy": active_policy(),
+        "table": measured_times(target),
+        "kernels": kernels,
+        "broken": dict(broken_kernels()),
+    }
 
+
+def measured_times(target: Target) -> dict[str, Any]:
+    """The table in force for `target`. path: None when there is none. other_versions: kernels it does not speak for any more.
+
+    unmeasured: usable kernels of the ops it covers that it has no times of. ignored: files that are not used, and why.
+    """
+    found = in_force(target)
+    table = found.table
+    out: dict[str, Any] = {
+        "path": None if found.path is None else str(found.path),
+        "shipped": found.shipped,
+        "ignored": [{"path": str(path), "reason": reason} for path, reason in found.ignored],
+    }
+    if table is None:
+        return out
+    ops = {g.shape.op for g in table.grids}
+    usable = [k for op in sorted(ops) for k in kernels_of(op).values() if not k.inline and not why_not(k, target)]
+    timed = {f"{k.op}.{k.name}": k for k in usable if f"{k.op}.{k.name}" in table.versions}
+    changed = {n: {"timed": table.versions[n], "here": version_of(k)} for n, k in timed.items() if not table.speaks_for(k, target)}
+    return out | {
+        "gpu": table.gpu,
+        "made": dict(table.made),
+        "digest": table.digest[:12],
+        "ops": sorted(ops),
+        "sizes": sum(len(g.points()) for g in table.grids),
+        "other_versions": changed,
+        "unmeasured": [f"{k.op}.{k.name}" for k in usable if f"{k.op}.{k.name}" not in timed],
+    }
 
 def machine() -> dict[str, Any]:
     """Versions, and every CUDA device with its name, `smNN` and memory in bytes."""
@@ -78,7 +116,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     for name, value in report["machine"].items():
         facts.add_row(name, _devices(value) if name == "devices" else str(value or "absent"))
     facts.add_row("policy", report["policy"] or "default")
+    facts.add_row("measured times", _times(report["table"]))
     console.print(facts)
+    for ignored in report["table"]["ignored"]:
+        console.print(f"[yellow]ignored[/]: {escape(ignored['path'])}: {escape(ignored['reason'])}", soft_wrap=True)
     console.print(f"\n[bold]kernels on {report['target']}[/]")
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for column in ("op", "kernel", "", "why not, and what is wanted"):
@@ -92,6 +133,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for source, reason in report["broken"].items():
         console.print(f"[red]could not be loaded[/]: {source}: {reason}", highlight=False)
+
+
+def _times(table: dict[str, Any]) -> str:
+    if table["path"] is None:
+        return "none: kernels are ranked by estimates; `attnops tune` measures them"
+    where = "shipped" if table["shipped"] else table["path"]
+    lines = [f"{table['gpu']}, {table['sizes']} sizes of {', '.join(table['ops'])}, {table['made'].get('date', 'no date')} ({where})"]
+    lines += [f"{name} was timed as {v['timed']}, here is {v['here']}" for name, v in table["other_versions"].items()]
+    lines += [f"without times: {', '.join(table['unmeasured'])}"] * bool(table["unmeasured"])
+    return escape("\n".join(lines + ["`attnops tune` measures what is here"] * (len(lines) > 1)))
 
 
 def _devices(devices: list[dict[str, Any]]) -> str:

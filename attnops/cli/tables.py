@@ -30,6 +30,8 @@ def show_explanation(explanation: Explanation, console: Console, heading: str = 
     """One table a call site: the kernel chosen first, then every other kernel of the op with each of its reasons."""
     assumed = "" if explanation.assumed is None else f", assuming packages: {', '.join(explanation.assumed) or 'none'}"
     console.print(f"[bold]{escape(heading or 'explain')}[/] on {explanation.target}{assumed}")
+    if explanation.times:
+        console.print(explanation.times, style="dim")
     for site in explanation.sites:
         op = site.decision.problem.op
         console.print(f"\n[bold]{escape(site.where)}[/]  x{site.count}  [bold]{op}[/]")
@@ -45,11 +47,11 @@ def _decision(decision: Decision) -> Table:
     for column in ("kernel", "", "field", "got", "wanted"):
         table.add_column(column, overflow="fold", no_wrap=column == "kernel")
     if decision.kernel is not None:
-        table.add_row(f"[bold green]{decision.kernel.name}[/]", "[green]chosen[/]")
+        table.add_row(f"[bold green]{decision.kernel.name}[/]", f"[green]chosen[/]{decision.measured}")
     else:
         table.add_row("[bold red]none[/]", "[red]nothing fits[/]")
     for name in decision.passed_over:
-        table.add_row(name, "not preferred" if decision.policy.prefer else "estimated slower")
+        table.add_row(name, decision.why_not(name))
     for name, reasons in decision.refused.items():
         for i, r in enumerate(map(refusal, reasons)):
             table.add_row("" if i else name, "" if i else "[yellow]refuses[/]", r["field"], escape(r["got"]), escape(r["want"]))

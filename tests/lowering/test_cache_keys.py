@@ -2,7 +2,10 @@
 
 import json
 
+from attnops.kernel import kernels_of
+from attnops.measured import Grid, Shape, Table, cpu_name, path_for, version_of
 from tests.helpers import fresh_process
+from tests.lowering.models import HKV, HQ, D
 
 PROGRAM = """
 import json, torch
@@ -26,12 +29,25 @@ register(replace(kernels_of("attention")["sdpa"], name="newcomer", run=run, cost
 """
 
 
-def run(tmp_path, context="torch.no_grad()", path=""):
+def run(tmp_path, context="torch.no_grad()", path="", tables=""):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if tables:
+        env["ATTNOPS_CACHE_DIR"] = tables
     if path:
         env["PYTHONPATH"] = path
     kernels, fx, aot = json.loads(fresh_process(PROGRAM.format(context=context), env=env).splitlines()[-1])
     return kernels, bool(fx or aot)
+
+
+def write_table(folder, **us):
+    """Measured times of this CPU, as `attnops tune` leaves them under the cache folder."""
+    kernels = kernels_of("attention")
+    shape = Shape("attention", "float32", "float32", HQ, HKV, D, D, square=True)
+    grid = Grid(shape, (1.0,), (8.0,), (1.0,), {name: (t,) for name, t in us.items()})
+    versions = {f"attention.{name}": version_of(kernels[name]) for name in us}
+    path = folder / "tables" / path_for(cpu_name()).name
+    path.parent.mkdir(parents=True)
+    path.write_text(Table(cpu_name(), "cpu", versions, (grid,)).to_json())
 
 
 def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
@@ -47,6 +63,11 @@ def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
     (info / "entry_points.txt").write_text("[attnops.kernels]\nnewcomer = newcomer\n")
     assert run(tmp_path, path=str(site)) == (["attention.newcomer"], False)
     assert run(tmp_path) == (["attention.sdpa"], True), "and without it again"
+    # The same graph, kernels and versions, with measured times: by these the reference is faster.
+    write_table(tmp_path / "mine", sdpa=9.0, reference=5.0)
+    assert run(tmp_path, tables=str(tmp_path / "mine")) == (["attention.reference"], False)
+    assert run(tmp_path, tables=str(tmp_path / "mine")) == (["attention.reference"], True)
+    assert run(tmp_path) == (["attention.sdpa"], True), "and without the table"
 
 
 def test_circumstances_follow_target_registry_and_code():

@@ -1,0 +1,106 @@
+"""`attnops tune`: times the kernels of this machine and keeps the times where selection finds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Rows
+
+from attnops.cli.tables import SIMPLE
+from attnops.errors import InvalidInput
+from attnops.kernel import kernel_names
+from attnops.measured import Grid, Shape, Table, path_for, save
+from attnops.tune import Clock, Report, Stopwatch, clock_for, gpu_name, measure, plans_of
+
+
+def run(
+    console: Console,
+    *,
+    ops: tuple[str, ...] = (),
+    kernels: tuple[str, ...] = (),
+    grid: str = "",
+    budget_s: float = 150.0,
+    first_calls_s: float = 20.0,
+    output: Path | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Measure this machine's GPU, or its CPU where there is none, and write the table. Progress and a summary go to `console`.
+
+    ops, kernels: measure these only. grid: a name of `attnops.tune.GRIDS`, "" for the one of the device. budget_s: seconds in all.
+    first_calls_s: as `Stopwatch` has it. output: a file instead of the user's table. clock: what times, for tests.
+
+    Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
+    Raises InvalidInput: an unknown name, a budget of 0 or less, or nothing that two kernels can answer. OSError: it cannot be written.
+    """
+    if unknown := set(kernels) - set(kernel_names()):
+        raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))
+    if budget_s <= 0:
+        raise InvalidInput("budget_s", budget_s, "> 0 seconds")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    plans = plans_of(grid or ("full" if device.type == "cuda" else "cpu"), ops)
+    stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("tune")
+
+        def show_progress(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        table, report = measure(plans, stopwatch, device, budget_s, show_progress)
+    if not table.grids:
+        raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
+    path = output or path_for(table.gpu)
+    save(table, path)
+    show(table, report, path, console)
+    return {
+        "path": str(path),
+        "gpu": table.gpu,
+        "digest": table.digest,
+        "points": report.points,
+        "timings": report.timings,
+        "seconds": report.seconds,
+        "late": report.late,
+        "broken": report.broken,
+        "grids": [
+            {"shape": describe(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids
+        ],
+    }
+
+
+def show(table: Table, report: Report, path: Path, console: Console) -> None:
+    """One row a shape: which kernels were fastest how often, and what was not timed."""
+    rows = Rows(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in ("shape", "fastest at", "not timed"):
+        rows.add_column(column, overflow="fold")
+    for grid in table.grids:
+        wins = ", ".join(f"{name} {count}" for name, count in fastest(grid).items())
+        rows.add_row(escape(describe(grid.shape)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
+    console.print(rows)
+    console.print(f"{report.timings} times at {report.points} sizes on {table.gpu} in {report.seconds:.0f} s: {path}", soft_wrap=True)
+    if report.late:
+        console.print(f"[yellow]{report.late} sizes were left out[/]: the budget was spent; --budget-s gives more")
+    for name, why in report.broken.items():
+        console.print(f"[red]{name} failed[/]: {escape(why)}", soft_wrap=True)
+
+
+def describe(shape: Shape) -> str:
+    """A shape in a line."""
+    dims = f"{shape.head_dim}" + f"/{shape.v_head_dim}" * (shape.v_head_dim != shape.head_dim)
+    words = [shape.op, "decode" if shape.decode else "extend", f"{shape.q_heads}/{shape.kv_heads} heads of {dims}", shape.dtype]
+    words += [f"keys {shape.kv_dtype}"] * (shape.kv_dtype != shape.dtype) + [f"page {shape.page_size}"] * bool(shape.page_size)
+    words += [f"window {shape.window}"] * (shape.window >= 0) + ["sinks"] * shape.sinks + ["padded"] * shape.kv_range
+    return " ".join(words + ["not causal"] * (not shape.causal))
+
+
+def fastest(grid: Grid) -> dict[str, int]:
+    """How many sizes each kernel was the fastest at, most first."""
+    wins = Counter(min(known)[1] for i in range(len(grid.points())) if (known := [(t, n) for n, us in grid.us.items() if (t := us[i])]))
+    return dict(wins.most_common())

@@ -1,0 +1,139 @@
+"""`Shape`: what of a call stays when its sizes change, as a table of measured times names it; and the work of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, log2
+from typing import NamedTuple
+
+import torch
+
+from attnops.problem import Problem
+
+NEAR_HEAD_DIM = 2.0
+"""A shape speaks for head dims up to this factor away from its own."""
+
+
+class Sizes(NamedTuple):
+    """Requests, new tokens of each, and keys of each per new token (for one new token: its keys). Each at least 1, except `ratio`."""
+
+    batch: float
+    queries: float
+    ratio: float
+
+
+class Work(NamedTuple):
+    """Bytes that must be moved and floating-point operations that must be done."""
+
+    bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of call. Fields as in Problem; `window` is its left side, -1 for none; `square`: as many keys as queries, by construction.
+
+    One shape speaks for its neighbours: other head counts are more or fewer requests, and what differs otherwise is a distance.
+    """
+
+    op: str
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    rope_dim: int = 0
+    page_size: int = 0
+    causal: bool = True
+    window: int = -1
+    sinks: bool = False
+    kv_range: bool = False
+    square: bool = False
+    decode: bool = False
+
+    def distance(self, p: Problem) -> float:
+        """How unlike `p` the shape is: 0 for the same kind, infinite when it says nothing about `p`.
+
+        A factor of two counts 1 for the group size of a decode step, 0.75 for each head dim, less for the key heads, the page size, the
+        group of a prefill and the window.
+        """
+        if (self.op, self.rope_dim, self.kv_range, self.window >= 0) != (p.op, p.rope_dim, p.kv_range, p.windowed):
+            return inf
+        if self.decode != decodes(p) or p.mask != "none" or bool(self.page_size) != bool(p.page_size):
+            return inf
+        if p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
+            return inf
+        if (_width(self.dtype), _width(self.kv_dtype)) != (p.dtype.itemsize, p.kv_dtype.itemsize):
+            return inf
+        if not self.decode and self.causal and not self.kv_range and self.square != p.sizes_equal:
+            return inf  # whether a mask has to be written out
+        dims = ((self.head_dim, p.head_dim), (self.v_head_dim, p.v_head_dim))
+        if any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims):
+            return inf
+        far = 0.75 * sum(_octaves(a, b) for a, b in dims)
+        far += _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
+        far += 0.25 * _octaves(self.kv_heads, p.kv_heads)
+        far += 0.25 * _octaves(self.page_size, p.page_size) if self.page_size else 0.0
+        far += 0.1 * _octaves(self.window + 1, p.window[0] + 1) if self.window >= 0 and p.window[0] >= 0 else 0.0
+        return far + 0.5 * (not self.decode and self.causal != p.causal) + 0.25 * (self.sinks != p.sinks)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a key head serves."""
+        return self.q_heads // self.kv_heads
+
+    def place(self, p: Problem) -> Sizes:
+        """Where `p` lies among this shape's sizes.
+
+        Heads and head dims count as requests, so that the work is the same: key heads in a decode step, query heads in a prefill.
+        Over pages, where many keys may meet few queries, the query heads of a group count as queries. Less than one request is one
+        with less work.
+        """
+        batch, queries, ratio = sizes_of(p)
+        paged = self.page_size > 0 and not self.decode
+        heads = p.kv_heads / self.kv_heads if self.decode or paged else p.q_heads / self.q_heads
+        if paged:
+            group = p.group_size / self.group_size
+            queries, ratio = queries * group, ratio / group
+            if ratio < 1:
+                queries, ratio = queries * ratio**0.5, 1.0
+        batch *= heads * (p.head_dim + p.v_head_dim) / (self.head_dim + self.v_head_dim)
+        if batch < 1 and self.decode:
+            batch, ratio = 1.0, ratio * batch
+        elif batch < 1:
+            batch, queries = 1.0, queries * batch**0.5
+        return Sizes(batch, queries, ratio)
+
+    def work(self, at: Sizes) -> Work:
+        """What a call of this shape must move and compute."""
+        keys = at.queries * at.ratio
+        if self.window >= 0:
+            keys = min(keys, self.window + at.queries)
+        pairs = at.batch * at.queries * keys * (1 - 0.5 * (at.queries - 1) / max(keys, at.queries) if self.causal else 1.0)
+        width = self.head_dim + self.v_head_dim
+        stored = self.head_dim if self.rope_dim else self.kv_heads * width
+        moved = at.batch * (at.queries * self.q_heads * width * _width(self.dtype) + keys * stored * _width(self.kv_dtype))
+        return Work(moved, 2.0 * pairs * self.q_heads * width)
+
+
+def decodes(p: Problem) -> bool:
+    """One new token a request, as far as the hint says."""
+    return p.queries.hint <= 1
+
+
+def sizes_of(p: Problem) -> Sizes:
+    """From the hints: requests, new tokens of each on average, keys per new token of the longest.
+
+    Requests are taken to be smaller copies of the longest one.
+    """
+    batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.queries, p.context))
+    return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
+
+
+def _octaves(a: float, b: float) -> float:
+    return abs(log2(a / b)) if a and b else 0.0
+
+
+def _width(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,120 @@
+"""Which table is in force, where tables lie, and how one is written.
+
+The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU. A target that is only named
+("sm90" on a laptop) has no GPU of its own: it gets the shipped table of its arch, whatever this machine has measured.
+A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attnops.env import cache_dir
+from attnops.errors import BadTable
+from attnops.kernel import renew
+from attnops.measured.table import Table, from_json
+from attnops.problem import Target, pretended
+
+SHIPPED = Path(__file__).resolve().parent.parent / "tables"
+LARGEST_BYTES = 10_000_000
+
+
+@dataclass(frozen=True)
+class InForce:
+    """The table that is consulted for a target, and the file it came from; None and None where there is none.
+
+    ignored: files that lie where a table would, and why each is not used.
+    """
+
+    table: Table | None = None
+    path: Path | None = None
+    ignored: tuple[tuple[Path, str], ...] = ()
+
+    @property
+    def shipped(self) -> bool:
+        """Did it come with attnops?"""
+        return self.path is not None and self.path.parent == SHIPPED
+
+
+def in_force(target: Target) -> InForce:
+    """The table for `target`. Read once a process; `forget` has it read again."""
+    return _in_force(target.device, target.gpu, str(target), target.assume is not None)
+
+
+@functools.cache
+def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
+    ignored: list[tuple[Path, str]] = []
+    if not gpu and device == "cpu":
+        if named:
+            return InForce()
+        gpu = cpu_name()
+    for path in ([path_for(gpu)] if gpu else []) + sorted(SHIPPED.glob("*.json")):
+        try:
+            table = _read(path)
+        except FileNotFoundError:
+            continue
+        except (BadTable, OSError, UnicodeError) as error:
+            ignored.append((path, str(error)))
+            continue
+        if table.gpu == gpu or (not gpu and table.target == target):
+            return InForce(table, path, tuple(ignored))
+        if path.parent != SHIPPED:
+            ignored.append((path, str(BadTable("gpu", repr(table.gpu), repr(gpu)))))
+    return InForce(ignored=tuple(ignored))
+
+
+def _read(path: Path) -> Table:
+    if path.stat().st_size > LARGEST_BYTES:
+        raise BadTable("file", f"{path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
+    return from_json(path.read_text("utf-8"))
+
+
+def forget() -> None:
+    """Read tables again at the next selection, and forget what was selected by the old ones."""
+    _in_force.cache_clear()
+    renew()
+
+
+def digests() -> tuple[str, ...]:
+    """The digests of every table that a choice on this machine may depend on, for cache keys."""
+    targets = [Target(), *([pretended()] if pretended() else [])]
+    if torch.cuda.is_available():
+        targets += [Target.of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    return tuple(table.digest if (table := in_force(t).table) else "none" for t in targets if t is not None)
+
+
+def cpu_name() -> str:
+    """What tables call this machine's CPU."""
+    return f"cpu {platform.machine()}"
+
+
+def path_for(gpu: str) -> Path:
+    """Where the user's table of a device lies: `tables/nvidia_h200.json` in the cache folder."""
+    return cache_dir() / "tables" / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json")
+
+
+def save(table: Table, path: Path) -> None:
+    """Write `table` to `path`, all of it or nothing, and let selection read it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(table.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    forget()

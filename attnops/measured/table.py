@@ -1,0 +1,180 @@
+"""`Table`: the measured times of one GPU, its JSON form, and what it says of a call.
+
+    {"format": 1, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
+     "grids": [{"shape": {...}, "batch": [...], "queries": [...], "ratio": [...], "us": {"fa3": [...]}}]}
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+import torch
+
+from attnops.errors import BadTable
+from attnops.kernel import Kernel
+from attnops.measured.grid import Grid
+from attnops.measured.shape import Shape, Sizes, Work
+from attnops.problem import Problem, Target
+
+FORMAT = 1
+
+HANDICAP = 4.0
+"""A kernel that was not timed must promise to be this much faster than the measured ones."""
+
+MEASURED, ESTIMATED, UNMEASURED = "measured", "estimated", "not measured"
+
+
+class Cost(NamedTuple):
+    """Device microseconds, and how they are known: MEASURED, ESTIMATED, or UNMEASURED among kernels that are measured."""
+
+    us: float
+    how: str
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Measured times. gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, what was timed. made: when, with what.
+
+    Two tables are the same when they say the same; `digest` names what a table says.
+    """
+
+    gpu: str
+    target: str
+    versions: Mapping[str, str]
+    grids: tuple[Grid, ...]
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the JSON form."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and other.digest == self.digest
+
+    def nearest(self, problem: Problem) -> tuple[Grid, Sizes] | None:
+        """The grid of the shape nearest to `problem` and where the problem lies in it; None when no shape speaks for it."""
+        far = [g.shape.distance(problem) for g in self.grids]
+        if not far or (least := min(far)) == inf:
+            return None
+        grid = self.grids[far.index(least)]
+        return grid, grid.shape.place(problem)
+
+    def speaks_for(self, kernel: Kernel, target: Target) -> bool:
+        """Was this very version of `kernel` timed? A target that assumes its packages is taken to have the table's."""
+        known = self.versions.get(f"{kernel.op}.{kernel.name}")
+        return known is not None and (target.assume is not None or known == version_of(kernel))
+
+    def floor_us(self, grid: Grid, at: Sizes) -> float:
+        """What the work takes at the best rates any kernel reached anywhere, and never less than the shortest time in `grid`."""
+        work = grid.shape.work(at)
+        least = min((t for times in grid.us.values() for t in times if t is not None), default=0.0)
+        rates = self._best_rates
+        return max(least, *(need / rate for need, rate in zip(work, rates, strict=True) if rate))
+
+    @functools.cached_property
+    def _best_rates(self) -> Work:
+        seen = [g.best_rates() for g in self.grids]
+        return Work(max((r.bytes for r in seen), default=0.0), max((r.flops for r in seen), default=0.0))
+
+    def to_json(self) -> str:
+        """The file's text, one line a grid."""
+        head = {"format": FORMAT, "gpu": self.gpu, "target": self.target, "made": dict(self.made), "versions": dict(self.versions)}
+        lines = [json.dumps(_grid_to_dict(g), separators=(",", ":")) for g in self.grids]
+        return json.dumps(head, indent=1)[:-2] + ',\n "grids": [\n' + ",\n".join(lines) + "\n ]\n}\n"
+
+
+def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> dict[str, Cost]:
+    """What each of `kernels`, which can all run `problem`, is taken to need.
+
+    Where the table covers at least one of them, measured times rank the kernels it covers. Another one is taken to need HANDICAP
+    times the larger of its own estimate and what its work would take at the best rates measured: it is chosen only where all
+    that was measured is slow. Where the table covers none, all are ranked by their own estimates.
+    """
+    kernels = tuple(kernels)
+    found = table.nearest(problem) if table is not None else None
+    times: dict[str, float] = {}
+    if table is not None and found is not None:
+        grid, at = found
+        times = {k.name: us for k in kernels if table.speaks_for(k, problem.target) and (us := grid.at(k.name, at)) is not None}
+    if table is None or found is None or not times:
+        return {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
+    floor = table.floor_us(*found)
+    return {
+        k.name: Cost(times[k.name], MEASURED) if k.name in times else Cost(HANDICAP * max(k.cost_us(problem), floor), UNMEASURED)
+        for k in kernels
+    }
+
+
+def version_of(kernel: Kernel) -> str:
+    """What a measured time of `kernel` is a time of: its packages, or torch's minor version for a kernel that needs none."""
+    return ";".join(kernel.versions()) or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
+
+
+_DEFAULTS = asdict(Shape(""))
+
+
+def _grid_to_dict(grid: Grid) -> dict[str, Any]:
+    shape = {n: v for n, v in asdict(grid.shape).items() if v != _DEFAULTS[n]}
+    axes = {n: _short(axis) for n, axis in zip(("batch", "queries", "ratio"), grid.axes, strict=True)}
+    out = {"shape": shape, **axes, "us": {name: _short(_until_last(times)) for name, times in grid.us.items()}}
+    return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
+
+
+def _until_last(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
+    """Without the Nones at the end: a slow kernel has many."""
+    count = len(times)
+    while count and times[count - 1] is None:
+        count -= 1
+    return times[:count]
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    return [int(x) if x is not None and x == int(x) else x for x in values]
+
+
+def from_json(text: str) -> Table:
+    """The table that `text` holds. Raises BadTable when it holds none that this version reads."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadTable("file", f"no JSON ({error})", "what `attnops tune` writes") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        got = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise BadTable("format", got, str(FORMAT))
+    try:
+        table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadTable("table", f"{type(error).__name__}: {error}", "what `attnops tune` writes") from None
+    return table
+
+
+def _grid(data: dict[str, Any]) -> Grid:
+    names = {f.name for f in fields(Shape)}
+    if unknown := data["shape"].keys() - names:
+        raise ValueError(f"shape has {', '.join(sorted(unknown))}")
+    shape = Shape(**data["shape"])
+    if any(type(value) is not type(_DEFAULTS[name]) for name, value in asdict(shape).items()):
+        raise ValueError(f"shape {data['shape']} has a field of another type")
+    dtypes = (getattr(torch, name, None) for name in (shape.dtype, shape.kv_dtype))
+    if shape.q_heads < 1 or shape.kv_heads < 1 or not all(isinstance(d, torch.dtype) for d in dtypes):
+        raise ValueError(f"shape {data['shape']} has no such heads or dtypes")
+    axes = [tuple(float(x) for x in data[name]) for name in ("batch", "queries", "ratio")]
+    if not all(axis and axis[0] >= 1 and list(axis) == sorted(set(axis)) and isfinite(axis[-1]) for axis in axes):
+        raise ValueError("an axis does not grow from 1 or more")
+    count = len(axes[0]) * len(axes[1]) * len(axes[2])
+    times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
+    if any(len(row) > count or not all(t is None or (t > 0 and isfinite(t)) for t in row) for row in times.values()):
+        raise ValueError(f"want at most {count} positive times a kernel")
+    times = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
+    batch, queries, ratio = axes
+    return Grid(shape, batch, queries, ratio, times, dict(data.get("plan_us", {})), dict(data.get("skipped", {})))

@@ -1,0 +1,14 @@
+"""Makes tables of measured times. `attnops tune` is this on the command line; benchmarks time with the same parts."""
+
+from attnops.tune.calls import Pool as Pool
+from attnops.tune.calls import build as build
+from attnops.tune.clock import Clock as Clock
+from attnops.tune.clock import clock_for as clock_for
+from attnops.tune.run import Report as Report
+from attnops.tune.run import gpu_name as gpu_name
+from attnops.tune.run import measure as measure
+from attnops.tune.shapes import GRIDS as GRIDS
+from attnops.tune.shapes import Plan as Plan
+from attnops.tune.shapes import plans_of as plans_of
+from attnops.tune.timing import Stopwatch as Stopwatch
+from attnops.tune.timing import Timing as Timing

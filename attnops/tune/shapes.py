@@ -1,0 +1,145 @@
+"""What `attnops tune` times: shapes of calls and, for each, the sizes. The most used shapes come first, for a budget may end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnops.errors import InvalidInput
+from attnops.measured import Shape, Sizes
+
+Axis = tuple[float, ...]
+
+LARGEST_BYTES = 5e9
+LARGEST_FLOPS = 1e13
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A shape and the sizes it is timed at: every combination but those too large to be worth the wait."""
+
+    shape: Shape
+    batch: Axis
+    queries: Axis
+    ratio: Axis
+
+    def allows(self, at: Sizes) -> bool:
+        """Is a call of these sizes timed?"""
+        work = self.shape.work(at)
+        return work.bytes <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS
+
+
+def powers(low: int, high: int, step: int = 2) -> Axis:
+    """low, low * step, ... up to high."""
+    out = [float(low)]
+    while out[-1] * step <= high:
+        out.append(out[-1] * step)
+    return tuple(out)
+
+
+ONE = (1.0,)
+# Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more.
+COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
+FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), COARSE[1])
+FEW, SOME, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
+PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
+PASTS, STRIDES = powers(1, 4096, 4), powers(4, 2048, 8)
+PAGED = Shape("paged_attention", page_size=16)
+DENSE = Shape("attention", square=True)
+PACKED = Shape("varlen_attention")
+MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64)
+D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
+D256: dict[str, Any] = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
+MHA: dict[str, Any] = {"q_heads": 32, "kv_heads": 32}
+ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
+DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
+FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+
+
+def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> Plan:
+    return Plan(replace(shape, decode=True, square=False), batch, ONE, ratio)
+
+
+def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY) -> Plan:
+    return Plan(shape, batch, queries, PASTS)
+
+
+def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
+    return Plan(shape, batch, queries, ONE)
+
+
+# Head dims of 128 first: kernels built ahead are built for them, and what has to be compiled for others may use up its account.
+FULL = (
+    _decode(PAGED, *FINE),
+    _extend(PAGED),
+    _decode(MLA, *FINE),
+    _decode(replace(MLA, q_heads=16), *FINE),
+    _prefill(DENSE, queries=LONG_PROMPTS),
+    _prefill(PACKED, queries=LONG_PROMPTS),
+    _decode(replace(DENSE, kv_range=True)),
+    _prefill(replace(DENSE, kv_range=True, square=False)),
+    _decode(replace(PAGED, page_size=64), *FINE),
+    _extend(replace(PAGED, page_size=64)),
+    _decode(replace(PAGED, q_heads=64)),
+    _decode(replace(PAGED, **MHA)),
+    _decode(replace(PAGED, **ONE_KEY_HEAD)),
+    _decode(replace(PAGED, q_heads=4, kv_heads=1)),
+    _decode(replace(PAGED, q_heads=32, kv_heads=2)),
+    _decode(replace(PAGED, page_size=1)),
+    _decode(replace(PAGED, page_size=128)),
+    _extend(replace(PAGED, q_heads=64), FEW, STRIDES),
+    _extend(replace(PAGED, **MHA), FEW, STRIDES),
+    _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
+    _decode(replace(MLA, q_heads=32)),
+    _decode(replace(MLA, q_heads=64)),
+    _decode(replace(MLA, page_size=16)),
+    _decode(replace(MLA, q_heads=16, page_size=16)),
+    _extend(MLA, FEW, VERIFY),
+    _extend(replace(MLA, q_heads=16), FEW, VERIFY),
+    _decode(DENSE),
+    _prefill(replace(DENSE, **MHA)),
+    _prefill(replace(DENSE, **ONE_KEY_HEAD)),
+    _prefill(replace(PACKED, **ONE_KEY_HEAD)),
+    Plan(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
+    _prefill(replace(DENSE, **D64)),
+    _prefill(replace(DENSE, **D64, causal=False), SOME),
+    _prefill(replace(DENSE, causal=False)),
+    _prefill(replace(PACKED, **D64)),
+    _decode(replace(PAGED, **D64)),
+    _extend(replace(PAGED, **D64)),
+    _prefill(replace(PACKED, **DEEPSEEK)),
+    _prefill(replace(DENSE, **DEEPSEEK)),
+    _decode(replace(PAGED, **D64, window=127, sinks=True)),
+    _extend(replace(PAGED, **D64, window=127, sinks=True)),
+    _decode(replace(DENSE, **D64, kv_range=True, sinks=True)),
+    _prefill(replace(DENSE, **D64, kv_range=True, square=False, sinks=True)),
+    _decode(replace(DENSE, **D64, kv_range=True, window=127, sinks=True)),
+    _prefill(replace(DENSE, **D64, kv_range=True, square=False, window=127, sinks=True)),
+    _decode(replace(PAGED, **FP8)),
+    _decode(replace(PAGED, **D256)),
+    _prefill(replace(DENSE, **D256)),
+)
+TINY = (
+    Plan(Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True), (1.0, 2.0), (8.0, 16.0), ONE),
+    Plan(Shape("varlen_attention", "float32", "float32", 4, 2, 16, 16), (1.0, 2.0), (8.0, 16.0), ONE),
+    Plan(Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
+    Plan(Shape("mla_attention", "float32", "float32", 4, 1, 20, 16, 4, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
+)
+CPU = (
+    Plan(Shape("attention", "float32", "float32", square=True), (1.0, 4.0), (64.0, 256.0), ONE),
+    Plan(Shape("attention", "float32", "float32", kv_range=True, decode=True), (1.0, 4.0), ONE, (256.0, 1024.0)),
+    Plan(Shape("varlen_attention", "float32", "float32"), (1.0, 4.0), (64.0, 256.0), ONE),
+    Plan(Shape("paged_attention", "float32", "float32", page_size=16, decode=True), (1.0, 8.0), ONE, (256.0, 1024.0)),
+)
+GRIDS: dict[str, tuple[Plan, ...]] = {"full": FULL, "cpu": CPU, "tiny": TINY}
+
+
+def plans_of(grid: str, ops: Sequence[str] = ()) -> tuple[Plan, ...]:
+    """The plans of a named grid, of `ops` only when given. Raises InvalidInput on a name that is none."""
+    if grid not in GRIDS:
+        raise InvalidInput("grid", repr(grid), " | ".join(GRIDS))
+    known = {p.shape.op for p in GRIDS[grid]}
+    if unknown := set(ops) - known:
+        raise InvalidInput("ops", ", ".join(sorted(unknown)), " | ".join(sorted(known)))
+    return tuple(p for p in GRIDS[grid] if not ops or p.shape.op in ops)

@@ -1,0 +1,122 @@
+"""Which kernels can answer a call, each with its plan where it needs one, and how long each takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from attnops import testing
+from attnops.kernel import Kernel, kernels_of
+from attnops.testing import Call
+from attnops.tune.clock import Clock
+
+Equip = Callable[[Kernel, Call], Call]
+
+SLOW_FIRST_CALL_S = 2.0
+"""A first call that takes longer has compiled something."""
+
+
+HOOKS = ("planned", "equip")
+
+
+def equipped(kernel: Kernel, call: Call) -> Call:
+    """`call` with what `kernel` asks of its caller besides the call: the plan, then the workspace, as `attnops.testing` makes them."""
+    for name in HOOKS:
+        hook: Equip | None = getattr(testing, name, None)
+        call = call if hook is None else hook(kernel, call)
+    return call
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Device microseconds of one kernel at one size; None with a reason when none were taken. plan_us: host microseconds of its plan."""
+
+    us: float | None
+    reason: str = ""
+    plan_us: float | None = None
+    broken: bool = False
+
+
+@dataclass
+class Stopwatch:
+    """Times kernels, and keeps the account of those that compile at their first calls.
+
+    `kind` is what a kernel compiles for, as far as a caller can tell. A kernel whose slow first calls have taken `first_calls_s` in
+    all stops where its last two first calls were slow, and is not started on another kind unless most kinds began at once (what is
+    built ahead goes on), nor at all after three times as long: flex_attention would compile all day.
+    names: only these kernels are timed; empty for all.
+    """
+
+    clock: Clock
+    first_calls_s: float = 20.0
+    names: tuple[str, ...] = ()
+    equip: Equip = equipped
+    spent_s: dict[str, float] = field(default_factory=dict)
+    _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
+    _starts: dict[str, list[bool]] = field(default_factory=dict)
+
+    def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
+        """The kernels that can answer `call`: each with the call as it takes it, and the host microseconds of its plan, if it has one."""
+        out: list[tuple[Kernel, Call, float | None]] = []
+        problem = call.problem
+        for kernel in kernels_of(call.op).values():
+            if kernel.inline or (self.names and kernel.name not in self.names):
+                continue
+            reasons = {r.field for r in kernel.refusals(problem)}
+            if not reasons:
+                out.append((kernel, call, None))
+            elif reasons <= {"plan", "workspace"}:
+                start = time.perf_counter()
+                given = self.equip(kernel, call)
+                if not kernel.refusals(given.problem):
+                    plans = given.arguments.get("plan") is not None
+                    out.append((kernel, given, (time.perf_counter() - start) * 1e6 if plans else None))
+        return out
+
+    def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
+        """Time `kernel` on `call`. Never raises for what the kernel raises: the Timing says it."""
+        if self._given_up(kernel.name, kind):
+            return Timing(None, f"its first calls took over {self.first_calls_s:g} s")
+
+        def run() -> object:
+            return kernel.run(*call.args, **call.kwargs)
+
+        try:
+            with torch.no_grad():
+                start = time.perf_counter()
+                run()
+                _wait(call)
+                first_s = time.perf_counter() - start
+                self._account(kernel.name, kind, first_s)
+                return Timing(self.clock(kernel, call, run), plan_us=plan_us)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return Timing(None, "out of memory")
+        except Exception as error:  # whatever a foreign kernel raises: it is reported, and the others are timed
+            return Timing(None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", broken=True)
+
+    def _given_up(self, name: str, kind: Hashable) -> bool:
+        spent = self.spent_s.get(name, 0.0)
+        if spent <= self.first_calls_s:
+            return False
+        if (name, kind) in self._slow:
+            return self._slow[name, kind] >= 2
+        starts = self._starts[name]
+        return 2 * sum(starts) >= len(starts) or spent > 3 * self.first_calls_s
+
+    def _account(self, name: str, kind: Hashable, first_s: float) -> None:
+        slow = first_s > SLOW_FIRST_CALL_S
+        if (name, kind) not in self._slow:
+            self._starts.setdefault(name, []).append(slow)
+        self._slow[name, kind] = self._slow.get((name, kind), 0) + 1 if slow else 0
+        if slow:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
+
+
+def _wait(call: Call) -> None:
+    if any(t.is_cuda for t in call.tensors().values()):
+        torch.cuda.synchronize()
+

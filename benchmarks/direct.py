@@ -1,0 +1,354 @@
+"""Our ops against the vendors' own calls on the same tensors, and torch's SDPA beside them; writes direct.json. CUDA only.
+
+    python benchmarks/direct.py [--device cuda] [--budget-s 120]
+
+GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds. `ratio` is the compiled op over
+the fastest direct call of the same vendor on the same algorithm's inputs; a vendor's metadata that depends on the batch alone is made
+outside, as an engine makes it once a step. `device_kernels` counts what torch.profiler sees on the device for one call.
+Host time: eager calls of a tiny batch, until they return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from common import default_device, environment, spread, write
+from torch.nn.functional import scaled_dot_product_attention
+
+import attnops.ops
+from attnops.kernel import Kernel
+from attnops.measured import Shape
+from attnops.ops import OPS
+from attnops.testing import Call
+from attnops.tune import Pool, Stopwatch, build
+from attnops.tune.clock import GraphClock
+from attnops.tune.shapes import DENSE, MLA, PAGED
+
+Run = Callable[[], Any]
+WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point. rate: what the figure is given in, "TB/s" of the bytes it must move or "TFLOP/s"."""
+
+    name: str
+    shape: Shape
+    batch: int
+    queries: int
+    keys: int
+    rate: str
+    vendors: dict[str, Callable[[Call], Run]] = field(default_factory=dict)
+
+    def amount(self) -> float:
+        """Bytes or operations, in units of one a microsecond at 1 TB/s or 1 TFLOP/s."""
+        s, new = self.shape, self.batch * self.queries
+        width = s.head_dim + s.v_head_dim
+        if self.rate == "TB/s":
+            stored = s.head_dim if s.rope_dim else s.kv_heads * width
+            return 2.0 * (self.batch * self.keys * stored + new * s.q_heads * width) / 1e6
+        pairs = new * (self.keys - (self.queries - 1) / 2)
+        return 2.0 * pairs * s.q_heads * width / 1e6
+
+
+# The vendors' calls ---------------------------------------------------------------------------------------------------
+
+
+def fa3_paged(call: Call) -> Run:
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    a, out = call.arguments, torch.empty_like(call.arguments["output"])
+    return lambda: flash_attn_with_kvcache(
+        a["query"], a["k_pages"], a["v_pages"], cache_seqlens=a["seq_lens"], page_table=a["page_table"], cu_seqlens_q=a["cu_seqlens_q"],
+        max_seqlen_q=a["max_seqlen_q"], softmax_scale=a["scale"], causal=a["causal"], out=out,
+    )  # fmt: skip
+
+
+def fa3_dense(call: Call) -> Run:
+    from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+    a = call.arguments
+    query, key, value = (a[n].flatten(0, 1) for n in ("query", "key", "value"))
+    batch, length = a["query"].shape[:2]
+    cu = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    return lambda: flash_attn_varlen_func(query, key, value, cu, cu, length, length, softmax_scale=a["scale"], causal=a["causal"])
+
+
+def _mla_query(a: Any) -> torch.Tensor:
+    return torch.cat([a["q_nope"], a["q_pe"]], -1)[:, None]
+
+
+def flashmla(call: Call) -> Run:
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
+    tiles, splits = get_mla_metadata(a["seq_lens"], query.shape[2], 1)
+    return lambda: flash_mla_with_kvcache(
+        query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits, softmax_scale=a["scale"], causal=False
+    )  # fmt: skip
+
+
+def flashmla_with_metadata(call: Call) -> Run:
+    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
+
+    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
+    op = torch.ops.sgl_kernel.dense_decode_fwd.default
+    return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
+
+
+def _rows(a: Any, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=page)
+    return indptr, indices[: int(indptr[-1])], last
+
+
+def flashinfer_decode(tensor_cores: bool) -> Callable[[Call], Run]:
+    def make(call: Call) -> Run:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
+        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=tensor_cores)
+        _, page, kv_heads, dim = pages[0].shape
+        wrapper.plan(
+            *_rows(a, page), q.shape[1], kv_heads, dim, page, q_data_type=q.dtype, kv_data_type=q.dtype, sm_scale=a["scale"]
+        )  # fmt: skip
+        out = torch.empty_like(a["output"])
+        return lambda: wrapper.run(q, pages, out=out)
+
+    return make
+
+
+def flashinfer_prefill(backend: str) -> Callable[[Call], Run]:
+    def make(call: Call) -> Run:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
+        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
+        _, page, kv_heads, dim = pages[0].shape
+        wrapper.plan(
+            a["cu_seqlens_q"], *_rows(a, page), q.shape[1], kv_heads, dim, page, causal=a["causal"], sm_scale=a["scale"],
+            q_data_type=q.dtype, kv_data_type=q.dtype,
+        )  # fmt: skip
+        out = torch.empty_like(a["output"])
+        return lambda: wrapper.run(q, pages, out=out)
+
+    return make
+
+
+def flashinfer_mla(backend: str) -> Callable[[Call], Run]:
+    def make(call: Call) -> Run:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        a, pages = call.arguments, call.arguments["latent_pages"]
+        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
+        wrapper = BatchMLAPagedAttentionWrapper(space, backend=backend)
+        indptr, indices, _ = _rows(a, pages.shape[1])
+        wrapper.plan(
+            qo_indptr=a["cu_seqlens_q"], kv_indptr=indptr, kv_indices=indices, kv_len_arr=a["seq_lens"], num_heads=a["q_nope"].shape[1],
+            head_dim_ckv=512, head_dim_kpe=64, page_size=pages.shape[1], causal=False, sm_scale=a["scale"], q_data_type=pages.dtype,
+            kv_data_type=pages.dtype,
+        )  # fmt: skip
+        out = torch.empty_like(a["output"])
+        query, cache = (a["q_nope"], a["q_pe"]), (pages[..., :512], pages[..., 512:])
+        return lambda: wrapper.run(query=query, kv_cache=cache, out=out)
+
+    return make
+
+
+def sdpa_dense(call: Call) -> Run:
+    a = call.arguments
+    q, k, v = (a[n].transpose(1, 2) for n in ("query", "key", "value"))
+    return lambda: scaled_dot_product_attention(q, k, v, scale=a["scale"], is_causal=True, enable_gqa=True)
+
+
+def sdpa_contiguous(call: Call) -> Run:
+    """The same bytes as a contiguous cache, which SDPA wants."""
+    a = call.arguments
+    batch = a["page_table"].shape[0]
+    q = a["query"].unflatten(0, (batch, -1)).transpose(1, 2)
+    k, v = (a[n].flatten(0, 1).unflatten(0, (batch, -1)).transpose(1, 2) for n in ("k_pages", "v_pages"))
+    return lambda: scaled_dot_product_attention(q, k, v, scale=a["scale"], enable_gqa=True)
+
+
+DECODE = {
+    "fa3": fa3_paged,
+    "flashinfer_cuda_cores": flashinfer_decode(False),
+    "flashinfer_tensor_cores": flashinfer_decode(True),
+    "sdpa_contiguous": sdpa_contiguous,
+}
+EXTEND = {"fa3": fa3_paged, "flashinfer_fa2": flashinfer_prefill("fa2"), "flashinfer_fa3": flashinfer_prefill("fa3")}
+PREFILL = {"fa3": fa3_dense, "sdpa": sdpa_dense}
+LATENT = {
+    "flashmla": flashmla,
+    "flashmla_with_metadata": flashmla_with_metadata,
+    "flashinfer_fa2": flashinfer_mla("fa2"),
+    "flashinfer_fa3": flashinfer_mla("fa3"),
+}
+STEP = replace(PAGED, decode=True)
+CASES = (
+    *(Case(f"decode {b}x{k}", STEP, b, 1, k, "TB/s", DECODE) for b, k in ((1, 8192), (8, 4096), (64, 4096))),
+    *(Case(f"causal prefill {n}", DENSE, 1, n, n, "TFLOP/s", PREFILL) for n in (2048, 8192, 16384)),
+    *(Case(f"paged prefill {n}", PAGED, 1, n, n, "TFLOP/s", EXTEND) for n in (2048, 8192)),
+    Case("latent decode 64x8192, 16 heads", replace(MLA, q_heads=16, decode=True), 64, 1, 8192, "TB/s", LATENT),
+    Case("latent decode 64x8192, 128 heads", replace(MLA, decode=True), 64, 1, 8192, "TFLOP/s", LATENT),
+)
+TINY = {"paged_attention": Case("decode 1x64", STEP, 1, 1, 64, "TB/s", DECODE)}
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def promised(call: Call) -> Call:
+    """The call with the promise that no token is padding, where the op has that argument: the direct calls rest on it."""
+    names = {a.name for a in OPS[call.op].packet.default._schema.arguments}
+    return call.with_(padded=False) if "padded" in names else call
+
+
+def op_of(kernel: Kernel, call: Call, compiled: bool) -> Run:
+    packet = OPS[call.op].packet.default
+    args, kwargs, policy = call.args, call.kwargs, f"kernel={call.op}:{kernel.name}"
+
+    def function(args: Any, kwargs: Any) -> Any:
+        return packet(*args, **kwargs, policy=policy)
+
+    run = torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
+    return lambda: run(args, kwargs)
+
+
+def device_kernels(run: Run) -> list[str]:
+    """What one call launches on the device, in order."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    real = [e for e in found if not getattr(e, "is_user_annotation", False) and not e.name.startswith(("##", "Torch-Compiled Region"))]
+    return [e.name[:100] for e in sorted(real, key=lambda e: e.time_range.start)]
+
+
+def host_us(calls: dict[str, Run], repeats: int = 15, inner: int = 60) -> dict[str, dict[str, float]]:
+    """Microseconds until a call returns, in turn; the device catches up between the repeats."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(20):
+            call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            taken[name].append((time.perf_counter() - start) / inner * 1e6)
+    return {name: spread(us) for name, us in taken.items()}
+
+
+def why(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+
+
+def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
+    """Every call to be timed, by `direct.*`, `op.*` (compiled) and `eager.*`, and what is left out with its reason."""
+    runs: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    for name, make in case.vendors.items():
+        try:
+            run = make(call)
+            run()
+            torch.cuda.synchronize()
+            runs[f"direct.{name}"] = run
+        except Exception as error:
+            left_out[f"direct.{name}"] = why(error)
+    torch._dynamo.reset()
+    given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0).candidates(promised(call)) if k.packages}
+    for name, (kernel, mine) in given.items():
+        for kind, compiled in (("op", True), ("eager", False)):
+            try:
+                run = op_of(kernel, mine, compiled)
+                run()
+                torch.cuda.synchronize()
+                runs[f"{kind}.{name}"] = run
+            except Exception as error:
+                left_out[f"{kind}.{name}"] = why(error)
+                traceback.print_exc()
+    return runs, left_out
+
+
+def measure(case: Case, clock: GraphClock, pool: Pool) -> dict[str, Any]:
+    """One case's figures."""
+    call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
+    runs, left_out = runs_of(case, call)
+    times = {name: spread(us) for name, us in clock.in_turn(runs).items()}
+    out: dict[str, Any] = {"left_out": left_out, "unit": case.rate, "gpu": times}
+    for figures in times.values():
+        figures["rate"] = round(case.amount() / figures["median_us"], 3)
+    out["device_kernels"] = {name: device_kernels(run) for name, run in runs.items() if not name.startswith("eager.")}
+    out["against"] = {}
+    for name in (n for n in times if n.startswith("op.")):
+        vendor = name.removeprefix("op.").partition("_")[0]
+        same = {n: f["median_us"] for n, f in times.items() if n.startswith(f"direct.{vendor}")}
+        if same:
+            best = min(same, key=lambda n: same[n])
+            out["against"][name] = {
+                "direct": best,
+                "ratio": round(times[name]["median_us"] / same[best], 4),
+                "more_device_kernels": len(out["device_kernels"][name]) - len(out["device_kernels"][best]),
+            }
+    return out
+
+
+def eager(case: Case, pool: Pool) -> dict[str, Any]:
+    """Host microseconds of eager calls of a tiny batch: the op that selects, the overload, the kernel's `run`, the vendor's function."""
+    call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
+    runs, left_out = runs_of(replace(case, vendors={n: v for n, v in case.vendors.items() if n == "fa3"}), call)
+    promise = promised(call)
+    for name in [n.removeprefix("eager.") for n in runs if n.startswith("eager.")]:
+        kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0).candidates(promise) if c[0].name == name)
+        overload, args, kwargs = getattr(OPS[mine.op].packet, name), mine.args, mine.kwargs
+        runs[f"overload.{name}"] = lambda o=overload, a=args, k=kwargs: o(*a, **k)
+        runs[f"kernel_run.{name}"] = lambda r=kernel.run, a=args, k=kwargs: r(*a, **k)
+    return {"left_out": left_out, "host": host_us({n: r for n, r in runs.items() if not n.startswith("op.")})}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda",), default=default_device())
+    parser.add_argument("--budget-s", type=float, default=120.0)
+    given = parser.parse_args()
+    start, pool, clock = time.monotonic(), Pool("cuda"), GraphClock("cuda")
+    pool.reserve(torch.bfloat16, 1 << 30)
+    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "eager": {}, "failed": {}}
+    with torch.no_grad():
+        for case in CASES:
+            if time.monotonic() - start > given.budget_s:
+                report["failed"][case.name] = "left out: the budget was spent"
+                continue
+            try:
+                report["cases"][case.name] = measure(case, clock, pool)
+            except Exception as error:  # the other cases stand
+                traceback.print_exc()
+                report["failed"][case.name] = why(error)
+        for op, case in TINY.items():
+            try:
+                report["eager"][op] = eager(case, pool)
+            except Exception as error:
+                traceback.print_exc()
+                report["failed"][f"eager {op}"] = why(error)
+    report["seconds"] = round(time.monotonic() - start, 1)
+    path = write(report, "direct.json", "cuda")
+    for name, found in report["cases"].items():
+        print(name, json.dumps({n: (f["median_us"], f["rate"]) for n, f in found["gpu"].items()}), json.dumps(found["against"]))
+    print(json.dumps(report["eager"], indent=1), report["failed"], path)
+    return 1 if report["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,312 @@
+"""How much slower the automatic choice is than the best measured one, on calls that no table of times contains; regret.json.
+
+    python benchmarks/regret.py [--device cuda] [--table FILE] [--count 240] [--seed 1] [--budget-s 150]
+
+Every call has random sizes off the grid that `attnops tune` measures, most of them ragged, and head counts that it does not measure
+among others. Each kernel that can answer, given the plan and the workspace it asks for, is timed as tune times; the regret is the
+time of the chosen kernel over the best one's, less 1. Beside it stand, on the same times, the regret of the kernels' own estimates
+(no table), of hints rounded to powers of two, and of calls that bring neither plan nor workspace. Of every family and kernel a few
+small calls are compared with the float64 reference first; a kernel that fails is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import default_device, environment, write
+
+from attnops.kernel import Kernel
+from attnops.measured import MEASURED, Shape, Sizes, Table, costs, from_json, in_force
+from attnops.problem import Extent, Problem, Target
+from attnops.select import select_by
+from attnops.testing import Call, Mismatch, check_kernel
+from attnops.tune import Pool, Stopwatch, build, clock_for
+from attnops.tune.clock import GraphClock
+from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
+
+ENOUGH = 1 << 62
+HOPELESS = 6.0
+"""A kernel measured this many times slower than the best in the table is not timed again."""
+LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
+SMALL_PAIRS = 1 << 25
+CHECKED_PER_KERNEL = 2
+
+LLAMA_HEADS = ((32, 8), (32, 8), (64, 8), (40, 8), (28, 4), (32, 32), (16, 16), (48, 8), (24, 8), (12, 2), (16, 1))
+FAMILIES = ("dense", "packed", "paged decode", "extend", "mla")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A call held out: its family, its shape, and the lengths of each request in tokens."""
+
+    family: str
+    shape: Shape
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+
+    def work(self) -> tuple[float, float]:
+        batch = len(self.q_lens)
+        queries, keys = sum(self.q_lens) / batch, sum(self.k_lens) / batch
+        work = self.shape.work(Sizes(batch, queries, keys / queries))
+        return work.bytes, work.flops
+
+
+@dataclass
+class Row:
+    """One call's outcome. us: by kernel. regrets: of each way to choose; None where the chosen kernel was not timed."""
+
+    held: Held
+    us: dict[str, float]
+    chosen: dict[str, str]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def regret(self, way: str, among: Iterable[str] | None = None) -> float | None:
+        times = {n: self.us[n] for n in (among or self.us) if n in self.us}
+        mine = times.get(self.chosen.get(way, ""))
+        return None if mine is None else mine / min(times.values()) - 1.0
+
+
+def _log(rng: random.Random, low: float, high: float) -> int:
+    """A whole number, uniform on a logarithmic scale."""
+    return max(round(low * (high / low) ** rng.random()), 1)
+
+
+def _ragged(rng: random.Random, most: int, batch: int, least: float) -> tuple[int, ...]:
+    """Lengths from `least * most` to `most`, one of them the longest; a third of the batches are even."""
+    if rng.random() < 1 / 3:
+        return (most,) * batch
+    lengths = [max(round(most * rng.uniform(least, 1.0)), 1) for _ in range(batch)]
+    lengths[rng.randrange(batch)] = most
+    return tuple(lengths)
+
+
+def _heads(rng: random.Random, shape: Shape) -> Shape:
+    q_heads, kv_heads = rng.choice(LLAMA_HEADS)
+    dim = rng.choice((128, 128, 128, 64))
+    return replace(shape, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, v_head_dim=dim)
+
+
+def _one(family: str, rng: random.Random) -> Held:
+    if family == "mla":
+        shape = replace(MLA, q_heads=rng.choice((16, 16, 32, 64, 128, 128)), page_size=rng.choice((64, 64, 64, 16)), decode=True)
+        batch = _log(rng, 1, 256)
+        return Held(family, shape, (1,) * batch, _ragged(rng, _log(rng, 200, 50_000), batch, 0.3))
+    if family == "dense":
+        kind = rng.choice(("prefill", "prefill", "padded prefill", "padded decode", "both sides"))
+        shape = _heads(rng, DENSE)
+        if kind == "padded decode":
+            batch, keys = _log(rng, 1, 128), _log(rng, 200, 30_000)
+            return Held(family, replace(shape, kv_range=True, square=False, decode=True), (1,) * batch, _ragged(rng, keys, batch, 0.3))
+        batch, length = _log(rng, 1, 16), _log(rng, 100, 12_000)
+        if kind == "padded prefill":
+            lengths = _ragged(rng, length, batch, 0.5)
+            return Held(family, replace(shape, kv_range=True, square=False), (length,) * batch, lengths)
+        return Held(family, replace(shape, causal=kind == "prefill"), (length,) * batch, (length,) * batch)
+    if family == "packed":
+        shape = _heads(rng, PACKED)
+        if rng.random() < 0.2:
+            shape = replace(PACKED, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+        batch = _log(rng, 1, 24)
+        lengths = _ragged(rng, _log(rng, 100, 12_000), batch, 0.2)
+        return Held(family, shape, lengths, lengths)
+    shape = replace(_heads(rng, PAGED), page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
+    if family == "paged decode":
+        batch = _log(rng, 1, 256)
+        return Held(family, replace(shape, decode=True), (1,) * batch, _ragged(rng, _log(rng, 200, 60_000), batch, 0.3))
+    batch, queries = _log(rng, 1, 48), _log(rng, 2, 3000)
+    q_lens = _ragged(rng, queries, batch, 0.3)
+    past = _ragged(rng, _log(rng, 1, 30_000), batch, 0.3)
+    return Held(family, shape, q_lens, tuple(q + p for q, p in zip(q_lens, past, strict=True)))
+
+
+def held_out(count: int, seed: int = 1) -> list[Held]:
+    """`count` calls, the families in turn; too large ones are drawn again."""
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        held = _one(FAMILIES[len(found) % len(FAMILIES)], rng)
+        moved, flops = held.work()
+        if moved <= LARGEST_BYTES and flops <= LARGEST_FLOPS:
+            found.append(held)
+    return found
+
+
+def problem_of(held: Held, target: Target) -> Problem:
+    """The Problem of the call, without making it."""
+    s, most = held.shape, max(held.k_lens)
+    keys = -(-most // s.page_size) * s.page_size if s.page_size else most
+    dense = s.op == "attention"
+    queries = max(held.q_lens)
+    return Problem(
+        s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
+        s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
+        tokens=Extent.of(queries * len(held.q_lens) if dense else sum(held.q_lens)), batch=Extent.of(len(held.q_lens)),
+        queries=Extent.of(queries), context=Extent.of(keys),
+    )  # fmt: skip
+
+
+def with_everything(problem: Problem) -> Problem:
+    """The Problem as a call says it that brings a host plan and workspace enough."""
+    known = {f.name for f in fields(Problem)}
+    return replace(problem, plan="host", **{n: v for n, v in {"workspace": ENOUGH}.items() if n in known})  # type: ignore[arg-type]
+
+
+def coarse(problem: Problem) -> Problem:
+    """Hints at the top of their power-of-two bucket."""
+    sizes = {n: getattr(problem, n) for n in ("tokens", "batch", "queries", "context")}
+    return replace(problem, **{n: replace(x, hint=x.hi) for n, x in sizes.items() if x.hi})
+
+
+def choices(problem: Problem, table: Table | None) -> dict[str, str]:
+    """By way of choosing: the kernel."""
+    full = with_everything(problem)
+    ways = {
+        "automatic": select_by(table, full),
+        "by_estimates": select_by(None, full),
+        "by_powers_of_two": select_by(table, coarse(full)),
+        "bare": select_by(table, problem),
+    }
+    return {way: d.kernel.name for way, d in ways.items() if d.kernel is not None}
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Mean and worst regret in percent of each way to choose, in all and by family. Ways without a timed choice count as unanswered."""
+
+    def figures(some: Sequence[Row]) -> dict[str, Any]:
+        out: dict[str, Any] = {"calls": len(some)}
+        for way in ("automatic", "by_estimates", "by_powers_of_two", "bare"):
+            found = [row.regret(way, _bare(row) if way == "bare" else None) for row in some]
+            known = [100 * r for r in found if r is not None]
+            out[way] = {
+                "mean_percent": round(statistics.fmean(known), 2) if known else None,
+                "worst_percent": round(max(known), 1) if known else None,
+                "best_chosen": sum(r == 0 for r in known),
+                "over_10_percent": sum(r > 10 for r in known),
+                "unanswered": len(found) - len(known),
+            }
+        return out
+
+    families = dict.fromkeys(r.held.family for r in rows)
+    return {"all": figures(rows), "families": {f: figures([r for r in rows if r.held.family == f]) for f in families}}
+
+
+def _bare(row: Row) -> list[str]:
+    return [n for n in row.us if n not in row.skipped.get("_planned", "").split(",")]
+
+
+class Checker:
+    """Compares every kernel with the float64 reference on the first small calls of each family."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+
+    def trusts(self, kernel: Kernel, call: Call, held: Held) -> bool:
+        name, key = f"{kernel.op}.{kernel.name}", f"{held.family}: {kernel.op}.{kernel.name}"
+        pairs = sum(held.q_lens) * max(held.k_lens) * held.shape.q_heads
+        if pairs <= SMALL_PAIRS and self.done.get(key, 0) < CHECKED_PER_KERNEL and name not in self.failed:
+            self.done[key] = self.done.get(key, 0) + 1
+            try:
+                # The pool's tensors share one buffer, and the check copies whole buffers.
+                check_kernel(kernel, call.map(lambda _, t: t.clone()))
+            except Mismatch as mismatch:
+                self.failed[name] = str(mismatch)[:300]
+            except Exception as error:  # a kernel that cannot run is no candidate
+                self.failed[name] = f"{type(error).__name__}: {error}"[:300]
+        return name not in self.failed
+
+
+def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, table: Table | None, target: Target) -> Row:
+    """Time every candidate on one call."""
+    call = build(held.shape, held.q_lens, held.k_lens, pool)
+    candidates = [c for c in stopwatch.candidates(call) if checker.trusts(c[0], c[1], held)]
+    problem = call.problem
+    guess = costs(problem, [k for k, _, _ in candidates], table)
+    best = min((c.us for c in guess.values() if c.how == MEASURED), default=float("inf"))
+    row = Row(held, {}, choices(problem, table))
+    row.skipped["_planned"] = ",".join(k.name for k, given, _ in candidates if given is not call)
+    for kernel, given, plan_us in candidates:
+        if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in row.chosen.values():
+            row.skipped[kernel.name] = "slow in the table"
+            continue
+        found = stopwatch.time(kernel, given, _kind(held.shape), plan_us)
+        if found.us is None:
+            row.skipped[kernel.name] = found.reason
+        else:
+            row.us[kernel.name] = round(found.us, 2)
+    return row
+
+
+def _kind(s: Shape) -> tuple[object, ...]:
+    """What kernels are compiled for."""
+    return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """A row for the file."""
+    shape = {n: v for n, v in asdict(row.held.shape).items() if v != asdict(Shape(row.held.shape.op))[n]}
+    q, k = row.held.q_lens, row.held.k_lens
+    regret = row.regret("automatic")
+    return {
+        "family": row.held.family,
+        "shape": {"op": row.held.shape.op, **shape},
+        "batch": len(q),
+        "queries": [min(q), max(q)],
+        "keys": [min(k), max(k)],
+        "us": row.us,
+        "chosen": row.chosen,
+        "regret_percent": None if regret is None else round(100 * regret, 2),
+        **({"skipped": left} if (left := {n: v for n, v in row.skipped.items() if n != "_planned"}) else {}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--table", type=Path, default=None, help="a table to choose by; default the one in force")
+    parser.add_argument("--count", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget-s", type=float, default=150.0)
+    given = parser.parse_args()
+    device, start = torch.device(given.device), time.monotonic()
+    target = Target.of(device)
+    table = from_json(given.table.read_text()) if given.table else in_force(target).table
+    pool, checker = Pool(device, seed=given.seed), Checker()
+    if given.device == "cuda":
+        pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
+    stopwatch = Stopwatch(GraphClock(device, repeats=31) if given.device == "cuda" else clock_for(device), first_calls_s=15.0)
+    rows: list[Row] = []
+    for held in held_out(given.count, given.seed):
+        if time.monotonic() - start > given.budget_s:
+            break
+        row = time_one(held, pool, stopwatch, checker, table, target)
+        if len(row.us) > 1:
+            rows.append(row)
+    report = {
+        **environment(given.device),
+        "table": None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]},
+        "asked": given.count,
+        "seed": given.seed,
+        "seconds": round(time.monotonic() - start, 1),
+        **summary(rows),
+        "checked": checker.done,
+        "failed": checker.failed,
+        "calls": sorted(map(as_dict, rows), key=lambda r: -(r["regret_percent"] if r["regret_percent"] is not None else 1e9)),
+    }
+    path = write(report, "regret.json", given.device)
+    print(f"{len(rows)} calls in {report['seconds']} s -> {path}")
+    for name, figures in {"all": report["all"], **report["families"]}.items():
+        print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
+    for name, why in checker.failed.items():
+        print("FAILED", name, why)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The generated parts that show measured figures: tables of the files under benchmarks/results, one folder a machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NONE = "No results are committed yet: `make gpu-bench` and `make gpu-test` write them."
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(folder name, its files by stem), the machines in order of name, GPUs first. A file that is no JSON object is left out."""
+    folders = [f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir()]
+    for folder in sorted(folders, key=lambda f: (f.name == "cpu", f.name)):
+        found = {}
+        for path in sorted(folder.glob("*.json")):
+            try:
+                data = json.loads(path.read_text())
+            except ValueError:
+                continue
+            if isinstance(data, dict):
+                found[path.stem] = data
+        if found:
+            yield folder.name, found
+
+
+def stamp(data: dict[str, Any]) -> str:
+    """What the figures were made with."""
+    device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
+    return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
+
+
+def proven(data: dict[str, Any]) -> str:
+    """What the GPU tests found, kernel by kernel; kernels that take no case there are listed below the table."""
+    rows, idle = [], []
+    for name, n in sorted(data.get("numerics", {}).items()):
+        if not n["cases"]:
+            idle.append(f"`{name}`")
+            continue
+        replay = data.get("replay", {}).get(name)
+        rows.append(
+            [
+                f"`{name}`", str(n["cases"]), str(n["wrong"]), f"{100 * n['worst_share_of_budget']:.0f}%",
+                str(data.get("opcheck", {}).get(name, "-")), "-" if replay is None else str(replay),
+            ]
+        )  # fmt: skip
+    head = ["kernel", "cases", "wrong", "worst error, of the budget", "opcheck calls", "captured, changed, replayed"]
+    text = table(head, rows)
+    return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
+
+
+def overhead(data: dict[str, Any]) -> str:
+    """What a call through attnops costs on the host."""
+    eager, compiled = data["eager"], data["compiled"]
+    rows = [[what, f"{eager[key]['median_us']:.2f} ± {eager[key]['spread_us']:.2f}"] for what, key in OVERHEAD if key in eager]
+    rows.append(["one more op in a compiled graph", f"{compiled['op_us']:.2f}"])
+    rows.append(["`import attnops` after torch", f"{data['import']['attnops_s'] * 1000:.0f} ms"])
+    return table(["a paged call of a kernel that does nothing", "us"], rows)
+
+
+OVERHEAD = (
+    ("`attnops.paged_attention(...)`", "function"),
+    ("`torch.ops.attnops.paged_attention(...)`", "op"),
+    ("its overload, as compiled code calls it", "overload"),
+    ("a plain Python function", "plain"),
+)
+
+
+def direct(data: dict[str, Any]) -> str:
+    """Our compiled ops against the vendors' calls."""
+    rows = []
+    for case, found in data.get("cases", {}).items():
+        for name, figures in sorted(found["gpu"].items()):
+            if name.startswith("eager."):
+                continue
+            against = found.get("against", {}).get(name)
+            more = "-" if against is None else f"{against['more_device_kernels']:+d}"
+            ratio = "-" if against is None else f"{against['ratio']:.3f} of `{against['direct']}`"
+            count = len(found.get("device_kernels", {}).get(name, []))
+            rate = f"{figures['rate']:.4g} {found['unit']}"
+            rows.append([case, f"`{name}`", f"{figures['median_us']:.1f}", rate, ratio, f"{count} ({more})"])
+    text = table(["case", "call", "us", "rate", "time, as a share", "device kernels (more)"], rows)
+    eager = [(n, f) for e in data.get("eager", {}).values() for n, f in e["host"].items()]
+    host = [[f"`{n}`", f"{f['median_us']:.2f} ± {f['spread_us']:.2f}"] for n, f in eager]
+    if host:
+        text += f"\n\nUntil an eager call of a tiny batch returns:\n\n{table(['call', 'host us'], sorted(host))}"
+    left_out = sorted({f"`{n}`: {why}" for c in data.get("cases", {}).values() for n, why in c.get("left_out", {}).items()})
+    return text + ("\n\nLeft out: " + "; ".join(left_out) + "." if left_out else "")
+
+
+def regret(data: dict[str, Any]) -> str:
+    """How much slower the automatic choice is than the best."""
+    rows = []
+    for name, f in {**data["families"], "all": data["all"]}.items():
+        rows.append([name, str(f["calls"]), *(cell(f.get(way)) for way, _ in WAYS), f"{f['automatic']['best_chosen']} of {f['calls']}"])
+    return table(["calls", "how many", *(f"{what}, mean / worst" for _, what in WAYS), "the best was chosen"], rows)
+
+
+WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))
+
+
+def cell(f: dict[str, Any] | None) -> str:
+    return "-" if not f or f["mean_percent"] is None else f"{f['mean_percent']:.1f}% / {f['worst_percent']:.0f}%"
+
+
+PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "kernels": ("Proven", proven),
+    "direct": ("Against the vendors' own calls", direct),
+    "regret": ("The automatic choice against the best", regret),
+    "overhead": ("What a call costs", overhead),
+}
+
+
+def results_full(root: Path = ROOT) -> str:
+    """Every committed figure."""
+    parts = []
+    for _, files in machines(root):
+        shown = {stem: files[stem] for stem in PARTS if stem in files}
+        if not shown:
+            continue
+        parts.append(f"## {next(iter(shown.values())).get('device', 'unknown device')}")
+        for stem, data in shown.items():
+            title, make = PARTS[stem]
+            parts.append(f"### {title}\n\n{stamp(data)}.\n\n{_made(make, data)}")
+    return "\n\n".join(parts) or NONE
+
+
+def _made(make: Callable[[dict[str, Any]], str], data: dict[str, Any]) -> str:
+    try:
+        return make(data)
+    except (KeyError, TypeError) as error:
+        return f"The file is of another form ({type(error).__name__}: {error})."
+
+
+def results_short(root: Path = ROOT) -> str:
+    """One row a machine."""
+    rows = []
+    for name, files in machines(root):
+        try:
+            rows += [row] if (row := _row(files)) else []
+        except (KeyError, TypeError):
+            rows.append([name, *["a file of another form"] * 4])
+    head = ["machine", "kernels proven", "compiled op over the vendor's call", "automatic over best choice, mean / worst", "eager call"]
+    return table(head, rows) if rows else NONE
+
+
+def _row(files: dict[str, Any]) -> list[str]:
+    shown = [files[s] for s in PARTS if s in files]
+    if not shown:
+        return []
+    ran = [n for n in files.get("kernels", {}).get("numerics", {}).values() if n["cases"]]
+    good = sum(not n["wrong"] for n in ran)
+    ratios = sorted(a["ratio"] for c in files.get("direct", {}).get("cases", {}).values() for a in c.get("against", {}).values())
+    times = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {ratios[len(ratios) // 2]:.3f}" if ratios else "-"
+    found = cell(files["regret"]["all"]["automatic"]) + f" of {files['regret']['all']['calls']} calls" if "regret" in files else "-"
+    cost = f"{files['overhead']['eager']['function']['median_us']:.1f} us" if "overhead" in files else "-"
+    return [str(shown[0].get("device", "?")), f"{good} of {len(ran)}" if ran else "-", times, found, cost]

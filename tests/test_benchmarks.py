@@ -1,0 +1,315 @@
+"""The suites of measurements as far as they go without a GPU: what they draw, count and write, and the pages made of it."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from attnops import kernel as registry
+from attnops.kernel import Kernel, Package, kernels_of
+from attnops.measured import MEASURED, Grid, Table, costs
+from attnops.problem import Target
+from attnops.tune import Pool, Stopwatch, build
+from attnops.tune.run import lengths
+from attnops.tune.shapes import DENSE, FULL, MLA
+from tests.helpers import ROOT
+
+SM90 = Target("cuda", 90, assume=())
+
+
+@pytest.fixture
+def suites(monkeypatch):
+    """The folders of scripts on the path, as when one of them is run."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    yield
+    for name in ("common", "regret", "run", "tune", "overhead", "direct", "results"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def regret(suites) -> Any:
+    return import_module("regret")
+
+
+# Regret ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_out(regret):
+    held = regret.held_out(240)
+    assert held == regret.held_out(240) != regret.held_out(240, seed=2), "a seed gives the same calls"
+    assert {f: sum(h.family == f for h in held) for f in regret.FAMILIES} == dict.fromkeys(regret.FAMILIES, 48)
+    on_grid = {(p.shape, *at) for p in FULL for at in Grid(p.shape, p.batch, p.queries, p.ratio, {}).points()}
+    for h in held:
+        batch, queries, keys = len(h.q_lens), max(h.q_lens), max(h.k_lens)
+        assert (h.shape, batch, queries, keys / queries) not in on_grid
+        assert len(h.k_lens) == batch and all(1 <= q <= k or h.shape.kv_range for q, k in zip(h.q_lens, h.k_lens, strict=True))
+        if h.shape.op == "attention":
+            assert len(set(h.q_lens)) == 1
+    assert {h.shape.decode for h in held if h.family == "dense"} == {True, False}
+    ragged = sum(len(set(h.k_lens)) > 1 for h in held if len(h.k_lens) > 1)
+    assert ragged > 60
+
+
+def test_the_problem_of_a_held_call_is_that_of_the_call(regret):
+    pool, seen = Pool("cpu"), set()
+    for held in regret.held_out(1500, seed=3):
+        if held.work()[0] > 2e6:
+            continue
+        call = build(held.shape, held.q_lens, held.k_lens, pool)
+        assert regret.problem_of(held, Target()) == call.problem, held
+        seen.add(held.family)
+    assert len(seen) >= 3
+
+
+def row(regret, us, chosen, family="mla", **skipped):
+    held = regret.Held(family, replace(MLA, decode=True), (1, 1), (7, 9))
+    return regret.Row(held, us, {"automatic": chosen, "by_estimates": chosen, "by_powers_of_two": chosen, "bare": "a"}, skipped)
+
+
+def test_regret_is_counted(regret):
+    rows = [
+        row(regret, {"a": 10.0, "b": 12.0}, "a"),
+        row(regret, {"a": 10.0, "b": 12.0}, "b", _planned="b"),
+        row(regret, {"a": 10.0, "b": 8.0}, "b", "packed", _planned="b"),
+        row(regret, {"a": 10.0, "b": 12.0}, "gone", "packed"),
+    ]
+    found = regret.summary(rows)
+    assert found["all"]["calls"] == 4
+    assert found["all"]["automatic"] == {
+        "mean_percent": 6.67, "worst_percent": 20.0, "best_chosen": 2, "over_10_percent": 1, "unanswered": 1,
+    }  # fmt: skip
+    assert found["all"]["bare"]["worst_percent"] == 0.0, "b needs a plan, so a is the best of the others"
+    assert found["families"]["packed"]["automatic"]["unanswered"] == 1
+    assert regret.summary([])["all"]["automatic"]["mean_percent"] is None
+    written = [regret.as_dict(r) for r in rows]
+    assert [r["regret_percent"] for r in written] == [0.0, 20.0, 0.0, None]
+    assert json.dumps(written) and written[0]["keys"] == [7, 9]
+
+
+def test_a_kernel_that_is_wrong_is_no_candidate(regret):
+    shape = replace(DENSE, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
+    held = regret.Held("dense", shape, (6, 6), (6, 6))
+    call = build(shape, held.q_lens, held.k_lens, Pool("cpu"))
+    sdpa = kernels_of("attention")["sdpa"]
+
+    def off(*args, **kwargs):
+        output, lse = sdpa.run(*args, **kwargs)
+        return output * 1.5, lse
+
+    checker = regret.Checker()
+    assert checker.trusts(sdpa, call, held)
+    assert not checker.trusts(replace(sdpa, name="off", run=off), call, held)
+    assert not checker.trusts(replace(sdpa, name="off", run=off), call, held), "once is enough"
+    assert "off by" in checker.failed["attention.off"]
+
+
+def test_a_row_of_real_kernels(regret):
+    shape = replace(DENSE, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
+    held = regret.Held("dense", shape, (6, 6), (6, 6))
+    stopwatch = Stopwatch(lambda kernel, call, run: {"sdpa": 10.0, "reference": 30.0}.get(kernel.name, 500.0))
+    found = regret.time_one(held, Pool("cpu"), stopwatch, regret.Checker(), None, Target())
+    assert found.us["sdpa"] == 10.0 and found.us["reference"] == 30.0
+    assert found.chosen["automatic"] == found.chosen["by_estimates"] == "sdpa" and found.regret("automatic") == 0
+
+
+# Kernels made up to cross each other: what they take depends on every request, as selection cannot know it.
+def moved(s, q_lens, k_lens):
+    width = s.head_dim + s.v_head_dim
+    stored = s.head_dim if s.rope_dim else s.kv_heads * width
+    pairs = sum(q * (k - (q - 1) / 2 if s.causal else k) for q, k in zip(q_lens, k_lens, strict=True))
+    return 2.0 * (sum(q_lens) * s.q_heads * width + sum(k_lens) * stored), 2.0 * pairs * s.q_heads * width
+
+
+def splitting(s, q_lens, k_lens):
+    size, flops = moved(s, q_lens, k_lens)
+    blocks = sum(s.kv_heads * math.ceil(q * s.q_heads / s.kv_heads / 128) for q in q_lens)
+    return 8 + 7 * (blocks < 106) + max(size / 4.1e6, flops / 6e8) * (1.1 if blocks < 106 else 1.0)
+
+
+def steady(s, q_lens, k_lens):
+    size, flops = moved(s, q_lens, k_lens)
+    return 12 + size / 3.9e6 + flops / 5e8
+
+
+def quick(s, q_lens, k_lens):
+    size, flops = moved(s, q_lens, k_lens)
+    return 5 + size / 2.5e6 + flops / 4e8
+
+
+MADE_UP = {"splitting": splitting, "steady": steady, "quick": quick}
+
+
+def made_up_table():
+    grids = []
+    for plan in FULL:
+        empty = Grid(plan.shape, plan.batch, plan.queries, plan.ratio, {})
+        at = [lengths(plan.shape, p) if plan.allows(p) else None for p in empty.points()]
+        us = {n: tuple(float(f"{f(plan.shape, *a):.3g}") if a else None for a in at) for n, f in MADE_UP.items()}
+        grids.append(replace(empty, us=us))
+    return Table("Made up", "sm90", {f"{p.shape.op}.{n}": "" for p in FULL for n in MADE_UP}, tuple(grids))
+
+
+def test_a_table_chooses_well_between_its_points(regret):
+    """The grid and the hints are fine enough: mean and worst regret on calls that the table does not contain."""
+    table, exact, coarse = made_up_table(), [], []
+    assert len(table.to_json()) < 100_000
+    for held in regret.held_out(300, seed=5):
+        kernels = [Kernel(n, held.shape.op, print) for n in MADE_UP]
+        us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
+        for change, regrets in ((lambda p: p, exact), (regret.coarse, coarse)):
+            found = costs(change(regret.problem_of(held, SM90)), kernels, table)
+            assert all(c.how == MEASURED for c in found.values()), held
+            regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
+    # The worst are calls of some 10 us between two points where one of the kernels stops splitting.
+    assert sum(exact) / len(exact) <= 0.01 and max(exact) <= 0.5
+    assert sum(r > 0.1 for r in exact) <= 0.03 * len(exact)
+    assert sum(coarse) > 1.5 * sum(exact)
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
+    run = import_module("run")
+    asked = []
+
+    def fake(command, timeout, **_):
+        asked.append([p.rpartition("/")[2] for p in command[1:]])
+        if "direct.py" in command[1]:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 3 if "overhead" in command[1] else 0)
+
+    monkeypatch.setattr(run.subprocess, "run", fake)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,direct,tune,regret"])
+    monkeypatch.setenv("OUT", "/somewhere")
+    assert run.main() == 1
+    assert [a[0] for a in asked] == ["overhead.py", "direct.py", "tune.py", "regret.py"]
+    assert asked[3][-2:] == ["--table", "table.json"], "a fresh table is what the choice goes by"
+    printed = capsys.readouterr().out
+    assert "overhead: FAILED (3)" in printed and "direct: FAILED (over" in printed and "regret: done" in printed
+    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
+    with pytest.raises(SystemExit):
+        run.main()
+
+
+def test_all_limits_are_within_the_promise(suites):
+    run = import_module("run")
+    assert sum(run.LIMITS_S[s] for s in run.DEFAULT["cuda"].split(",")) <= 480, "eight minutes"
+
+
+def test_direct_is_importable_and_its_amounts_are_right(suites):
+    direct = import_module("direct")
+    by_name = {c.name: c for c in direct.CASES}
+    step = by_name["decode 64x4096"]
+    assert step.amount() == pytest.approx(64 * (4096 * 8 + 32) * 256 * 2 / 1e6)
+    prefill = by_name["causal prefill 2048"]
+    assert prefill.amount() == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2 / 1e6)
+    for case in direct.CASES:
+        assert case.rate in ("TB/s", "TFLOP/s") and case.vendors
+    call = build(replace(step.shape, dtype="float32", kv_dtype="float32"), [1, 1], [32, 32], Pool("cpu"))
+    torch.testing.assert_close(direct.sdpa_contiguous(call)().shape, torch.Size([2, 32, 1, 128]))
+
+
+def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
+    """On a CPU: the vendors' packages are missing, and sdpa stands for a vendor's kernel of ours."""
+    direct = import_module("direct")
+    sdpa = replace(kernels_of("paged_attention")["sdpa"], packages=(Package("hypothesis", ("hypothesis",)),))
+    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", sdpa)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(direct, "device_kernels", lambda run: ["k"] * (2 if "op_of" in run.__qualname__ else 1))
+    shape = replace(direct.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
+    vendors = {"sdpa": direct.sdpa_contiguous, "fa3": direct.fa3_paged, "flashinfer_cuda_cores": direct.flashinfer_decode(False)}
+    case = direct.Case("decode 2x32", shape, 2, 1, 32, "TB/s", vendors)
+
+    class Clock:
+        def in_turn(self, runs, rounds=25):
+            assert all(run() is None or True for run in runs.values())
+            return {name: [10.0, 10.0, 12.0, 10.0] if name.startswith("op.") else [8.0] * 4 for name in runs}
+
+    found = direct.measure(case, Clock(), Pool("cpu"))
+    assert set(found["gpu"]) == {"direct.sdpa", "op.sdpa", "eager.sdpa"}
+    assert set(found["left_out"]) == {"direct.fa3", "direct.flashinfer_cuda_cores"}
+    assert found["left_out"]["direct.fa3"].startswith("ModuleNotFoundError")
+    assert found["against"] == {"op.sdpa": {"direct": "direct.sdpa", "ratio": 1.25, "more_device_kernels": 1}}
+    assert found["gpu"]["direct.sdpa"]["rate"] == round(case.amount() / 8.0, 3)
+    host = direct.eager(case, Pool("cpu"))["host"]
+    assert set(host) == {"eager.sdpa", "overload.sdpa", "kernel_run.sdpa"} and all(f["median_us"] > 0 for f in host.values())
+
+
+def test_tune_writes_a_table(suites, monkeypatch, tmp_path):
+    tune = import_module("tune")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--device", "cpu", "--grid", "tiny", "--ops", "paged_attention"])
+    tune.main()
+    assert json.loads((tmp_path / "table.json").read_text())["format"] == 1
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
+
+
+def write(root, machine, name, data):
+    path = root / "benchmarks" / "results" / machine / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))
+
+
+@pytest.fixture
+def results(suites) -> Any:
+    return import_module("results")
+
+
+def test_no_results_are_no_error(results, tmp_path):
+    assert results.results_full(tmp_path) == results.results_short(tmp_path) == results.NONE
+    write(tmp_path, "h200", "regret", "{ cut off")
+    write(tmp_path, "h200", "other", {"what": 1})
+    assert results.results_full(tmp_path) == results.NONE
+
+
+def test_results_become_tables(results, regret, tmp_path):
+    numerics = {"cases": 19, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1727}
+    idle = {"cases": 0, "refused": 9, "wrong": 0, "worst_share_of_budget": 0.0}
+    proven = {"numerics": {"attention.fa3": numerics, "attention.far": idle}, "opcheck": {"attention.fa3": 2}, "replay": {}}
+    write(tmp_path, "h200", "kernels", proven)
+    write(tmp_path, "h200", "regret", regret.summary([row(regret, {"a": 10.0, "b": 12.0}, "b"), row(regret, {"a": 10.0}, "a", "packed")]))
+    case = {
+        "unit": "TB/s",
+        "gpu": {n: {"median_us": us, "rate": 3.3} for n, us in {"op.fa3": 10.1, "direct.fa3": 10.0, "eager.fa3": 10.2}.items()},
+        "device_kernels": {"op.fa3": ["k", "combine"], "direct.fa3": ["k"]},
+        "against": {"op.fa3": {"direct": "direct.fa3", "ratio": 1.01, "more_device_kernels": 1}},
+        "left_out": {"direct.flashinfer_fa3": "ModuleNotFoundError: No module named 'flashinfer'"},
+    }
+    host = {"host": {"direct.fa3": {"median_us": 9.0, "spread_us": 0.1}}}
+    write(tmp_path, "h200", "direct", {"cases": {"decode 1x8192": case}, "eager": {"paged_attention": host}})
+    cost = {"eager": {"function": {"median_us": 11.6, "spread_us": 0.19}}, "compiled": {"op_us": 6.7}, "import": {"attnops_s": 0.05}}
+    write(tmp_path, "cpu", "overhead", cost)
+    write(tmp_path, "zz", "overhead", {"eager": 3})
+    text = results.results_full(tmp_path)
+    for shown in (
+        "| `attention.fa3` | 19 | 0 | 17% | 2 | - |",
+        "No case of the grid runs there: `attention.far`",
+        "| decode 1x8192 | `op.fa3` | 10.1 | 3.3 TB/s | 1.010 of `direct.fa3` | 2 (+1) |",
+        "`direct.flashinfer_fa3`: ModuleNotFoundError",
+        "| mla | 1 | 20.0% / 20% |",
+        "| `attnops.paged_attention(...)` | 11.60 ± 0.19 |",
+        "The file is of another form",
+        "Some GPU, torch 2.11.0, far==1.0, 2026-01-01, commit 0123456789.",
+    ):
+        assert shown in text, shown
+    assert "eager.fa3" not in text and text.index("Proven") < text.index("What a call costs")
+    short = results.results_short(tmp_path)
+    assert "| Some GPU | 1 of 1 | 1.010 to 1.010, median 1.010 | 10.0% / 20% of 2 calls | - |" in short
+
+
+def test_committed_results_are_shown(results):
+    for _, files in results.machines(ROOT):
+        for stem in set(results.PARTS) & set(files):
+            assert "of another form" not in results._made(results.PARTS[stem][1], files[stem])

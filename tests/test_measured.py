@@ -1,0 +1,486 @@
+"""Measured times: what lies between points, which table is in force, and what selection makes of it."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnops.errors import BadTable
+from attnops.kernel import Kernel, Package, generation, kernels_of
+from attnops.measured import (
+    ESTIMATED,
+    HANDICAP,
+    MEASURED,
+    UNMEASURED,
+    Grid,
+    Shape,
+    Sizes,
+    Table,
+    costs,
+    cpu_name,
+    forget,
+    from_json,
+    in_force,
+    path_for,
+    save,
+    sizes_of,
+    store,
+    version_of,
+)
+from attnops.problem import Extent, Problem, Target, pretend
+from attnops.select import select, select_by
+from tests.helpers import ROOT
+
+F32, BF16 = torch.float32, torch.bfloat16
+SM90 = Target("cuda", 90, assume=())
+STEP = Shape("paged_attention", page_size=16, decode=True)
+PAGED = Shape("paged_attention", page_size=16)
+SQUARE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
+
+
+def decode(batch=8, context=4096, **more):
+    sizes = {"tokens": batch, "batch": batch, "queries": 1, "context": context}
+    given = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "page_size": 16, "causal": True}
+    given |= {"dtype": BF16, "kv_dtype": BF16}
+    return Problem("paged_attention", **{"target": SM90, **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
+
+
+def square(batch=1, length=16, target=None, **more):
+    sizes = {"tokens": batch * length, "batch": batch, "queries": length, "context": length}
+    given = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16, "causal": True, "sizes_equal": True}
+    return Problem("attention", **{"target": target or Target(), **given, **{n: Extent.of(x) for n, x in sizes.items()}, **more})
+
+
+def table(*grids, gpu="Some GPU", target="sm90", versions=None):
+    names = {f"{g.shape.op}.{n}": "" for g in grids for n in g.us}
+    return Table(gpu, target, names if versions is None else versions, grids, {"date": "2026-01-01"})
+
+
+def cpu_table(**us):
+    """Times of CPU kernels of square dense calls, by this machine's versions."""
+    kernels = kernels_of("attention")
+    grid = Grid(SQUARE, (1.0, 4.0), (8.0, 32.0), (1.0,), {n: tuple(t * x for x in (1, 2, 3, 4)) for n, t in us.items()})
+    return table(grid, gpu=cpu_name(), target="cpu", versions={f"attention.{n}": version_of(kernels[n]) for n in us})
+
+
+def kernel(name, cost=1.0, **more):
+    return Kernel(name, "paged_attention", lambda *_, **__: None, cost_us=lambda p: cost, **more)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder of our own and no shipped tables."""
+    monkeypatch.setenv("ATTNOPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped").mkdir()
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+# Between the points ---------------------------------------------------------------------------------------------------
+
+AXIS = st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True).map(lambda xs: tuple(float(x) for x in sorted(xs)))
+STEPS = st.floats(0.0, 50.0)
+
+
+@st.composite
+def growing(draw):
+    """A grid whose times grow along every axis."""
+    axes = [draw(AXIS) for _ in range(3)]
+    parts = [[draw(STEPS) for _ in axis] for axis in axes]
+    total = 5.0
+    us = []
+    for i in range(len(axes[0])):
+        for j in range(len(axes[1])):
+            for k in range(len(axes[2])):
+                us.append(total + sum(parts[0][: i + 1]) + sum(parts[1][: j + 1]) + sum(parts[2][: k + 1]))
+    return Grid(STEP, *axes, {"k": tuple(us)})
+
+
+SIZE = st.floats(0.25, 20_000)
+
+
+@given(growing())
+def test_at_the_points_times_are_what_was_measured(grid):
+    for sizes, us in zip(grid.points(), grid.us["k"], strict=True):
+        assert grid.at("k", sizes) == pytest.approx(us)
+
+
+@given(growing(), SIZE, SIZE, SIZE, st.floats(1.0, 8.0), st.sampled_from(["batch", "queries", "ratio"]))
+def test_times_grow_with_every_size(grid, batch, queries, ratio, factor, axis):
+    small = Sizes(batch, queries, ratio)
+    large = small._replace(**{axis: getattr(small, axis) * factor})
+    a, b = grid.at("k", small), grid.at("k", large)
+    assert a is not None and b is not None and 0 < a <= b * (1 + 1e-9)
+
+
+def test_between_the_points():
+    grid = Grid(STEP, (1.0, 3.0), (4.0, 16.0), (10.0, 20.0), {"k": (1.0, 2.0, 4.0, 8.0, 11.0, 22.0, 44.0, 88.0)})
+    assert grid.at("k", Sizes(2, 4, 10)) == pytest.approx(6)
+    assert grid.at("k", Sizes(1, 4, 15)) == pytest.approx(1.5)
+    assert grid.at("k", Sizes(1, 8, 10)) == pytest.approx(1 + 3 * 4 / 12, rel=0.02), "four of the twelve added queries, each as many bytes"
+    assert grid.at("k", Sizes(1, 4, 30)) == pytest.approx(3), "on along the line"
+    assert grid.at("k", Sizes(1, 28, 10)) == pytest.approx(7, rel=0.02)
+    assert grid.at("k", Sizes(1, 160, 10)) > 4 + 3 * 144 / 12, "many queries wait for the products"
+    assert grid.at("k", Sizes(0.5, 1, 1)) == pytest.approx(1), "the first point"
+    assert grid.at("other", Sizes(1, 4, 10)) is None
+
+
+def test_one_point_is_scaled_with_the_work():
+    grid = Grid(STEP, (2.0,), (1.0,), (100.0,), {"k": (10.0,)})
+    assert grid.at("k", Sizes(6, 1, 200)) == pytest.approx(60) and grid.at("k", Sizes(1, 1, 50)) == pytest.approx(10)
+    prompt = Grid(SQUARE, (1.0,), (64.0,), (1.0,), {"k": (10.0,)})
+    assert prompt.at("k", Sizes(1, 128, 1)) == pytest.approx(40)
+
+
+def test_noise_does_not_turn_into_a_falling_line():
+    grid = Grid(STEP, (1.0, 2.0), (1.0,), (1.0,), {"k": (11.0, 10.0)})
+    assert grid.at("k", Sizes(100, 1, 1)) == pytest.approx(10)
+
+
+def test_missing_points_follow_their_smaller_neighbours():
+    us = {"a": (10.0, None, None, None), "b": (20.0, None, None, None), "never": (None,) * 4, "late": (None, None, 7.0, 9.0)}
+    grid = Grid(STEP, (1.0, 4.0), (1.0,), (100.0, 200.0), us)
+    large = Sizes(4, 1, 200)
+    assert grid.at("a", large) == pytest.approx(80)
+    assert grid.at("b", large) / grid.at("a", large) == pytest.approx(2), "kernels keep their order"
+    assert grid.at("never", large) is None
+    assert grid.at("late", Sizes(1, 1, 100)) == pytest.approx(7)
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "speaks"),
+    [
+        ({}, True),
+        ({"q_heads": 40}, True),
+        ({"dtype": torch.float16, "kv_dtype": torch.float16}, True),
+        ({"page_size": 256}, True),
+        ({"softcap": True, "lse": True, "plan": "host"}, True),
+        ({"head_dim": 96, "v_head_dim": 96}, True),
+        ({"head_dim": 512, "v_head_dim": 512}, False),
+        ({"dtype": F32, "kv_dtype": F32}, False),
+        ({"kv_dtype": torch.float8_e4m3fn}, False),
+        ({"mask": "bool"}, False),
+        ({"window": (127, -1)}, False),
+        ({"queries": Extent.of(4)}, False),
+        ({"op": "mla_attention", "rope_dim": 64}, False),
+        ({"dtype": None}, False),
+    ],
+    ids=str,
+)
+def test_a_shape_speaks_for_its_neighbours(change, speaks):
+    found = STEP.distance(replace(decode(), **change))
+    assert (found < float("inf")) == speaks
+    same = ({}, {"dtype": torch.float16, "kv_dtype": torch.float16}, {"softcap": True, "lse": True, "plan": "host"})
+    assert (found == 0) == (change in same)
+
+
+def test_dense_calls_with_and_without_a_mask_to_write_out():
+    shape = replace(SQUARE, decode=False)
+    assert shape.distance(square()) == 0
+    assert shape.distance(replace(square(), sizes_equal=False)) == float("inf")
+    assert replace(shape, causal=False).distance(replace(square(), causal=False, sizes_equal=False)) == 0
+
+
+def test_the_nearest_shape_is_asked():
+    near = [replace(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [replace(STEP, page_size=256), replace(STEP, head_dim=64, v_head_dim=64)]
+    grids = [Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in near]
+    for problem, shape in (
+        (decode(), near[1]),
+        (decode(q_heads=64), near[2]),
+        (decode(q_heads=56), near[2]),
+        (decode(page_size=128), near[3]),
+        (decode(head_dim=64, v_head_dim=64), near[4]),
+    ):
+        found = table(*grids).nearest(problem)
+        assert found is not None and found[0].shape == shape, problem
+    assert table(*grids).nearest(square()) is None and table().nearest(decode()) is None
+
+
+def test_heads_count_as_requests():
+    assert STEP.place(decode(8, 4096)) == Sizes(8, 1, 4096)
+    assert STEP.place(decode(8, 4096, q_heads=64, kv_heads=16)) == Sizes(16, 1, 4096)
+    assert STEP.place(decode(8, 4096, head_dim=64, v_head_dim=64)) == Sizes(4, 1, 4096)
+    assert STEP.place(decode(1, 4096, q_heads=8, kv_heads=2)) == Sizes(1, 1, 1024), "less than a request is one with fewer keys"
+    more = {"tokens": Extent.of(64), "queries": Extent.of(32), "batch": 4, "context": 1024}
+    assert sizes_of(decode(**more)) == Sizes(4, 16, 32), "requests are smaller copies of the longest"
+    assert PAGED.place(decode(**more, q_heads=64)) == Sizes(4, 32, 16), "heads of a group count as queries"
+    assert SQUARE.place(square(4, 16, q_heads=8, kv_heads=4)) == Sizes(8, 16, 1)
+    assert SQUARE.place(square(1, 64, q_heads=1, kv_heads=1)) == Sizes(1, 32, 1)
+
+
+def test_work():
+    work = STEP.work(Sizes(2, 1, 100))
+    assert work.bytes == 2 * (100 * 8 * 256 * 2 + 32 * 256 * 2)
+    assert work.flops == 2 * 2 * 100 * 32 * 256
+    assert replace(STEP, window=9).work(Sizes(2, 1, 100)).flops == work.flops / 10
+    assert SQUARE.work(Sizes(1, 100, 1)).flops == 2 * (100 * 101 / 2) * 4 * 32
+
+
+# Costs ----------------------------------------------------------------------------------------------------------------
+
+GRID = Grid(STEP, (1.0, 16.0), (1.0,), (1000.0, 5000.0), {"fast": (10.0, 20.0, 30.0, 110.0), "slow": (90.0, 300.0, 900.0, 5000.0)})
+
+
+def test_measured_times_rank_measured_kernels():
+    found = costs(decode(16, 5000), (kernel("fast", 1e6), kernel("slow", 0.0)), table(GRID))
+    assert {n: c.how for n, c in found.items()} == {"fast": MEASURED, "slow": MEASURED}
+    # Selection knows the context up to an eighth.
+    assert 110 <= found["fast"].us <= 110 * 9 / 8 and found["fast"].us < found["slow"].us
+
+
+@pytest.mark.parametrize("promise", [0.0, 1.0, 5.0])
+def test_an_optimistic_formula_does_not_win(promise):
+    for problem in (decode(1, 1000), decode(16, 5000), decode(4, 2000)):
+        found = costs(problem, (kernel("fast"), kernel("newcomer", promise)), table(GRID))
+        assert found["newcomer"].how == UNMEASURED and found["newcomer"].us > found["fast"].us
+
+
+def test_an_unmeasured_kernel_wins_over_a_slow_fallback_alone():
+    found = costs(decode(16, 5000), (kernel("slow"), kernel("newcomer", 120.0)), table(GRID))
+    assert found["newcomer"] == (HANDICAP * 120.0, UNMEASURED) and found["newcomer"].us < found["slow"].us
+
+
+def test_what_no_table_covers_is_estimated():
+    kernels = (kernel("a", 3.0), kernel("b", 2.0))
+    for given_table in (None, table(), table(GRID)):
+        assert costs(decode(), kernels, given_table) == {"a": (3.0, ESTIMATED), "b": (2.0, ESTIMATED)}
+    assert costs(decode(mask="bool"), (kernel("fast", 3.0),), table(GRID)) == {"fast": (3.0, ESTIMATED)}
+
+
+def test_another_version_is_not_what_was_timed():
+    package = Package("hypothesis", ("hypothesis",))
+    timed = table(GRID, versions={"paged_attention.fast": "hypothesis==0.1", "paged_attention.slow": version_of(kernel("slow"))})
+    fast, here = kernel("fast", 7.0, packages=(package,)), Target("cuda", 90, gpu="Some GPU")
+    assert not timed.speaks_for(fast, here) and timed.speaks_for(kernel("slow"), here)
+    assert timed.speaks_for(fast, Target("cuda", 90, assume=("hypothesis",))), "a target that assumes its packages has the table's"
+    found = costs(decode(target=here), (fast, kernel("slow")), timed)
+    assert found["fast"].how == UNMEASURED and found["slow"].how == MEASURED
+    assert version_of(fast) == f"hypothesis=={package.version()}"
+    assert version_of(kernel("x")) == f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
+
+
+# The file -------------------------------------------------------------------------------------------------------------
+
+
+def full():
+    us = {"a": (1.0, None, 3.25, 4000.0), "b": (2.0, None, None, None)}
+    grid = Grid(replace(STEP, sinks=True), (1.0, 2.0), (1.0,), (100.0, 200.5), us, {"a": 700.0}, {"c": "why"})
+    return table(GRID, grid)
+
+
+def test_a_table_is_its_file():
+    first = full()
+    again = from_json(first.to_json())
+    assert again == first and again.digest == first.digest and hash(again) == hash(first)
+    assert again.grids == first.grids and again.versions == first.versions and again.made == first.made
+    other = replace(first, grids=first.grids[:1])
+    assert other != first and other.digest != first.digest
+    assert len(first.to_json().splitlines()) < 30 and '"ratio":[100,200.5]' in first.to_json()
+    assert '"b":[2]' in first.to_json()
+
+
+def damaged():
+    good = json.loads(full().to_json())
+
+    def changed(change):
+        data = json.loads(json.dumps(good))
+        change(data)
+        return json.dumps(data)
+
+    first = lambda d: d["grids"][0]  # noqa: E731
+    return {
+        "empty": "",
+        "cut": full().to_json()[:-30],
+        "no object": "[1, 2]",
+        "null": "null",
+        "other format": changed(lambda d: d.update(format=99)),
+        "no format": changed(lambda d: d.pop("format")),
+        "no grids": changed(lambda d: d.pop("grids")),
+        "no gpu": changed(lambda d: d.pop("gpu")),
+        "grids no list": changed(lambda d: d.update(grids=3)),
+        "unknown field of a shape": changed(lambda d: first(d)["shape"].update(colour="red")),
+        "wrong type in a shape": changed(lambda d: first(d)["shape"].update(q_heads="many")),
+        "no such dtype": changed(lambda d: first(d)["shape"].update(dtype="nn")),
+        "no heads": changed(lambda d: first(d)["shape"].update(kv_heads=0)),
+        "too many times": changed(lambda d: first(d)["us"]["fast"].append(1.0)),
+        "negative time": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, -1.0)),
+        "zero time": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, 0)),
+        "endless time": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, float("inf"))),
+        "no number": changed(lambda d: first(d)["us"]["fast"].__setitem__(0, "x")),
+        "falling axis": changed(lambda d: first(d).update(batch=[16, 1])),
+        "empty axis": changed(lambda d: first(d).update(queries=[])),
+        "axis below one": changed(lambda d: first(d).update(ratio=[0, 5])),
+    }
+
+
+@pytest.mark.parametrize("text", damaged().values(), ids=damaged())
+def test_a_damaged_file_is_reported_and_ignored(text, cache):
+    with pytest.raises(BadTable, match=r"got .*, want"):
+        from_json(text)
+    path = path_for(cpu_name())
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    found = in_force(Target())
+    assert found.table is None and [p for p, _ in found.ignored] == [path]
+    assert select(square()).costs["sdpa"].how == ESTIMATED
+
+
+@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff\xfe"), lambda p: p.write_text("[" * 200_000)])
+def test_what_is_no_file_of_text(make, cache):
+    path = path_for(cpu_name())
+    path.parent.mkdir(parents=True)
+    make(path)
+    assert in_force(Target()).table is None and in_force(Target()).ignored
+
+
+def test_writing_is_all_or_nothing(cache, monkeypatch):
+    path = path_for(cpu_name())
+    save(cpu_table(sdpa=1.0, reference=2.0), path)
+    before = path.read_text()
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    for broken in ("replace", "fsync"):
+        with monkeypatch.context() as m:
+            m.setattr(store.os, broken, full_disk)
+            with pytest.raises(OSError, match="no space"):
+                save(cpu_table(sdpa=2.0, reference=1.0), path)
+        assert path.read_text() == before and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+# In force -------------------------------------------------------------------------------------------------------------
+
+
+def test_selection_follows_the_table(cache):
+    assert select(square()).kernel.name == "sdpa"
+    for sdpa, reference, chosen in ((9.0, 5.0, "reference"), (5.0, 9.0, "sdpa")):
+        before = generation()
+        save(cpu_table(sdpa=sdpa, reference=reference), path_for(cpu_name()))
+        decision = select(square())
+        assert generation() > before and decision.kernel.name == chosen
+        assert decision.costs[chosen] == (pytest.approx(5.0, rel=0.8), MEASURED)
+        assert f"-> {chosen}, measured" in str(decision)
+    assert "not reference: can run, measured slower" in str(decision)
+    assert "not flex: can run, not measured, others are" in str(decision)
+    assert select(square(), "prefer=flex").kernel.name == "flex"
+    assert select_by(None, square()).costs["sdpa"].how == ESTIMATED
+
+
+def test_eager_calls_follow_the_table(cache, monkeypatch):
+    import attnops
+
+    ran = []
+    for name in ("sdpa", "reference"):
+        found = kernels_of("attention")[name]
+        spy = replace(found, run=lambda *a, name=name, run=found.run, **k: (ran.append(name), run(*a, **k))[1])
+        monkeypatch.setitem(attnops.kernel._REGISTRY.kernels["attention"], name, spy)
+    forget()
+    q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)
+    attnops.attention(q, k, k, causal=True)
+    save(cpu_table(sdpa=9.0, reference=5.0), path_for(cpu_name()))
+    attnops.attention(q, k, k, causal=True)
+    assert ran == ["sdpa", "reference"]
+
+
+def test_the_cache_key_follows_the_table(cache):
+    from attnops.lowering import key
+
+    keys = [key.circumstances()]
+    for sdpa in (1.0, 2.0):
+        save(cpu_table(sdpa=sdpa, reference=5.0), path_for(cpu_name()))
+        keys.append(key.circumstances())
+    assert len(set(keys)) == 3
+    path_for(cpu_name()).unlink()
+    forget()
+    assert key.circumstances() == keys[0]
+
+
+def ship(cache, name, text):
+    (cache / "shipped" / name).write_text(text)
+    forget()
+
+
+def test_which_table(cache):
+    here, named = Target("cuda", 90, gpu="Some GPU"), Target.parse("sm90", assume=("sgl_kernel",))
+    ship(cache, "some.json", table(GRID).to_json())
+    ship(cache, "other.json", table(GRID, gpu="Other GPU", target="sm100").to_json())
+    for target in (here, named, Target("cuda", 90)):
+        assert in_force(target).table == table(GRID) and in_force(target).shipped
+    assert in_force(Target("cuda", 90, gpu="Third GPU")).table is None, "another GPU of the arch"
+    assert in_force(Target.parse("sm80", assume=())).table is None
+    assert in_force(Target("cuda", 100)).table.gpu == "Other GPU"
+    # The user's own comes first, for this machine alone.
+    mine = table(replace(GRID, plan_us={"fast": 1.0}))
+    save(mine, path_for("Some GPU"))
+    assert in_force(here).table == mine and not in_force(here).shipped
+    assert in_force(named).table == table(GRID)
+    # One that was copied from another machine is not used, and what shipped is.
+    save(replace(mine, gpu="Other GPU"), path_for("Some GPU"))
+    found = in_force(here)
+    assert found.table == table(GRID) and "'Other GPU', want 'Some GPU'" in found.ignored[0][1]
+
+
+def test_a_named_cpu_has_no_table(cache):
+    save(cpu_table(sdpa=9.0, reference=5.0), path_for(cpu_name()))
+    assert in_force(Target()).table is not None
+    assert in_force(Target.parse("cpu", assume=())).table is None
+
+
+def test_shipped_tables_are_good():
+    for path in (ROOT / "attnops" / "tables").glob("*.json"):
+        found = from_json(path.read_text())
+        assert path.stat().st_size < 100_000, path
+        assert found.target.startswith("sm") and len(found.grids) > 10
+        for grid in found.grids:
+            assert set(grid.us) <= set(kernels_of(grid.shape.op)), grid.shape
+
+
+def test_a_gpu_says_its_name(monkeypatch):
+    from attnops import problem
+
+    answers = {"is_available": True, "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(name="Some GPU")}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    problem._target_of.cache_clear()
+    try:
+        assert Target.of(torch.device("cuda", 0)) == Target("cuda", 90, gpu="Some GPU")
+    finally:
+        problem._target_of.cache_clear()
+
+
+# Told -----------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_table(cache):
+    import attnops
+
+    q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)
+
+    def explained(**more):
+        return attnops.explain(lambda: attnops.attention(q, k, k, causal=True), quiet=True, **more)
+
+    assert explained().times == "" and explained().as_dict()["times"] == ""
+    save(cpu_table(sdpa=9.0, reference=5.0), path_for(cpu_name()))
+    found = explained()
+    assert found.times == f"measured times: {cpu_name()}, this machine's table" and found.times in str(found)
+    assert found.as_dict()["calls"][0]["cost_us"]["reference"]["how"] == MEASURED
+    kernels = kernels_of("attention")
+    versions = {f"attention.{n}": version_of(kernels[n]) for n in ("sdpa", "reference")}
+    grid = Grid(SQUARE, (1.0,), (16.0,), (1.0,), {"sdpa": (9.0,), "reference": (5.0,)})
+    ship(cache, "some.json", table(grid, versions=versions).to_json())
+    elsewhere = explained(target="sm90")
+    assert elsewhere.times == "measured times: Some GPU, the table shipped with attnops"
+    assert explained(target="sm80").times == "" and elsewhere.chosen() == ("attention.reference",)
+    with pretend(Target("cuda", 80)):
+        assert select(square(target=Target("cuda", 80))).costs["sdpa"].how == ESTIMATED

@@ -1,0 +1,501 @@
+"""`attnops tune`: what is timed, what is left out and why, and the command."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnops import kernel as registry_module
+from attnops.errors import InvalidInput
+from attnops.kernel import Capture, Kernel, Registry, kernels_of, without
+from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
+from attnops.ops import OPS
+from attnops.problem import Refusal, Target
+from attnops.testing import check_kernel
+from attnops.tune import GRIDS, Plan, Pool, Stopwatch, build, clock_for, measure, plans_of, run, timing
+from attnops.tune.clock import GraphClock, HostClock
+from attnops.tune.shapes import powers
+
+CPU = torch.device("cpu")
+SHAPE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
+PLAN = Plan(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
+
+
+def needs_plan(p):
+    return None if p.plan == "host" else Refusal("plan", p.plan, "host")
+
+
+def work(*args, **kwargs):
+    return torch.zeros(1)
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("no such\nluck")
+
+
+def runs_out(*args, **kwargs):
+    raise torch.OutOfMemoryError("too large")
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """A registry of our own: what is added to it is all there is to time."""
+    lab = Registry(generation=1 << 40)
+    monkeypatch.setattr(registry_module, "_REGISTRY", lab)
+
+    def add(name, run=work, op="attention", **more):
+        lab.kernels.setdefault(op, {})[name] = Kernel(name, op, run, **more)
+
+    return add
+
+
+class Fake:
+    """A clock that takes its times from a function of the kernel's name and the Problem's tokens."""
+
+    def __init__(self, us):
+        self.us, self.seen = us, []
+
+    def __call__(self, kernel, call, run):
+        self.seen.append((kernel.name, call.arguments["query"].shape[:2]))
+        return self.us(kernel.name, call.arguments["query"].shape[0] * call.arguments["query"].shape[1])
+
+
+LINEAR = {"a": 10.0, "b": 12.0, "c": 500.0}
+
+
+def linear(name, tokens):
+    return LINEAR[name] + tokens
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def smallest(plan):
+    return Sizes(plan.batch[0], plan.queries[0], plan.ratio[0])
+
+
+PLANS = [pytest.param(p, id=f"{name}-{i}-{p.shape.op}") for name, plans in GRIDS.items() for i, p in enumerate(plans)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
+    at = smallest(plan)._replace(batch=min(plan.batch[-1], 2.0))
+    call = build(plan.shape, *run.lengths(plan.shape, at), Pool("cpu"))
+    OPS[call.op].check(*call.args, **call.kwargs)
+    assert plan.shape.distance(call.problem) == 0
+    placed = plan.shape.place(call.problem)
+    assert placed.batch == at.batch and placed.queries == pytest.approx(at.queries)
+    assert at.ratio <= placed.ratio <= at.ratio * 9 / 8 + plan.shape.page_size / at.queries
+
+
+def test_a_timed_call_is_right():
+    """The tensors lie in one pool and do not overlap: a kernel's results on them are the reference's."""
+    pool = Pool("cpu")
+    for plan in GRIDS["tiny"]:
+        q_lens, k_lens = ([5, 5], [5, 5]) if plan.shape.square else ([3, 2], [7, 3])
+        call = build(plan.shape, [1, 1] if plan.shape.decode else q_lens, k_lens, pool)
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in call.tensors().values() if t.is_floating_point()
+        )
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        for name, kernel in kernels_of(call.op).items():
+            if not kernel.refusals(call.problem):
+                assert check_kernel(kernel, call.map(lambda _, t: t.clone())).worst <= 1, name
+
+
+def test_pages_lie_in_random_order_and_are_whose_they_should_be():
+    shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
+    call = build(shape, [1] * 3, [33, 9, 4], Pool("cpu"))
+    table, lengths = call.arguments["page_table"], call.arguments["seq_lens"].tolist()
+    used = [p for row, n in zip(table.tolist(), lengths, strict=True) for p in row[: -(-n // 4)]]
+    assert sorted(used) == list(range(13)) and used != sorted(used)
+    assert table.shape == (3, 9) and table.dtype == torch.int32
+
+
+def test_requests_that_read_a_cache_are_of_several_lengths():
+    decode = replace(SHAPE, decode=True, square=False, kv_range=True)
+    assert run.lengths(decode, Sizes(3, 1, 100)) == ([1, 1, 1], [100, 80, 60])
+    assert run.lengths(SHAPE, Sizes(3, 4, 1)) == ([4, 4, 4], [4, 4, 4])
+    paged = Shape("paged_attention", page_size=16)
+    assert run.lengths(paged, Sizes(2, 64, 4)) == ([64, 64], [256, 154])
+    assert run.lengths(paged, Sizes(2, 64, 1)) == ([64, 64], [64, 64])
+
+
+def test_a_pool_grows_and_is_dealt_out_again():
+    pool = Pool("cpu")
+    first = pool.take(3, 5, dtype=torch.float32)
+    second = pool.take(300, dtype=torch.float32)
+    assert first.data_ptr() != second.data_ptr() and first.std() > 0.3
+    pool.reset()
+    assert pool.take(7, dtype=torch.float32).data_ptr() == second.data_ptr() - 256 * 4
+    assert torch.isfinite(pool.take(5000, dtype=torch.float8_e4m3fn).float()).all()
+
+
+def test_plans():
+    assert {p.shape.op for p in plans_of("full")} == {"attention", "varlen_attention", "paged_attention", "mla_attention"}
+    assert {p.shape.op for p in plans_of("full", ("mla_attention",))} == {"mla_attention"}
+    assert len({p.shape for p in plans_of("full")}) == len(plans_of("full")), "every shape once"
+    with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| cpu \| tiny"):
+        plans_of("huge")
+    with pytest.raises(InvalidInput, match="ops: got write_kv"):
+        plans_of("full", ("write_kv",))
+    points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in plans_of("full")]
+    assert min(points) > 5 and sum(points) < 2500, "about 30 ms for every point of them"
+    assert powers(3, 50) == (3.0, 6.0, 12.0, 24.0, 48.0)
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_measured_is_in_the_table(lab):
+    lab("a")
+    lab("b", needs=without("causal"))
+    lab("c")
+    lab("inlined", inline=True)
+    clock = Fake(linear)
+    table, report = measure([PLAN], Stopwatch(clock), CPU)
+    [grid] = table.grids
+    assert grid.us["a"] == (14.0, 18.0, 26.0, 18.0, 26.0, 42.0)
+    assert grid.us["c"] == (504.0, *(None,) * 5), "eight times slower than the best is not timed at larger sizes"
+    assert set(grid.us) == {"a", "c"} and table.gpu == cpu_name() and table.target == "cpu"
+    assert set(table.versions) == {"attention.a", "attention.c"}
+    assert report.points == 6 and report.timings == 7 and not report.late
+    assert table.made["timings"] == 7 and table.made["torch"] == torch.__version__
+
+
+def test_one_kernel_is_no_choice(lab):
+    lab("a")
+    lab("b", needs=without("causal"))
+    assert measure([PLAN], Stopwatch(Fake(linear)), CPU)[0].grids == ()
+
+
+@pytest.mark.parametrize(("body", "broken"), [(fails, True), (runs_out, False)])
+def test_a_kernel_that_fails_is_named(lab, body, broken):
+    lab("a")
+    lab("b")
+    lab("c", body)
+    table, report = measure([PLAN], Stopwatch(Fake(linear)), CPU)
+    [grid] = table.grids
+    assert set(grid.us) == {"a", "b"}
+    assert grid.skipped["c"] == ("RuntimeError: no such" if broken else "out of memory")
+    assert list(report.broken) == (["attention.c"] if broken else [])
+
+
+def test_a_kernel_that_raises_at_one_size_is_not_trusted_at_others(lab):
+    def picky(query, *args, **kwargs):
+        if query.shape[0] == 2:
+            raise ValueError("one only")
+
+    lab("a")
+    lab("b")
+    lab("c", picky)
+    clock = Fake(lambda name, tokens: 10.0 + tokens)
+    table, report = measure([PLAN], Stopwatch(clock), CPU)
+    assert set(table.grids[0].us) == {"a", "b"} and report.broken["attention.c"].startswith("ValueError: one only (batch 2, queries 4")
+
+
+def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
+    lab("a")
+    lab("b")
+    lab("slow")
+    now = [0.0]
+
+    def first_call(name):
+        return lambda *_, **__: now.__setitem__(0, now[0] + (5.0 if name == "slow" else 0.0))
+
+    for name, kernel in list(kernels_of("attention").items()):
+        registry_module._REGISTRY.kernels["attention"][name] = replace(kernel, run=first_call(name))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    other = replace(PLAN, shape=replace(SHAPE, causal=False))
+    stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
+    table, _ = measure([PLAN, other], stopwatch, CPU)
+    assert stopwatch.spent_s == {"slow": 15.0}
+    assert [t is not None for t in table.grids[0].us["slow"]] == [True] * 3 + [False] * 3
+    assert "slow" not in table.grids[1].us and table.grids[1].skipped["slow"] == "its first calls took over 12 s"
+
+
+def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
+    lab("a")
+    lab("slow")
+    now, first = [0.0], [30.0]
+
+    def compiles_once(*_, **__):
+        now[0] += first[0]
+        first[0] = 0.0
+
+    registry_module._REGISTRY.kernels["attention"]["slow"] = replace(kernels_of("attention")["slow"], run=compiles_once)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    table, _ = measure([PLAN], Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0), CPU)
+    assert table.grids[0].us["slow"] == (10.0,) * 6, "the second size tells that the first one's wait was for all of them"
+
+
+def test_what_is_built_ahead_goes_on():
+    stopwatch = Stopwatch(lambda *_: 1.0, first_calls_s=10.0)
+    for kind, first_s in ((1, 0.1), (2, 0.1), (3, 12.0), (3, 0.1)):
+        stopwatch._account("k", kind, first_s)
+    assert not any(stopwatch._given_up("k", kind) for kind in (1, 2, 3, 4)), "two kinds of three began at once"
+    stopwatch._account("k", 4, 5.0)
+    assert stopwatch._given_up("k", 5) and not stopwatch._given_up("k", 4)
+    stopwatch._account("k", 4, 5.0)
+    assert stopwatch._given_up("k", 4) and not stopwatch._given_up("k", 3)
+    for kind in (6, 7, 8, 9):
+        stopwatch._account("k", kind, 0.1)
+    assert not stopwatch._given_up("k", 5)
+    stopwatch._account("k", 9, 10.0)
+    assert stopwatch._given_up("k", 5), "three times what it may take"
+
+
+def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab):
+    shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
+    lab("a", op="paged_attention")
+    lab("planner", op="paged_attention", needs=(needs_plan,))
+    lab("hopeless", op="paged_attention", needs=(needs_plan, *without("causal")))
+    made = []
+
+    def equip(kernel, call):
+        made.append(kernel.name)
+        return call.with_(plan=torch.zeros(4, dtype=torch.int64))
+
+    stopwatch = Stopwatch(lambda kernel, call, run: 10.0 + (call.arguments.get("plan") is not None), equip=equip)
+    table, _ = measure([Plan(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
+    [grid] = table.grids
+    assert grid.us == {"a": (10.0, 10.0), "planner": (11.0, 11.0)} and set(made) == {"planner"}
+    assert set(grid.plan_us) == {"planner"} and grid.plan_us["planner"] > 0
+    # Nobody makes plans: the kernel is no candidate.
+    bare, _ = measure([Plan(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
+    assert bare.grids == ()
+
+
+def test_the_hooks_of_testing_are_used(monkeypatch):
+    asked = []
+
+    def hook(name):
+        return lambda kernel, call: (asked.append(name), call.with_(**{name: 1}))[1]
+
+    monkeypatch.setattr(timing.testing, "planned", hook("planned"), raising=False)
+    monkeypatch.setattr(timing.testing, "equip", hook("equip"), raising=False)
+    call = build(SHAPE, [4], [4], Pool("cpu"))
+    assert timing.equipped(kernels_of("attention")["sdpa"], call).arguments["equip"] == 1 and asked == ["planned", "equip"]
+    for name in timing.HOOKS:
+        monkeypatch.delattr(timing.testing, name)
+    assert timing.equipped(kernels_of("attention")["sdpa"], call) is call
+
+
+def test_the_budget_ends_it(lab, monkeypatch):
+    lab("a")
+    lab("b")
+    now = [0.0]
+
+    def clock(kernel, call, run):
+        now[0] += 1.0
+        return 10.0
+
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    other = replace(PLAN, shape=replace(SHAPE, causal=False))
+    table, report = measure([PLAN, other], Stopwatch(clock), CPU, budget_s=12.0)
+    # The first shape may take a good half of it, the second gets the rest: both are there.
+    assert len(table.grids) == 2 and report.late == 5
+    assert [sum(t is not None for t in g.us["a"]) for g in table.grids] == [5, 2]
+    assert measure([PLAN], Stopwatch(clock), CPU, budget_s=1e-9)[1].late in (5, 6)
+
+
+def test_names_narrow_the_field(lab):
+    for name in ("a", "b", "c"):
+        lab(name)
+    table, _ = measure([PLAN], Stopwatch(Fake(linear), names=("a", "b")), CPU)
+    assert set(table.grids[0].us) == {"a", "b"}
+
+
+def test_progress_reaches_the_end(lab):
+    lab("a")
+    lab("b")
+    seen = []
+    measure([PLAN, PLAN], Stopwatch(Fake(linear)), CPU, progress=lambda *given: seen.append(given))
+    assert seen[0] == ("attention", 1, 12) and seen[-1] == ("attention", 12, 12) and len(seen) == 12
+
+
+def test_times_are_short(lab):
+    assert [run._rounded(x) for x in (12.3456, 1.23456, 99.96, 123.456, 98765.4)] == [12.3, 1.23, 100.0, 123.0, 98765.0]
+
+
+def test_the_host_clock_is_a_median():
+    taken = iter((5, 0, 0, 0, 0, 0, 0, 0, 0))
+    call = build(SHAPE, [4], [4], Pool("cpu"))
+    us = HostClock(repeats=5)(kernels_of("attention")["sdpa"], call, lambda: [None for _ in range(next(taken))])
+    assert 0 < us < 1000
+    count = []
+    HostClock(repeats=50, cap_us=0.0)(kernels_of("attention")["sdpa"], call, lambda: count.append(1))
+    assert len(count) == 1
+    assert isinstance(clock_for(CPU), HostClock)
+
+
+class FakeCuda:
+    """Streams, events and graphs that keep a record; a replay runs what was captured."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now, self.capturing, self.uncapturable = [], 0.0, None, ()
+        cuda = self
+
+        class Stream:
+            def __init__(self, *_):
+                pass
+
+            def wait_stream(self, other):
+                cuda.log.append("wait")
+
+            def synchronize(self):
+                pass
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = cuda.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                assert capture_error_mode == "thread_local" and cuda.capturing is None
+                cuda.capturing = self
+
+            def capture_end(self):
+                cuda.capturing = None
+
+            def replay(self):
+                cuda.log.append("replay")
+                cuda.now += 0.025
+
+        answers = {
+            "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 1), "current_stream": lambda *_: None,
+            "stream": lambda stream: nullcontext(), "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=64),
+        }  # fmt: skip
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def run(self):
+        self.log.append("captured" if self.capturing else "launched")
+        if self.capturing and self.uncapturable:
+            raise self.uncapturable
+        self.now += 0.0 if self.capturing else 0.1
+
+
+def test_the_graph_clock_replays_what_it_captured(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    clock = GraphClock("cpu", repeats=7, cap_us=100.0)
+    assert clock.launch_us == pytest.approx(25.0)
+    cuda.log.clear()
+    sdpa, call = kernels_of("attention")["sdpa"], build(SHAPE, [4], [4], Pool("cpu"))
+    assert clock(sdpa, call, cuda.run) == pytest.approx(25.0)
+    assert cuda.log == ["wait", "launched", "captured", *["replay"] * 6], "one to see how long it takes, then five at least"
+    cuda.log.clear()
+    assert clock(replace(sdpa, capture=Capture.NEVER), call, cuda.run) == pytest.approx(100.0)
+    assert "captured" not in cuda.log and cuda.log.count("launched") == 7
+    cuda.uncapturable = RuntimeError("not in a graph")
+    assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and cuda.capturing is None
+    cuda.log.clear()
+    assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and "captured" not in cuda.log, "it is not tried again"
+    cuda.uncapturable = torch.OutOfMemoryError("too large")
+    with pytest.raises(torch.OutOfMemoryError):
+        clock(replace(sdpa, name="other"), call, cuda.run)
+
+
+def test_the_graph_clock_takes_turns(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    clock = GraphClock("cpu")
+    found = clock.in_turn({"a": cuda.run, "b": cuda.run}, rounds=3)
+    assert found == {"a": [pytest.approx(25.0)] * 3, "b": [pytest.approx(25.0)] * 3}
+    cuda.uncapturable = ValueError("not in a graph")
+    assert clock.in_turn({"a": cuda.run}, rounds=2) == {"a": [pytest.approx(100.0)] * 2}
+
+
+def test_a_real_table_of_this_cpu():
+    table, report = measure(plans_of("tiny"), Stopwatch(clock_for(CPU), first_calls_s=0.5), CPU)
+    assert not report.broken
+    assert {g.shape.op for g in table.grids} >= {"attention", "varlen_attention", "paged_attention"}
+    assert all("reference" in g.us and "sdpa" in g.us for g in table.grids)
+    assert from_json(table.to_json()) == table
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNOPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+def command(*arguments):
+    pytest.importorskip("typer", reason="the extra `cli` brings typer and rich")
+    from typer.testing import CliRunner
+
+    from attnops.cli.app import app
+
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_tune_and_doctor(cache):
+    nothing = json.loads(command("doctor", "--json").stdout)["table"]
+    assert nothing == {"path": None, "shipped": False, "ignored": []}
+    assert "attnops tune" in command("doctor").stdout
+    result = command("tune", "--grid", "tiny", "--ops", "attention", "--ops", "paged_attention,varlen_attention", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["path"] == str(path_for(cpu_name())) and report["points"] == 12 and report["timings"] >= 20
+    assert {g["shape"].split()[0] for g in report["grids"]} == {"attention", "paged_attention", "varlen_attention"}
+    table = in_force(Target()).table
+    assert isinstance(table, Table) and table.digest == report["digest"]
+    told = json.loads(command("doctor", "--json").stdout)["table"]
+    assert told["path"] == report["path"] and told["gpu"] == cpu_name() and not told["other_versions"] and told["sizes"] == 12
+    assert "attention.sdpa" not in told["unmeasured"]
+
+
+def test_doctor_tells_what_a_table_lacks(cache):
+    assert command("tune", "--grid", "tiny", "--kernels", "sdpa,reference").exit_code == 0
+    path = path_for(cpu_name())
+    data = json.loads(path.read_text())
+    data["versions"]["attention.sdpa"] = "torch==1.0"
+    path.write_text(json.dumps(data))
+    forget()
+    told = json.loads(command("doctor", "--json").stdout)["table"]
+    assert told["other_versions"]["attention.sdpa"]["timed"] == "torch==1.0" and "attention.flex" in told["unmeasured"]
+    text = command("doctor").stdout
+    assert "was timed as torch==1.0" in text and "without times: " in text
+    path.write_text("{")
+    forget()
+    assert "no JSON" in json.loads(command("doctor", "--json").stdout)["table"]["ignored"][0]["reason"]
+    assert "ignored" in command("doctor").stdout and command("doctor").exit_code == 0
+
+
+def test_tune_writes_where_it_is_told(cache):
+    path = cache / "deep" / "table.json"
+    assert command("tune", "--grid", "tiny", "--ops", "paged_attention", "--output", path).exit_code == 0
+    assert from_json(path.read_text()).grids and not path_for(cpu_name()).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ops", "nothing"], "ops: got nothing"),
+        (["--kernels", "fa9,sdpa"], "kernels: got fa9"),
+        (["--grid", "huge"], "grid: got 'huge'"),
+        (["--budget-s", "0"], "budget_s: got 0"),
+        (["--grid", "tiny", "--kernels", "reference"], "kernels: got reference, want two or more"),
+        (["--budget-s", "soon"], "budget-s"),
+    ],
+)
+def test_bad_arguments(cache, arguments, says):
+    result = command("tune", *arguments)
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.output
+    assert not path_for(cpu_name()).exists()
