@@ -1,6 +1,7 @@
 """`flashinfer` through stand-ins of the modules it calls: tables, plans, lse, padding, refusals, and the code of a compiled model."""
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
@@ -521,3 +522,25 @@ def test_without_the_package_nothing_is_allocated_or_planned():
     if find_spec("flashinfer") is None:
         assert plan.plan.numel() == plan.workspace.numel() == 0
     assert plan(batch).plan is None
+
+
+def test_the_plan_enters_no_cuda_graph(sm90, monkeypatch):
+    """Inductor would record a copy of the CPU tensor and write to it after it is freed; split around the call, it never sees it."""
+    import torch._inductor.scheduler as scheduler
+    import torch._inductor.utils as inductor
+
+    monkeypatch.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda self: True)
+    inductor.set_customized_partition_wrappers(lambda fn, metadata: fn)
+    try:
+        cache, plan, model = new_cache(2), planner(), Model(2).eval()
+        given = plan(cache.batch([cache.alloc(), cache.alloc()], [3, 9]))
+        x = torch.randn(12, HQ * D, dtype=BF16)
+        with torch.no_grad(), torch._inductor.config.patch(graph_partition=True, force_disable_caches=True):
+            _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x, (cache.k_pages, cache.v_pages), given))
+    finally:
+        inductor.set_customized_partition_wrappers(None)
+    runs = re.findall(r"paged_attention\.flashinfer(?:\.default)?\(.*, (\w+), max_seqlen_q=.*workspace=(\w+)\)", code)
+    inputs = re.findall(r"partition\d+_args = \[(.*)\]", code)
+    assert len(runs) == 2 and len(inputs) == 3
+    [buffers] = set(runs)
+    assert not [args for args in inputs if set(buffers) & set(args.split(", "))]
