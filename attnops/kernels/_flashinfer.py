@@ -200,11 +200,12 @@ def call_of(arch: int, sms: int, max_seqlen_q: int, *numbers: Any) -> Call:
 
 def module(s: Shape, path: int) -> Any:
     """FlashInfer's module for the call: built by nvcc at first use, then loaded from its cache on disk."""
-    return _module(path, s.dtype, s.kv_dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
+    return load_module(path, s.dtype, s.kv_dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
 
 
 @functools.cache
-def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, windowed: bool, softcap: bool, sinks: bool) -> Any:
+def load_module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, windowed: bool, softcap: bool, sinks: bool) -> Any:
+    """As `module`, of what tells modules apart."""
     types = (dtype, kv_dtype, dtype, I32, d, dv, 0)
     if sinks:
         from flashinfer.jit.attention.modules import gen_batch_prefill_attention_sink_module
@@ -217,6 +218,12 @@ def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: in
     from flashinfer.prefill import get_batch_prefill_module
 
     return get_batch_prefill_module(NAMES[path], *types, windowed, softcap, False)
+
+
+def load_unlike(s: Shape, path: int) -> None:
+    """Load what a paged run with unlike strides of keys and values loads at its first call, which must not fall into a capture."""
+    if path == FA2 and s.head_dim != s.v_head_dim and not s.sinks:
+        module(s, path).prewarm_paged_kv_stride_variant()
 
 
 def run_decode(
@@ -239,7 +246,7 @@ def run_prefill(
     call = found.paged_run if pages else found.ragged_run
     given = (at.floats, at.ints, ints, *tensors, at.starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, False)
     if sinks is not None:
-        call(*given, sinks.float().contiguous(), scale)
+        call(*given, sinks.detach().float().contiguous(), scale)
         return
     nothing = (None,) * 6
     scales = (None, None, None) if pages else ()

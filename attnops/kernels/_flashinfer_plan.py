@@ -103,6 +103,7 @@ def make_plan(
     workspace[: 4 * c.tables].view(I32).copy_(tables, non_blocking=True)
     asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
     at.indices.copy_(data.kv_indices(page_table.clamp(min=0), asked, page_size=s.page_size)[1])
+    fi.load_unlike(s, c.path)
     write_header(plan, c.path, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
 
 

@@ -148,7 +148,9 @@ def varlen_attention(
         )  # fmt: skip
         ints, at = planner.plan_ragged(c, queries, keys, query.device)
         # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no request are not shown to it.
-        fi.run_prefill(c, at, ints, (query, key[:used], value[:used]), sinks, output, lse, scale, softcap)
+        # Detached: what a training step's tensors are handed over with refuses those that want a gradient.
+        tensors = (query.detach(), key[:used].detach(), value[:used].detach())
+        fi.run_prefill(c, at, ints, tensors, sinks, output, lse, scale, softcap)
     else:
         output.zero_()
         if lse is not None:

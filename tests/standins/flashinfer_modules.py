@@ -352,6 +352,7 @@ def body(module, q, k, v, starts, kv_indptr, kv_indices, last, o, lse, causal, w
     check((q.shape[2], v.shape[3]) == (module.head_dim_qk, module.head_dim_vo), "head dims of the module")
     check((window_left >= 0) == module.windowed or sink is not None, "window of the module")
     check((softcap > 0) == module.softcap, "softcap of the module")
+    check(not (q.requires_grad or k.requires_grad or v.requires_grad), "Can't export tensors that require gradient, use tensor.detach()")
     check(q.stride(2) == k.stride(3) == v.stride(3) == 1, "the last dimension must be contiguous")
     check(o.is_contiguous() and (lse is None or lse.is_contiguous()), "the output is written as if contiguous")
     check(lse is None or lse.shape == q.shape[:2], "lse.size(0) == q.size(0)")
@@ -408,7 +409,9 @@ def get_batch_prefill_module(backend, *args):
     check(len(args) == 10 and args[-1] is False, "batch prefill modules have ten parameters besides the backend")
     dims = (args[4], args[5])
     check(backend in ("fa2", "fa3") and dims in ((64, 64), (128, 128), (256, 256), (192, 128)), f"{backend} {dims}")
-    return _module(backend, *args[:-1], paged_run=paged_run, ragged_run=ragged_run)
+    found = _module(backend, *args[:-1], paged_run=paged_run, ragged_run=ragged_run)
+    found.prewarm_paged_kv_stride_variant = lambda variant="independent": CALLS.append(f"{backend}.prewarm")
+    return found
 
 
 def gen_batch_prefill_attention_sink_module(
@@ -419,11 +422,19 @@ def gen_batch_prefill_attention_sink_module(
     return SimpleNamespace(build_and_load=lambda: _module(backend, *given, paged_run=sink_paged_run, ragged_run=sink_ragged_run))
 
 
+def forget() -> None:
+    """No module is built, and nothing was called."""
+    from attnops.kernels import _flashinfer
+
+    for cache in (_flashinfer.load_module, get_batch_decode_module, get_batch_prefill_module):
+        cache.cache_clear()
+    CALLS.clear()
+    BUILT.clear()
+
+
 @contextmanager
 def installed() -> Iterator[list[str]]:
     """Within the block `import flashinfer` finds the stand-ins. Gives the record of calls."""
-    from attnops.kernels import _flashinfer
-
     modules = {n: ModuleType(f"flashinfer{n}") for n in ("", ".decode", ".prefill", ".jit", ".jit.attention", ".jit.attention.modules")}
     modules[".decode"].get_batch_decode_module = get_batch_decode_module  # type: ignore[attr-defined]
     modules[".prefill"].get_batch_prefill_module = get_batch_prefill_module  # type: ignore[attr-defined]
@@ -431,14 +442,11 @@ def installed() -> Iterator[list[str]]:
     names = {f"flashinfer{n}": m for n, m in modules.items()}
     before = {n: sys.modules.get(n) for n in names}
     sys.modules.update(names)
-    for cache in (_flashinfer._module, get_batch_decode_module, get_batch_prefill_module):
-        cache.cache_clear()
-    CALLS.clear()
-    BUILT.clear()
+    forget()
     try:
         yield CALLS
     finally:
-        _flashinfer._module.cache_clear()
+        forget()
         for n, m in before.items():
             if m is None:
                 del sys.modules[n]

@@ -1,0 +1,323 @@
+"""FlashInfer on a real GPU, beyond the grid: signatures, every path, captured graphs that follow new plans, one plan a compiled step.
+
+Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`.
+"""
+
+import inspect
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnops
+from attnops.cache import PagedCache, Planner
+from attnops.kernel import kernels_of
+from attnops.kernels import _flashinfer as fi
+from attnops.ops import PagedSpec
+from attnops.testing import Features, Source, builders, check_kernel, planned
+from tests.standins import flashinfer_modules as standin
+
+pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+
+BF16 = torch.bfloat16
+PAGED, VARLEN = kernels_of("paged_attention")["flashinfer"], kernels_of("varlen_attention")["flashinfer"]
+D64 = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
+D128 = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=4, causal=True, lse=True)
+SINKS = replace(D64, window=(31, -1), sinks=torch.float32)
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FA3 needs SM90"
+)
+
+
+@pytest.fixture(autouse=True)
+def usable():
+    if refused := PAGED.refusals(replace(paged(D64).problem, plan="host")):
+        pytest.skip("; ".join(map(str, refused)))
+
+
+def paged(f, q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, seed=0, **more):
+    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **more)
+
+
+# The truth about the foreign functions --------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[str]:
+    return [n for n in inspect.signature(function).parameters if n != "module"]
+
+
+def cpp_parameters(file: str, name: str) -> list[str]:
+    """Names of the parameters of a C++ function as FlashInfer ships its source."""
+    package = import_module("flashinfer")
+    text = (Path(package.__file__).parent / "data" / "csrc" / file).read_text()
+    found = re.search(rf"\b{name}\(([^;{{]*?)\)\s*\{{", text, re.DOTALL)
+    assert found is not None, f"{file} defines no {name}"
+    return [re.sub(r"\s*=.*", "", p).split()[-1] for p in found[1].split(",")]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "ours"),
+    [
+        ("batch_decode.cu", "BatchDecodeWithPagedKVCachePlan", standin.decode_plan),
+        ("batch_prefill.cu", "BatchPrefillWithKVCachePlan", standin.fa2_plan),
+        ("batch_prefill_sm90.cu", "BatchPrefillWithKVCacheSM90Plan", standin.fa3_plan),
+        ("batch_prefill_paged.cuh", "BatchPrefillWithPagedKVCacheRun", standin.sink_paged_run),
+        ("batch_prefill.cu", "BatchPrefillWithRaggedKVCacheRun", standin.sink_ragged_run),
+        ("batch_prefill_sm90.cu", "BatchPrefillWithPagedKVCacheSM90Run", standin.sink_paged_run),
+        ("batch_prefill_sm90.cu", "BatchPrefillWithRaggedKVCacheSM90Run", standin.sink_ragged_run),
+    ],
+)
+def test_the_planners_take_what_the_standins_take(file, name, ours):
+    want = cpp_parameters(file, name)
+    if want[-1] == "ADDITIONAL_FUNC_PARAMS":  # a macro after enable_pdl: the variant's own, here those of the sink
+        want[-1:] = ["enable_pdl", "sink", "sm_scale"]
+    assert parameters(ours) == want
+
+
+def test_the_modules_functions_take_what_the_standins_take():
+    shape = (BF16, BF16)
+    decode = fi.load_module(fi.DECODE, *shape, 128, 128, False, False, False)
+    prefill = fi.load_module(fi.FA2, *shape, 128, 128, False, False, False)
+    assert parameters(decode.run) == parameters(standin.decode_run)
+    assert parameters(prefill.paged_run) == parameters(standin.paged_run)
+    assert parameters(prefill.ragged_run) == parameters(standin.ragged_run)
+    sink = import_module("flashinfer.jit.attention.modules").gen_batch_prefill_attention_sink_module
+    assert parameters(sink) == parameters(standin.gen_batch_prefill_attention_sink_module)
+    for name in ("get_batch_decode_module", "get_batch_prefill_module"):
+        real = getattr(import_module(f"flashinfer.{name.split('_')[2]}"), name)
+        assert str(inspect.signature(inspect.unwrap(real))) == str(inspect.signature(inspect.unwrap(getattr(standin, name))))
+
+
+# Numerics -------------------------------------------------------------------------------------------------------------
+
+PATHS = {
+    "decode": ((1, 1, 1, 1), D128, "decode"),
+    "decode_tensor_cores": ((1, 1, 1, 1), D64, "fa2"),
+    "decode_sinks": ((1, 1, 1, 1), SINKS, "fa2"),
+    "few": ((3, 1, 0, 4), D64, "fa2"),
+    "few_sinks": ((3, 1, 0, 4), SINKS, "fa2"),
+    "many": ((130, 1, 0, 260), D64, "fa3"),
+    "many_sinks": ((130, 1, 0, 260), SINKS, "fa3"),
+    "all_keys": ((130, 1, 0, 260), replace(D64, causal=False), "fa3"),
+}
+
+
+@hopper
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", PATHS)
+def test_every_path(name, page, found):
+    q_lens, f, path = PATHS[name]
+    call = planned(PAGED, paged(f, q_lens, (1000, 37, 0, 261), page, padding=3))
+    assert fi.NAMES[int(call.arguments["plan"][1])] == path
+    figures = check_kernel(PAGED, call)
+    assert not figures.refused and figures.worst <= 1.0, figures
+    found.setdefault("flashinfer_paths", {})[f"{name}_page_{page}"] = round(figures.worst, 4)
+
+
+@hopper
+def test_a_long_context_among_idle_requests_and_padding():
+    # More rows without keys than with: the planner of the CUDA-core kernel must leave blocks for them.
+    for f in (D128, D64):
+        lens = [0] * 20 + [30000, 5, 8191]
+        call = paged(f, (1,) * 20 + (1, 0, 1), lens, 16, padding=30)
+        figures = check_kernel(PAGED, call)
+        assert not figures.refused and figures.worst <= 1.0, figures
+
+
+@hopper
+@pytest.mark.parametrize("lens", [((5, 3), (5, 3)), ((300, 700), (300, 900)), ((300, 40), (70, 40))])
+def test_deepseek_prefill(lens, found):
+    f = replace(D64, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+    # The first runs FA2, whose module for these dims is left to the grid at size.
+    if lens[0][0] < 60:
+        pytest.skip("FA2 with 192/128 is built by the grid at size")
+    figures = check_kernel(VARLEN, builders.varlen(Source(1, "cuda"), *lens, f))
+    assert not figures.refused and figures.worst <= 1.0, figures
+    found.setdefault("flashinfer_deepseek_prefill", {})[str(lens)] = round(figures.worst, 4)
+
+
+@hopper
+def test_deterministic_results_do_not_depend_on_the_batch():
+    q_lens, seq_lens = (130, 1, 7, 64), (900, 333, 70, 64)
+    whole = planned(PAGED, paged(D64, q_lens, seq_lens, padding=0), "deterministic")
+    PAGED.run(*whole.args, **whole.kwargs, policy="deterministic")
+    t = whole.arguments
+    for b, n in enumerate(q_lens):
+        start = sum(q_lens[:b])
+        rows = slice(start, start + n)
+        alone = whole.with_(
+            query=t["query"][rows].clone(), page_table=t["page_table"][b : b + 1].clone(), seq_lens=t["seq_lens"][b : b + 1].clone(),
+            cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32, device="cuda"), max_seqlen_q=n, output=torch.empty_like(t["output"][rows]),
+            lse=torch.empty_like(t["lse"][rows]), plan=None, workspace=None,
+        )  # fmt: skip
+        alone = planned(PAGED, alone, "deterministic")
+        PAGED.run(*alone.args, **alone.kwargs, policy="deterministic")
+        for name in ("output", "lse"):
+            assert torch.equal(alone.arguments[name], t[name][rows]), (b, name)
+
+
+# Plans and graphs -----------------------------------------------------------------------------------------------------
+
+STEPS = {
+    "decode": (D128, [((1,) * 4, lens) for lens in ((5, 700, 1, 33), (900, 1, 64, 0), (1000, 1000, 1000, 1000))]),
+    "decode_tensor_cores": (D64, [((1, 1, 0, 1), (5, 700, 1, 33)), ((1, 1, 1, 0), (900, 1, 64, 0)), ((0, 1, 1, 1), (1000,) * 4)]),
+    "few": (D64, [((3, 1, 0, 4), (5, 700, 1, 33)), ((1, 1, 1, 1), (900, 1, 64, 3)), ((0, 4, 2, 2), (1000,) * 4)]),
+    "many": (D64, [((130, 1, 0, 69), (500, 700, 1, 99)), ((1, 1, 1, 197), (900, 1, 64, 197)), ((50,) * 4, (1000,) * 4)]),
+    "many_sinks": (SINKS, [((130, 1, 0, 69), (500, 700, 1, 99)), ((1, 1, 1, 197), (900, 1, 64, 197)), ((50,) * 4, (1000,) * 4)]),
+}
+
+
+def steps(name: str) -> list[Any]:
+    """Calls of equal shapes: 260 pages, 64 a request, as many tokens, one bound on the queries."""
+    f, points = STEPS[name]
+    tokens, longest = max(sum(q) for q, _ in points) + 2, max(max(q) for q, _ in points)
+    out = []
+    for seed, (q_lens, lens) in enumerate(points):
+        counts = [-(-n // 16) for n in lens]
+        room = {"padding": tokens - sum(q_lens), "spare": 260 - sum(counts), "wider": 64 - max(counts)}
+        out.append(paged(f, q_lens, lens, 16, seed, **room).with_(max_seqlen_q=longest))
+    return out
+
+
+@hopper
+@pytest.mark.parametrize("name", STEPS)
+def test_a_captured_run_follows_new_plans(name, found):
+    """Capture one call by hand; for every later step change lengths, tables and contents, plan again, replay, compare with eager."""
+    calls = steps(name)
+    captured = planned(PAGED, calls[0].map(lambda _, t: t.clone()))
+    plan, workspace = captured.arguments["plan"], captured.arguments["workspace"]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        PAGED.run(*captured.args, **captured.kwargs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        PAGED.run(*captured.args, **captured.kwargs)
+    for call in [*calls[1:], calls[0]]:
+        fresh = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
+        PAGED.run(*fresh.args, **fresh.kwargs)
+        assert check_kernel(PAGED, call).worst <= 1.0
+        for n, tensor in call.tensors().items():
+            if n not in ("output", "lse"):
+                captured.arguments[n].copy_(tensor)
+        planned(PAGED, captured.with_(plan=None, workspace=None), buffers=(plan, workspace))
+        for n in ("output", "lse"):
+            captured.arguments[n].fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for n in ("output", "lse"):
+            assert torch.equal(captured.arguments[n], fresh.arguments[n]), n
+    found.setdefault("flashinfer_replay", {})[name] = len(calls)
+
+
+@hopper
+def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
+    calls = steps("decode_tensor_cores")
+    first = planned(PAGED, calls[0])
+    plan, workspace = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
+    want = []
+    for call in calls:
+        alone = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
+        PAGED.run(*alone.args, **alone.kwargs)
+        want.append(alone.arguments["output"])
+    busy = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    got = []
+    for call in calls * 4:
+        mine = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=(plan, workspace))
+        for _ in range(4):
+            busy = torch.nn.functional.normalize(busy @ busy)
+        PAGED.run(*mine.args, **mine.kwargs)
+        got.append(mine.arguments["output"])
+    for a, b in zip(got, want * 4, strict=True):
+        assert torch.equal(a, b)
+
+
+HQ, HKV, D, PAGE, LAYERS = 8, 2, 64, 16, 3
+SPEC = PagedSpec(HQ, HKV, D, PAGE, BF16)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        make = lambda o: torch.nn.ModuleList(torch.nn.Linear(HQ * D, o, dtype=BF16) for _ in range(LAYERS))  # noqa: E731
+        self.qkv, self.out, self.kernel = make((HQ + 2 * HKV) * D), make(HQ * D), kernel
+
+    def forward(self, x, k_pages, v_pages, batch):
+        for i in range(LAYERS):
+            q, k, v = self.qkv[i](x).split([HQ * D, HKV * D, HKV * D], -1)
+            attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages[i], v_pages[i], batch.slots)
+            o = attnops.paged_attention(
+                q.reshape(-1, HQ, D), k_pages[i], v_pages[i], batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, kernel=self.kernel,
+            )  # fmt: skip
+            x = x + self.out[i](o.flatten(1))
+        return x
+
+
+@hopper
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
+    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model, plain = Model("flashinfer").cuda().eval(), Model("reference").cuda().eval()
+    plain.load_state_dict(model.state_dict())
+    caches = [
+        PagedCache(LAYERS, 80, PAGE, HKV, D, max_requests=4, max_pages_per_request=16, dtype=BF16, device="cuda") for _ in range(2)
+    ]
+    planner = Planner(SPEC, max_tokens=512, max_requests=4, max_pages=16, device="cuda", kernel="flashinfer")
+    assert planner.plan.is_pinned()
+    ids = [[cache.alloc() for _ in range(3)] for cache in caches]
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    planned_by, run_by = Counter(), Counter()
+    from attnops.kernels import _flashinfer_plan as maker
+
+    real_plan, real_run = maker.call_planner, fi.run_prefill
+
+    def count_plan(*args: Any) -> Any:
+        planned_by["plan"] += 1
+        return real_plan(*args)
+
+    def count_run(*args: Any) -> Any:
+        run_by["run"] += 1
+        return real_run(*args)
+
+    monkeypatch.setattr(maker, "call_planner", count_plan)
+    monkeypatch.setattr(fi, "run_prefill", count_run)
+    counters.clear()
+    took = []
+    for step, new in enumerate(([30, 3, 9], *[1] * 12)):
+        batches = [cache.batch(i, new) for cache, i in zip(caches, ids, strict=True)]
+        x = torch.randn(batches[0].slots.shape[0], HQ * D, device="cuda", dtype=BF16)
+        with torch.no_grad():
+            want = plain(x, caches[1].k_pages, caches[1].v_pages, batches[1])
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            given = planner(batches[0])
+            took.append(time.perf_counter() - start)
+            got = compiled(x, caches[0].k_pages, caches[0].v_pages, given).clone()
+        torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2, msg=lambda m, s=step: f"step {s}: {m}")
+        for a, b in zip(caches[0].k_pages, caches[1].k_pages, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
+    assert (planned_by["plan"], run_by["run"]) == (13, 13 * LAYERS)
+    assert counters["inductor"]["cudagraph_skips"] == 0, dict(counters["inductor"])
+    found.setdefault("compiled", {})[f"flashinfer_planned_{mode}"] = {
+        "steps": 13, "plans": 13, "plan_us_median": round(sorted(took)[6] * 1e6), "cudagraph_skips": 0,
+        "recorded_inputs": counters["inductor"].get("cudagraph_recorded_non_static_inputs", 0),
+    }  # fmt: skip
+
+
+def test_the_import_of_attnops_leaves_flashinfer_alone():
+    from tests.helpers import fresh_process
+
+    out = fresh_process("import sys, attnops; attnops.ops.plan_sizes; print('flashinfer' in sys.modules)")
+    assert out.strip() == "False"
