@@ -64,7 +64,10 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "plan_paged_attention": ({**_PREFILL, "page_size": 64},),
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
-    MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
+    MLA: tuple(
+        {**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in ({}, {"plan": "host"}) for more in ({}, _DECODE)
+    ),
+    "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),

@@ -18,4 +18,7 @@ from attnops.ops.paged import write_kv as write_kv
 from attnops.ops.plan import PagedSpec as PagedSpec
 from attnops.ops.plan import plan_paged_attention as plan_paged_attention
 from attnops.ops.plan import plan_sizes as plan_sizes
+from attnops.ops.plan_mla import LatentSpec as LatentSpec
+from attnops.ops.plan_mla import plan_mla_attention as plan_mla_attention
+from attnops.ops.plan_mla import plan_mla_sizes as plan_mla_sizes
 from attnops.ops.varlen import varlen_attention as varlen_attention

@@ -132,5 +132,5 @@ CALLS = {
     "write_latent": write_latent(),
     "merge_state": merge(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
-    "plan_paged_attention": metadata("plan_paged_attention"),
+    **{op: metadata(op) for op in ("plan_paged_attention", "plan_mla_attention")},
 }

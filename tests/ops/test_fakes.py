@@ -168,7 +168,10 @@ DIMS = {
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "num_kv_splits": {"seq_lens": "B"},
-    "plan_paged_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"},
+    **{
+        f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}
+        for op in ("paged", "mla")
+    },
 }  # fmt: skip
 DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]
 
