@@ -69,7 +69,10 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "plan_paged_attention": ({**_PREFILL, "page_size": 64},),
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
-    MLA: ({**_SIZES, **_DEEPSEEK, "causal": True}, {**_SIZES, **_DEEPSEEK, **_DECODE, "causal": True}),
+    MLA: tuple(
+        {**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in ({}, {"plan": "host"}) for more in ({}, _DECODE)
+    ),
+    "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
     SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),
     "write_latent_packed": ({**_DEEPSEEK, "kv_dtype": U8, "q_heads": 0, "tokens": Extent.of(512)},),
     "fa3_schedule": ({**_HEADS, "page_size": 64, "causal": True, "batch": Extent.of(8)},),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.testing import builders
+from attnops.testing import builders, latent
 from attnops.testing.inputs import Call, Case, Features, Source
 
 
@@ -61,6 +61,16 @@ def _case(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int,
     return Case("plan_paged_attention", label, build)
 
 
+def _latent(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int, f: Features, **more: Any) -> Case:
+    def build(source: Source) -> Call:
+        call = latent.mla(source, q_lens, seq_lens, page, f, **more)
+        # As above; what FlashInfer's planner of latents asks for follows from the GPU alone.
+        buffers = torch.zeros(1 << 17, dtype=torch.int64), torch.zeros(1 << 25, dtype=torch.uint8, device=source.device)
+        return plan_call(call, kernels_of("plan_mla_attention")["reference"], buffers)
+
+    return Case("plan_mla_attention", label, build)
+
+
 _LLAMA = Features(dtype=torch.bfloat16, head_dim=128, q_heads=8, causal=True)
 PLAN_CASES: dict[str, tuple[Case, ...]] = {
     "plan_paged_attention": (
@@ -75,5 +85,15 @@ PLAN_CASES: dict[str, tuple[Case, ...]] = {
         _case("no_requests", (), (), 4, _LLAMA),
         _case("no_table", (1, 1), (0, 0), 4, _LLAMA, wider=0),
         _case("nothing", (), (), 4, _LLAMA, padding=0, spare=0, wider=0),
-    )
+    ),
+    "plan_mla_attention": (
+        _latent("decode", (1, 1, 1), (5, 40, 16), 16, latent.DEEPSEEK),
+        _latent("decode_padded", (1, 0, 1), (5, 3, 33), 64, latent.DEEPSEEK),
+        _latent("decode_heads_128", (1, 1), (5, 300), 64, replace(latent.DEEPSEEK, q_heads=128)),
+        _latent("extend", (1, 4, 0, 2), (6, 4, 0, 21), 1, latent.DEEPSEEK),
+        _latent("not_causal", (1, 4), (6, 40), 64, replace(latent.DEEPSEEK, causal=False, dtype=torch.float16)),
+        _latent("no_requests", (), (), 64, latent.DEEPSEEK),
+        _latent("no_table", (1, 1), (0, 0), 64, latent.DEEPSEEK, wider=0),
+        _latent("nothing", (), (), 64, latent.DEEPSEEK, padding=0, spare=0, wider=0),
+    ),
 }

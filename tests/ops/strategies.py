@@ -190,5 +190,5 @@ CALLS = {
     "vertical_slash_attention": vertical_slash_attention(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
     "fa3_schedule": metadata("fa3_schedule"),
-    "plan_paged_attention": metadata("plan_paged_attention"),
+    **{op: metadata(op) for op in ("plan_paged_attention", "plan_mla_attention")},
 }

@@ -16,6 +16,7 @@ I32, I64, U8, BF16, F32, F64 = torch.int32, torch.int64, torch.uint8, torch.bflo
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 NAN, INF = float("nan"), float("inf")
 SPEC = ops.PagedSpec(4, 2, 8, 2, F32)
+LATENTS = ops.LatentSpec(4, 2, F32)
 
 
 def f(*shape, dtype=F32) -> Tensor:
@@ -84,6 +85,7 @@ def good(name) -> dict[str, Any]:
             "spec": SPEC, "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
             "max_seqlen_q": 2, "plan": i(7, 7, dtype=I64), "workspace": torch.full((3,), 7, dtype=torch.uint8),
         },
+        "plan_mla_attention": lambda: {**good("plan_paged_attention"), "spec": LATENTS},
     }  # fmt: skip
     return calls[name]()
 
@@ -284,6 +286,12 @@ BAD = [
     Bad("plan_paged_attention", {"spec": replace(SPEC, window=(-4, 1))}, "window_left", "-4", ">= -1"),
     Bad("plan_paged_attention", {"spec": replace(SPEC, dtype=I32)}, "dtype", "'int32'", "float16 | bfloat16"),
     Bad("plan_paged_attention", {"kernel": "flashinfer"}, "target", "target=cpu", "(wants sm80", NoKernel),
+    Bad("plan_mla_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (one length a row of the page table)"),
+    Bad("plan_mla_attention", {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),
+    Bad("plan_mla_attention", {"plan": i(7, 7)}, "plan.dtype", "int32", "int64"),
+    Bad("plan_mla_attention", {"spec": replace(LATENTS, head_dim=512)}, "head_dim", "512", "> v_head_dim = 512"),
+    Bad("plan_mla_attention", {"spec": replace(LATENTS, dtype=I32)}, "dtype", "'int32'", "float16 | bfloat16"),
+    Bad("plan_mla_attention", {"kernel": "flashinfer_mla_fa3"}, "target", "target=cpu", "(wants sm90", NoKernel),
     # kernels asked for by name
     Bad("attention", {"kernel": "fa9"}, "kernel", "'fa9'", "one of", UnknownKernel),
     Bad("attention", {"kernel": "scatter"}, "kernel", "'scatter'", "reference", UnknownKernel),

@@ -179,7 +179,10 @@ DIMS = {
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "num_kv_splits": {"seq_lens": "B"},
     "fa3_schedule": {"seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q", "max_pages": "W"},
-    "plan_paged_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"},
+    **{
+        f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}
+        for op in ("paged", "mla")
+    },
 }  # fmt: skip
 DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]
 

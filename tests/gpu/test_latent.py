@@ -1,0 +1,130 @@
+"""Latent attention on a real GPU: what a compiled call costs beside the foreign one, and plans under a captured graph."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.ops import decode_rows, mla_attention
+from attnops.testing import Source, check_kernel, latent, planned, refusals
+from attnops.testing.latent import DEEPSEEK
+from tests.lowering.models import compiled_code, kernel_calls
+
+SCALE = 192**-0.5
+
+
+def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
+    call = latent.mla(Source(0, "cuda"), (1,) * requests, (64,) * requests, 64, replace(DEEPSEEK, q_heads=heads), padding=0)
+    pages = torch.randn(requests * length // 64, 64, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(pages.shape[0], device="cuda").int().view(requests, -1)
+    lens = torch.full((requests,), length, dtype=torch.int32, device="cuda")
+    return call.with_(latent_pages=pages, page_table=table, seq_lens=lens)
+
+
+def usable(name: str, call: Any) -> Any:
+    kernel = kernels_of("mla_attention")[name]
+    if found := list(refusals(kernel, planned(kernel, call))):
+        pytest.skip(f"{name}: {'; '.join(map(str, found))}")
+    return kernel
+
+
+def device_kernels(call: Callable[[], Any]) -> Counter[str]:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return Counter(e.name for e in profile.events() if str(e.device_type).endswith("CUDA"))
+
+
+def graph_us(calls: list[Callable[[], Any]]) -> list[float]:
+    """Median microseconds of a replay of ten of each call, taken in turns."""
+    graphs = []
+    for call in calls:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                call()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(40):
+        for graph, out in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            out.append(start.elapsed_time(end) * 100)
+    return [sorted(t)[len(t) // 2] for t in times]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_flashmla_compiled_is_the_foreign_call(heads: int, found: dict[str, Any]) -> None:
+    call = batch(heads)
+    usable("flashmla", call)
+    t = call.arguments
+    query = torch.cat([t["q_nope"], t["q_pe"]], -1)
+    tables = {n: t[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")}
+    plan = decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=query.shape[0])
+
+    def layer(query: torch.Tensor, plan: torch.Tensor | None) -> torch.Tensor:
+        q_nope, q_pe = query[..., :512], query[..., 512:]
+        return mla_attention(q_nope, q_pe, **tables, plan=plan, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+
+    def direct() -> torch.Tensor:
+        out: torch.Tensor = torch.ops.sgl_kernel.dense_decode_fwd(
+            query[:, None], t["latent_pages"][:, :, None], 512, t["seq_lens"], t["page_table"], SCALE, False, None, None
+        )[0]
+        return out[:, 0]
+
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True)
+        got, code = compiled_code(lambda: compiled(query, plan))
+        assert kernel_calls(code) == ["mla_attention.flashmla"]
+        torch.testing.assert_close(got, direct(), rtol=2e-2, atol=2e-2)
+        assert device_kernels(lambda: compiled(query, plan)) == device_kernels(direct)
+        unplanned = device_kernels(lambda: compiled(query, None))
+        ours, theirs, alone = graph_us([lambda: compiled(query, plan), direct, lambda: compiled(query, None)])
+    found.setdefault("overhead", {})[f"flashmla_{heads}_heads"] = {
+        "compiled_us": ours / 10, "direct_us": theirs / 10, "without_plan_us": alone / 10,
+        "device_kernels_without_plan": sum(unplanned.values()),
+    }  # fmt: skip
+    assert ours <= 1.02 * theirs, (ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["flashinfer_mla_fa2", "flashinfer_mla_fa3"])
+def test_a_later_plan_reaches_a_captured_graph(name: str, found: dict[str, Any]) -> None:
+    lens = ((1, 1, 1), (700, 5, 90)), ((1, 0, 1), (90, 700, 5))
+    calls = [latent.mla(Source(i, "cuda"), q, k, 64, DEEPSEEK, 3 - sum(q), wider=4) for i, (q, k) in enumerate(lens)]
+    kernel = usable(name, calls[0])
+    first = planned(kernel, calls[0])
+    plan, workspace = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
+    first = planned(kernel, calls[0], buffers=(plan, workspace))
+    with torch.no_grad():
+        kernel.run(*first.args, **first.kwargs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel.run(*first.args, **first.kwargs)
+        for n, tensor in calls[0].tensors().items():
+            tensor.copy_(calls[1].tensors()[n])
+        planned(kernel, calls[0], buffers=(plan, workspace))
+        graph.replay()
+        torch.cuda.synchronize()
+        got = calls[0].arguments["output"].clone()
+    again = planned(kernel, calls[1])
+    kernel.run(*again.args, **again.kwargs)
+    torch.testing.assert_close(got, calls[1].arguments["output"], rtol=0, atol=0)
+    assert check_kernel(kernel, calls[1]).worst <= 1.0
+    found.setdefault("replay_of_plans", {})[name] = True

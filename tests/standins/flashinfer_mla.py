@@ -1,0 +1,150 @@
+"""Stand-ins for FlashInfer's JIT modules for latents (flashinfer-python 0.7.2.post1): not the kernels.
+
+What `gen_batch_mla_module` loads, with its parameters and checks: a planner that takes from its workspaces what MLAPlan of scheduler.cuh
+takes, and a run over a plain torch body on the CPU. The run finds rows, keys and where the page table starts in what the plan left in the
+int workspace, as the real one does. Kept because the wrapper must cope with it: room for pieces of work is not checked, and a causal
+tile that ends amid a query's heads loses a key. That a tensor is on CUDA or pinned is the one thing they do not check.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tests.standins.flashinfer_modules import SMS, Allocator, check, host_ints, ints_at, store, upload
+
+TILE, TILE_KV, WORKS = 64, 64, 16384
+HALVES = (torch.float16, torch.bfloat16)
+ARRAYS = ("q_indptr", "kv_indptr", "partial_indptr")
+MERGES = ("packed_start", "packed_end", "partial_start", "partial_end", "partial_stride")
+REST = ("q_len", "kv_len", "q_start", "kv_start", "kv_end", "work_indptr")
+
+CALLS: list[str] = []
+"""The functions called, in order: `fa2.plan`, `fa3.run` and so on."""
+BUILT: list[tuple[Any, ...]] = []
+"""The modules built, in order."""
+
+
+class Module:
+    def __init__(self, backend: str, dtype: torch.dtype) -> None:
+        self.backend, self.dtype = backend, dtype
+
+    def plan_with_staged_workspace_bytes(
+        self, float_workspace, int_workspace, page_locked, qo_indptr, kv_indptr, kv_len, num_heads, head_dim_o, causal
+    ):  # fmt: skip
+        CALLS.append(f"{self.backend}.plan")
+        host_ints(qo_indptr, kv_indptr, kv_len)
+        batch = kv_len.numel()
+        check(batch > 0, "integer division by zero")
+        check(qo_indptr.numel() > batch and kv_indptr.numel() > batch, "one more start than the batch")
+        q_lens = qo_indptr.diff().tolist()
+        check(min(q_lens) >= 0, "qo_indptr should be non-negative")
+        cluster = 2 if sum(q_lens) * num_heads // batch > TILE else 1
+        clusters, tile = SMS // cluster, cluster * TILE
+        tiles = [(b, t, -(-q_lens[b] * num_heads // tile)) for b in range(batch) for t in range(-(-q_lens[b] * num_heads // tile))]
+
+        def seen(b: int, t: int, count: int) -> int:
+            keys = int(kv_len[b])
+            if not causal or t + 1 == count:
+                return keys
+            return max(min(keys - q_lens[b] + -(-(t + 1) * tile // num_heads), keys), 0)
+
+        average = max(-(-sum(seen(*x) for x in tiles) // clusters), 1)
+        part = next((n for most, n in ((8, 32), (16, 64), (32, 128), (64, 192)) if average <= most), -(-average // 256) * 256)
+        works = [(b, t, lo) for b, t, n in tiles for lo in range(0, max(seen(b, t, n), 1), part)]
+        assert len(works) <= WORKS, "the real planner writes past its arrays"
+        ints, floats, at = Allocator(int_workspace), Allocator(float_workspace), {}
+        for names, count in ((ARRAYS, WORKS), (MERGES, SMS), (REST, WORKS)):
+            at |= {n: ints.take(4 * count, 16, f"mla_{n}") for n in names}
+        values = {
+            "q_indptr": [int(qo_indptr[b]) for b, _, _ in works],
+            "kv_indptr": [int(kv_indptr[b]) for b, _, _ in works],
+            "q_len": [q_lens[b] for b, _, _ in works],
+            "kv_len": [int(kv_len[b]) for b, _, _ in works],
+            "q_start": [t * tile for _, t, _ in works],
+            "work_indptr": [0, len(works)],
+        }
+        for name, numbers in values.items():
+            store(page_locked, at[name], numbers)
+        upload(int_workspace, page_locked, ints.used)
+        partial = [floats.take(2 * clusters * tile * n, 16, f"mla_partial_{x}") for n, x in ((2 * head_dim_o, "o"), (4, "lse"))]
+        return [cluster, clusters, *at.values(), *partial], ints.used
+
+    def run(
+        self, float_workspace, int_workspace, plan_info_vec, q_nope, q_pe, ckv_cache, kpe_cache, kv_indices, o, maybe_lse, mask_mode_code,
+        num_heads, page_size, sm_scale, return_lse_base_on_e, ckv_scale, kpe_scale, maybe_ckv_scale_arr,
+    ):  # fmt: skip
+        CALLS.append(f"{self.backend}.run")
+        check(len(plan_info_vec) == 18, f"MLAPlanInfo::FromVector: vec.size() should be 18, but got {len(plan_info_vec)}")
+        check(kv_indices.dtype == torch.int32 and kv_indices.is_contiguous(), "kv_indices must be int32")
+        check(all(x.dtype == self.dtype for x in (q_nope, q_pe, ckv_cache, kpe_cache, o)), "dtypes of the module")
+        check((ckv_cache.shape[1:], kpe_cache.shape[1:]) == ((page_size, 512), (page_size, 64)), "pages of the module")
+        check(all(x.stride(-1) == 1 for x in (q_nope, q_pe, ckv_cache, kpe_cache, o)), "read as if the last dimension were contiguous")
+        check(maybe_lse is None or maybe_lse.is_contiguous(), "written as if contiguous")
+        check(ckv_scale == kpe_scale == 1.0 and maybe_ckv_scale_arr is None and return_lse_base_on_e, "this stand-in has none of these")
+        at = dict(zip((*ARRAYS, *MERGES, *REST), plan_info_vec[2:16], strict=True))
+        count = int(ints_at(int_workspace, at["work_indptr"], 2)[1])
+        column = {n: ints_at(int_workspace, at[n], count).tolist() for n in ("q_indptr", "kv_indptr", "q_len", "kv_len", "q_start")}
+        rows = sorted(set(zip(*(column[n] for n in ("q_indptr", "kv_indptr", "q_len", "kv_len")), strict=True)))
+        check(sum(n for _, _, n, _ in rows) == q_nope.shape[0] == o.shape[0], "the plan covers every row, and no other")
+        tile = TILE * plan_info_vec[0]
+        for start, first, n, keys in rows:
+            ids = kv_indices[first : first + -(-keys // page_size)].long()
+            check(bool(((ids >= 0) & (ids < ckv_cache.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
+            c, k = (x[ids].flatten(0, 1)[:keys].float() for x in (ckv_cache, kpe_cache))
+            i = slice(start, start + n)
+            s = (torch.einsum("qhd,kd->qhk", q_nope[i].float(), c) + torch.einsum("qhd,kd->qhk", q_pe[i].float(), k)) * sm_scale
+            if mask_mode_code == 1:
+                s = s.masked_fill(lost(n, num_heads, keys, tile), float("-inf"))
+            z = torch.logsumexp(s, -1)
+            o[i] = (torch.exp(s - torch.where(z == float("-inf"), 0.0, z)[..., None]) @ c).to(o.dtype)
+            if maybe_lse is not None:
+                maybe_lse[i] = z
+
+
+def lost(n: int, heads: int, keys: int, tile: int) -> torch.Tensor:
+    """bool `[n, H, keys]`: what a causal query does not see, whole tiles of keys past its tile's bound among it."""
+    q, h, j = torch.meshgrid(torch.arange(n), torch.arange(heads), torch.arange(keys), indexing="ij")
+    end = (q * heads + h) // tile * tile + tile
+    bound = keys - n + end // heads
+    bound = torch.where(end >= n * heads, keys, bound)
+    return (j > keys - n + q) | (j >= -(-bound // TILE_KV) * TILE_KV)
+
+
+def gen_batch_mla_module(backend, dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim_ckv, head_dim_kpe, use_profiler):
+    check(backend in ("fa2", "fa3"), f"Unsupported backend: {backend}")
+    check(dtype_q in HALVES and dtype_q == dtype_kv == dtype_o and dtype_idx == torch.int32, "not in this stand-in")
+    check((head_dim_ckv, head_dim_kpe, use_profiler) == (512, 64, False), "not in this stand-in")
+
+    class Spec:
+        def build_and_load(self) -> Module:
+            BUILT.append((backend, dtype_q))
+            return Module(backend, dtype_q)
+
+    return Spec()
+
+
+@contextmanager
+def installed() -> Iterator[list[str]]:
+    """Within the block `import flashinfer` finds the stand-ins. Gives the record of calls."""
+    from attnops.kernels import _flashinfer_mla
+
+    modules = {n: ModuleType(n) for n in ("flashinfer", "flashinfer.jit")}
+    modules["flashinfer.jit"].gen_batch_mla_module = gen_batch_mla_module  # type: ignore[attr-defined]
+    before = {n: sys.modules.get(n) for n in modules}
+    sys.modules.update(modules)
+    _flashinfer_mla._module.cache_clear()
+    CALLS.clear()
+    BUILT.clear()
+    try:
+        yield CALLS
+    finally:
+        _flashinfer_mla._module.cache_clear()
+        for n, m in before.items():
+            if m is None:
+                del sys.modules[n]
+            else:
+                sys.modules[n] = m
