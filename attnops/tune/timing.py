@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnops import testing
 from attnops.kernel import Kernel, kernels_of
-from attnops.testing import Call
+from attnops.testing import Call, equip, planned
 from attnops.tune.clock import Clock
 
 Equip = Callable[[Kernel, Call], Call]
@@ -19,15 +18,13 @@ SLOW_FIRST_CALL_S = 2.0
 """A first call that takes longer has compiled something."""
 
 
-HOOKS = ("planned", "equip")
-
-
-def equipped(kernel: Kernel, call: Call) -> Call:
-    """`call` with what `kernel` asks of its caller besides the call: the plan, then the workspace, as `attnops.testing` makes them."""
-    for name in HOOKS:
-        hook: Equip | None = getattr(testing, name, None)
-        call = call if hook is None else hook(kernel, call)
-    return call
+def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
+    """Host microseconds of the plan that `given` has and `call` has not, made again into the same buffers; None without one."""
+    if given.arguments.get("plan") is None or call.arguments.get("plan") is not None:
+        return None
+    start = time.perf_counter()
+    planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
+    return (time.perf_counter() - start) * 1e6
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Stopwatch:
     clock: Clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
-    equip: Equip = equipped
+    equip: Equip = equip
     spent_s: dict[str, float] = field(default_factory=dict)
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
     _starts: dict[str, list[bool]] = field(default_factory=dict)
@@ -69,11 +66,9 @@ class Stopwatch:
             if not reasons:
                 out.append((kernel, call, None))
             elif reasons <= {"plan", "workspace"}:
-                start = time.perf_counter()
                 given = self.equip(kernel, call)
                 if not kernel.refusals(given.problem):
-                    plans = given.arguments.get("plan") is not None
-                    out.append((kernel, given, (time.perf_counter() - start) * 1e6 if plans else None))
+                    out.append((kernel, given, plan_us(kernel, call, given)))
         return out
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
