@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from attnops import kernel as registry_module
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Registry, kernels_of, without
+from attnops.kernel import Capture, Core, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.ops import OPS
 from attnops.problem import Refusal, Target
@@ -276,6 +277,31 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
     # Nobody makes plans: the kernel is no candidate.
     bare, _ = measure([Plan(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
     assert bare.grids == ()
+
+
+def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
+    """On a CPU: the reference of paged attention, said to be lowered in place around a foreign call."""
+    real = kernels_of("paged_attention")["reference"]
+    kernel = replace(real, inline=True, core=Core("(Tensor q) -> Tensor", work, work))
+    monkeypatch.setitem(registry_module._REGISTRY.kernels["paged_attention"], "reference", kernel)
+    forget()
+    try:
+        shape = GRIDS["tiny"][2].shape
+        call = build(shape, [1, 1], [7, 5], Pool("cpu"))
+        stopwatch = Stopwatch(clock_for(CPU))
+        assert "reference" in [k.name for k, _, _ in stopwatch.candidates(call)]
+        want = call.map(lambda _, t: t.clone())
+        real.run(*want.args, **want.kwargs)
+        compiled = counters["stats"]["unique_graphs"]
+        assert (found := stopwatch.time(kernel, call, "kind")).us, found
+        torch.testing.assert_close(call.arguments["output"], want.arguments["output"])
+        assert counters["stats"]["unique_graphs"] == compiled + 1
+        again = build(shape, [1, 1, 1], [17, 9, 5], Pool("cpu"))
+        assert stopwatch.time(kernel, again, "kind").us and counters["stats"]["unique_graphs"] == compiled + 1, "sizes are symbolic"
+        assert not stopwatch.spent_s, "its compilation is not held against it"
+    finally:
+        monkeypatch.undo()
+        forget()
 
 
 def test_the_budget_ends_it(lab, monkeypatch):
