@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -43,8 +44,7 @@ def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
 @contextlib.contextmanager
 def _one_compilation() -> Iterator[None]:
     """Two sizes that happen to be equal are still two, so that one compilation of a shape serves most of its sizes."""
-    from torch.fx.experimental import _config as symbolic
-
+    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
     with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
         yield
 
