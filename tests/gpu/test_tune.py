@@ -52,5 +52,5 @@ def test_a_small_table(plan: Plan, found: dict[str, Any]) -> None:
     fits = [k for k in kernels_of(plan.shape.op).values() if not k.refusals(call.problem)]
     assert all(c.how == MEASURED for c in costs(call.problem, [k for k in fits if k.name in grid.us], table).values())
     chosen = select_by(table, call.problem)
-    assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())  # type: ignore[union-attr]
+    assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())
     found.setdefault("tune", {})[plan.shape.op] = {name: list(us) for name, us in grid.us.items()}
