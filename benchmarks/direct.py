@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from common import default_device, environment, spread, write
+from common import default_device, environment, interleaved_us, spread, write
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnops.ops
@@ -206,12 +206,6 @@ TINY = {"paged_attention": Case("decode 1x64", STEP, 1, 1, 64, "TB/s", DECODE)}
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def promised(call: Call) -> Call:
-    """The call with the promise that no token is padding, where the op has that argument: the direct calls rest on it."""
-    names = {a.name for a in OPS[call.op].packet.default._schema.arguments}
-    return call.with_(padded=False) if "padded" in names else call
-
-
 def op_of(kernel: Kernel, call: Call, compiled: bool) -> Run:
     packet = OPS[call.op].packet.default
     args, kwargs, policy = call.args, call.kwargs, f"kernel={call.op}:{kernel.name}"
@@ -235,22 +229,6 @@ def device_kernels(run: Run) -> list[str]:
     return [e.name[:100] for e in sorted(real, key=lambda e: e.time_range.start)]
 
 
-def host_us(calls: dict[str, Run], repeats: int = 15, inner: int = 60) -> dict[str, dict[str, float]]:
-    """Microseconds until a call returns, in turn; the device catches up between the repeats."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(20):
-            call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-            taken[name].append((time.perf_counter() - start) / inner * 1e6)
-    return {name: spread(us) for name, us in taken.items()}
-
-
 def why(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
 
@@ -268,7 +246,7 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
         except Exception as error:
             left_out[f"direct.{name}"] = why(error)
     torch._dynamo.reset()
-    given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0).candidates(promised(call)) if k.packages}
+    given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0).candidates(call) if k.packages}
     for name, (kernel, mine) in given.items():
         for kind, compiled in (("op", True), ("eager", False)):
             try:
@@ -309,13 +287,13 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
     """Host microseconds of eager calls of a tiny batch: the op that selects, the overload, the kernel's `run`, the vendor's function."""
     call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
     runs, left_out = runs_of(replace(case, vendors={n: v for n, v in case.vendors.items() if n == "fa3"}), call)
-    promise = promised(call)
     for name in [n.removeprefix("eager.") for n in runs if n.startswith("eager.")]:
-        kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0).candidates(promise) if c[0].name == name)
+        kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0).candidates(call) if c[0].name == name)
         overload, args, kwargs = getattr(OPS[mine.op].packet, name), mine.args, mine.kwargs
         runs[f"overload.{name}"] = lambda o=overload, a=args, k=kwargs: o(*a, **k)
         runs[f"kernel_run.{name}"] = lambda r=kernel.run, a=args, k=kwargs: r(*a, **k)
-    return {"left_out": left_out, "host": host_us({n: r for n, r in runs.items() if not n.startswith("op.")})}
+    host = {n: r for n, r in runs.items() if not n.startswith("op.")}
+    return {"left_out": left_out, "host": interleaved_us(host, repeats=25, inner=20, wait=False)}
 
 
 def main() -> int:

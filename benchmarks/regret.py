@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from attnops.problem import Extent, Problem, Target
 from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel
 from attnops.tune import Pool, Stopwatch, build, clock_for
+from attnops.tune.calls import PROMISING_OPS
 from attnops.tune.clock import GraphClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
@@ -148,14 +149,13 @@ def problem_of(held: Held, target: Target) -> Problem:
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
         s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
         tokens=Extent.of(queries * len(held.q_lens) if dense else sum(held.q_lens)), batch=Extent.of(len(held.q_lens)),
-        queries=Extent.of(queries), context=Extent.of(keys),
+        queries=Extent.of(queries), context=Extent.of(keys), padded=s.op not in PROMISING_OPS,
     )  # fmt: skip
 
 
 def with_everything(problem: Problem) -> Problem:
     """The Problem as a call says it that brings a host plan and workspace enough."""
-    known = {f.name for f in fields(Problem)}
-    return replace(problem, plan="host", **{n: v for n, v in {"workspace": ENOUGH}.items() if n in known})  # type: ignore[arg-type]
+    return replace(problem, plan="host", workspace=ENOUGH)
 
 
 def coarse(problem: Problem) -> Problem:
@@ -246,7 +246,7 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
 
 def _kind(s: Shape) -> tuple[object, ...]:
     """What kernels are compiled for."""
-    return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0
+    return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0, s.page_size, s.group_size if s.decode else 0
 
 
 def as_dict(row: Row) -> dict[str, Any]:

@@ -61,9 +61,11 @@ def overhead(data: dict[str, Any]) -> str:
     """What a call through attnops costs on the host."""
     eager, compiled = data["eager"], data["compiled"]
     rows = [[what, f"{eager[key]['median_us']:.2f} ± {eager[key]['spread_us']:.2f}"] for what, key in OVERHEAD if key in eager]
+    fa3 = data.get("fa3", {})
+    rows += [[what, f"{fa3[key]['median_us']:.2f} ± {fa3[key]['spread_us']:.2f}"] for what, key in FA3 if key in fa3]
     rows.append(["one more op in a compiled graph", f"{compiled['op_us']:.2f}"])
     rows.append(["`import attnops` after torch", f"{data['import']['attnops_s'] * 1000:.0f} ms"])
-    return table(["a paged call of a kernel that does nothing", "us"], rows)
+    return table(["an eager paged call of a kernel that does nothing, if not said otherwise", "us"], rows)
 
 
 OVERHEAD = (
@@ -71,6 +73,11 @@ OVERHEAD = (
     ("`torch.ops.attnops.paged_attention(...)`", "op"),
     ("its overload, as compiled code calls it", "overload"),
     ("a plain Python function", "plain"),
+)
+FA3 = (
+    ("fa3: the wheel's raw op", "raw"),
+    ("fa3: `attnops.paged_attention(..., padded=False)`", "promised"),
+    ("fa3: `attnops.paged_attention(...)`", "padded"),
 )
 
 

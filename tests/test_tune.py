@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from attnops import kernel as registry_module
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Registry, kernels_of, without
+from attnops.kernel import Capture, Core, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.ops import OPS
 from attnops.problem import Refusal, Target
@@ -249,40 +250,58 @@ def test_what_is_built_ahead_goes_on():
     assert stopwatch._given_up("k", 5), "three times what it may take"
 
 
-def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab):
+def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatch):
     shape = Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True)
     lab("a", op="paged_attention")
     lab("planner", op="paged_attention", needs=(needs_plan,))
     lab("hopeless", op="paged_attention", needs=(needs_plan, *without("causal")))
-    made = []
+    made, now = [], [0.0]
 
     def equip(kernel, call):
         made.append(kernel.name)
-        return call.with_(plan=torch.zeros(4, dtype=torch.int64))
+        now[0] += 1.0
+        return call.with_(plan=torch.zeros(4, dtype=torch.int64), workspace=torch.zeros(8, dtype=torch.uint8))
+
+    def planned(kernel, call, buffers):
+        assert [b.numel() for b in buffers] == [4, 8]
+        now[0] += 7e-4
+
+    monkeypatch.setattr(timing, "planned", planned)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     stopwatch = Stopwatch(lambda kernel, call, run: 10.0 + (call.arguments.get("plan") is not None), equip=equip)
     table, _ = measure([Plan(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
     [grid] = table.grids
     assert grid.us == {"a": (10.0, 10.0), "planner": (11.0, 11.0)} and set(made) == {"planner"}
-    assert set(grid.plan_us) == {"planner"} and grid.plan_us["planner"] > 0
+    assert grid.plan_us == {"planner": 700.0}, "the plan alone, not its buffers"
     # Nobody makes plans: the kernel is no candidate.
     bare, _ = measure([Plan(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
     assert bare.grids == ()
 
 
-def test_the_hooks_of_testing_are_used(monkeypatch):
-    asked = []
-
-    def hook(name):
-        return lambda kernel, call: (asked.append(name), call.with_(**{name: 1}))[1]
-
-    monkeypatch.setattr(timing.testing, "planned", hook("planned"), raising=False)
-    monkeypatch.setattr(timing.testing, "equip", hook("equip"), raising=False)
-    call = build(SHAPE, [4], [4], Pool("cpu"))
-    assert timing.equipped(kernels_of("attention")["sdpa"], call).arguments["equip"] == 1 and asked == ["planned", "equip"]
-    for name in timing.HOOKS:
-        monkeypatch.delattr(timing.testing, name)
-    assert timing.equipped(kernels_of("attention")["sdpa"], call) is call
+def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
+    """On a CPU: the reference of paged attention, said to be lowered in place around a foreign call."""
+    real = kernels_of("paged_attention")["reference"]
+    kernel = replace(real, inline=True, core=Core("(Tensor q) -> Tensor", work, work))
+    monkeypatch.setitem(registry_module._REGISTRY.kernels["paged_attention"], "reference", kernel)
+    forget()
+    try:
+        shape = GRIDS["tiny"][2].shape
+        call = build(shape, [1, 1], [7, 5], Pool("cpu"))
+        stopwatch = Stopwatch(clock_for(CPU))
+        assert "reference" in [k.name for k, _, _ in stopwatch.candidates(call)]
+        want = call.map(lambda _, t: t.clone())
+        real.run(*want.args, **want.kwargs)
+        compiled = counters["stats"]["unique_graphs"]
+        assert (found := stopwatch.time(kernel, call, "kind")).us, found
+        torch.testing.assert_close(call.arguments["output"], want.arguments["output"])
+        assert counters["stats"]["unique_graphs"] == compiled + 1
+        again = build(shape, [1, 1, 1], [17, 9, 5], Pool("cpu"))
+        assert stopwatch.time(kernel, again, "kind").us and counters["stats"]["unique_graphs"] == compiled + 1, "sizes are symbolic"
+        assert not stopwatch.spent_s, "its compilation is not held against it"
+    finally:
+        monkeypatch.undo()
+        forget()
 
 
 def test_the_budget_ends_it(lab, monkeypatch):

@@ -60,7 +60,7 @@ class Shape:
         """
         if (self.op, self.rope_dim, self.kv_range, self.window >= 0) != (p.op, p.rope_dim, p.kv_range, p.windowed):
             return inf
-        if self.decode != decodes(p) or p.mask != "none" or bool(self.page_size) != bool(p.page_size):
+        if self.decode != decodes(p) or p.mask != "none" or p.attention_chunk or bool(self.page_size) != bool(p.page_size):
             return inf
         if p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
             return inf

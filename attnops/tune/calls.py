@@ -14,6 +14,7 @@ from attnops.testing import Call
 from attnops.testing.inputs import QUANTISED
 
 PAGED_OPS = ("paged_attention", "mla_attention")
+PROMISING_OPS = ("paged_attention", "varlen_attention")
 
 
 class Pool:
@@ -78,6 +79,8 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     if shape.kv_dtype != shape.dtype:
         scale = torch.full((1,), 0.5, device=pool.device)
         arguments |= {"kv_scale": scale} if shape.rope_dim else {"k_scale": scale, "v_scale": scale}
+    if shape.op in PROMISING_OPS:
+        arguments["padded"] = False  # as PagedCache says of its batches
     make = {"attention": _dense, "varlen_attention": _packed, "paged_attention": _paged, "mla_attention": _paged}[shape.op]
     written = ("output",) if shape.op in PAGED_OPS else ()
     return Call(shape.op, arguments | make(shape, q_lens, k_lens, pool), {}, written)

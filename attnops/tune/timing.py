@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from attnops import testing
 from attnops.kernel import Kernel, kernels_of
-from attnops.testing import Call
+from attnops.ops import OPS
+from attnops.testing import Call, equip, planned
 from attnops.tune.clock import Clock
 
 Equip = Callable[[Kernel, Call], Call]
@@ -19,15 +23,36 @@ SLOW_FIRST_CALL_S = 2.0
 """A first call that takes longer has compiled something."""
 
 
-HOOKS = ("planned", "equip")
+def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
+    """Host microseconds of the plan that `given` has and `call` has not, made again into the same buffers; None without one."""
+    if given.arguments.get("plan") is None or call.arguments.get("plan") is not None:
+        return None
+    start = time.perf_counter()
+    planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
+    return (time.perf_counter() - start) * 1e6
 
 
-def equipped(kernel: Kernel, call: Call) -> Call:
-    """`call` with what `kernel` asks of its caller besides the call: the plan, then the workspace, as `attnops.testing` makes them."""
-    for name in HOOKS:
-        hook: Equip | None = getattr(testing, name, None)
-        call = call if hook is None else hook(kernel, call)
-    return call
+def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
+    """What runs `kernel` on `call`. One that is lowered in place around a foreign call runs compiled, as its users have it."""
+    args, kwargs = call.args, call.kwargs
+    if kernel.core is None:
+        return lambda: kernel.run(*args, **kwargs)
+    compiled, policy = _compiled(call.op), f"kernel={kernel.op}:{kernel.name}"
+    return lambda: compiled(args, kwargs, policy)
+
+
+@contextlib.contextmanager
+def _one_compilation() -> Iterator[None]:
+    """Two sizes that happen to be equal are still two, so that one compilation of a shape serves most of its sizes."""
+    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
+    with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
+        yield
+
+
+@functools.cache
+def _compiled(op: str) -> Callable[..., Any]:
+    packet = OPS[op].packet.default
+    return torch.compile(lambda args, kwargs, policy: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +78,7 @@ class Stopwatch:
     clock: Clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
-    equip: Equip = equipped
+    equip: Equip = equip
     spent_s: dict[str, float] = field(default_factory=dict)
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
     _starts: dict[str, list[bool]] = field(default_factory=dict)
@@ -63,17 +88,16 @@ class Stopwatch:
         out: list[tuple[Kernel, Call, float | None]] = []
         problem = call.problem
         for kernel in kernels_of(call.op).values():
-            if kernel.inline or (self.names and kernel.name not in self.names):
+            # Plain torch lowered in place costs what its neighbours make of it.
+            if (kernel.inline and kernel.core is None) or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
             if not reasons:
                 out.append((kernel, call, None))
             elif reasons <= {"plan", "workspace"}:
-                start = time.perf_counter()
                 given = self.equip(kernel, call)
                 if not kernel.refusals(given.problem):
-                    plans = given.arguments.get("plan") is not None
-                    out.append((kernel, given, (time.perf_counter() - start) * 1e6 if plans else None))
+                    out.append((kernel, given, plan_us(kernel, call, given)))
         return out
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
@@ -81,16 +105,15 @@ class Stopwatch:
         if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s")
 
-        def run() -> object:
-            return kernel.run(*call.args, **call.kwargs)
-
+        run = runner(kernel, call)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _one_compilation():
                 start = time.perf_counter()
                 run()
                 _wait(call)
                 first_s = time.perf_counter() - start
-                self._account(kernel.name, kind, first_s)
+                if kernel.core is None:
+                    self._account(kernel.name, kind, first_s)
                 return Timing(self.clock(kernel, call, run), plan_us=plan_us)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -1,0 +1,56 @@
+"""Measuring on a real GPU: the clock against what is known, a small table, and selection by it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.measured import MEASURED, costs, from_json
+from attnops.problem import Target
+from attnops.select import select_by
+from attnops.tune import Pool, Stopwatch, build, measure
+from attnops.tune.clock import GraphClock
+from attnops.tune.shapes import MLA, PAGED, Plan
+
+STEP = Plan(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+LATENT = Plan(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+
+
+def test_the_clock_times_a_copy(found: dict[str, Any]) -> None:
+    clock = GraphClock("cuda")
+    source = torch.empty(1 << 28, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    [us] = [sorted(t)[len(t) // 2] for t in clock.in_turn({"copy": lambda: target.copy_(source)}).values()]
+    rate = 2 * source.numel() * 2 / us / 1e6
+    assert 0.2 < rate < 20, f"{rate} TB/s"
+    assert 0.5 < clock.launch_us < 50
+    found.setdefault("clock", {}).update({"copy_tb_s": round(rate, 2), "launch_us": round(clock.launch_us, 2)})
+
+
+def test_a_replay_takes_no_longer_than_a_launch() -> None:
+    """The same call by its graph and by launches: what differs is the host's part."""
+    call = build(STEP.shape, [1] * 16, [4096] * 16, Pool("cuda"))
+    clock = GraphClock("cuda")
+    kernel = kernels_of("paged_attention")["sdpa"]
+    run = lambda: kernel.run(*call.args, **call.kwargs)  # noqa: E731
+    run()
+    graph = clock(kernel, call, run)
+    clock._uncapturable.add((kernel.op, kernel.name))
+    assert graph < 1.2 * clock(kernel, call, run)
+
+
+@pytest.mark.parametrize("plan", [STEP, LATENT], ids=["decode", "latent"])
+def test_a_small_table(plan: Plan, found: dict[str, Any]) -> None:
+    table, report = measure([plan], Stopwatch(GraphClock("cuda")), torch.device("cuda", 0), budget_s=60)
+    assert not report.broken and not report.late
+    assert from_json(table.to_json()) == table and table.gpu == torch.cuda.get_device_name()
+    [grid] = table.grids
+    call = build(plan.shape, [1] * 16, [4096] * 16, Pool("cuda"))
+    assert call.problem.target == Target.of(torch.device("cuda", 0))
+    fits = [k for k in kernels_of(plan.shape.op).values() if not k.refusals(call.problem)]
+    assert all(c.how == MEASURED for c in costs(call.problem, [k for k in fits if k.name in grid.us], table).values())
+    chosen = select_by(table, call.problem)
+    assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())
+    found.setdefault("tune", {})[plan.shape.op] = {name: list(us) for name, us in grid.us.items()}
