@@ -108,6 +108,8 @@ class Kernel:
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
+    workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
+        The caller zeroes it once. None: the kernel asks for none.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Kernel:
     batch_invariant: bool = False
     inline: bool = False
     core: Core | None = None
+    workspace_bytes: Callable[[Problem], int] | None = None
     contract: int = CONTRACT
     about: str = ""
 
@@ -134,7 +137,11 @@ class Kernel:
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        return self.absences(problem.target) + tuple(r for need in self.needs if (r := need(problem)))
+        unmet = tuple(r for need in self.needs if (r := need(problem)))
+        if not unmet and self.workspace_bytes is not None and problem.workspace < (size := self.workspace_bytes(problem)):
+            want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
+            unmet = (Refusal("workspace", f"{problem.workspace} bytes", want),)
+        return self.absences(problem.target) + unmet
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""

@@ -136,6 +136,8 @@ class Problem:
     `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
     says that the query has a scale; `pages_packed` that pages lie one after the other without gaps.
+    `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
+    multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
@@ -159,6 +161,7 @@ class Problem:
     mask: str = "none"
     kv_range: bool = False
     kv_scales: bool = False
+    per_head_scales: bool = False
     lse: bool = False
     grad: bool = False
     mask_grad: bool = False
@@ -166,6 +169,8 @@ class Problem:
     plan: str = "none"
     last_dim_contiguous: bool = True
     pages_packed: bool = True
+    pages_alike: bool = True
+    workspace: int = 0
     sizes_equal: bool = False
     tokens: Extent = NO_EXTENT
     batch: Extent = NO_EXTENT
@@ -184,7 +189,7 @@ class Problem:
 
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
-        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "sinks_dtype"}
+        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_alike", "sinks_dtype"}
         shown = (f for f in fields(self) if f.name not in skip and getattr(self, f.name) != f.default)
         return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
 

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnops.env import default_policy_key
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel
@@ -103,6 +103,15 @@ def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
         forced = decision.policy.forced(problem.op)
         raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
     return decision.kernel
+
+
+def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
+    """Bytes of scratch asked for by the kernel that would be chosen if the call brought enough. 0: it asks for none."""
+    kernel = select(replace(problem, workspace=_ENOUGH), policy).kernel
+    return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
+
+
+_ENOUGH = 1 << 62
 
 
 @functools.lru_cache(maxsize=8192)

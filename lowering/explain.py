@@ -19,7 +19,7 @@ from attnops.kernel import all_kernels
 from attnops.ops import Op
 from attnops.ops._op import watch
 from attnops.problem import Problem, Target, pretend
-from attnops.select import Decision, select
+from attnops.select import Decision, select, workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Explanation:
     def chosen(self) -> tuple[str, ...]:
         """`op.kernel` of every call site, in order."""
         return tuple(f"{s.decision.problem.op}.{s.decision.kernel.name if s.decision.kernel else 'none'}" for s in self.sites)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of scratch with which every call gets the kernel it would choose if scratch were free. 0: none is needed."""
+        return max((workspace_bytes(s.decision.problem, s.decision.policy) for s in self.sites), default=0)
 
     def as_dict(self) -> dict[str, Any]:
         """The table as plain data, for JSON."""

@@ -20,6 +20,7 @@ class PagedBatch:
     slots: int64 `[T]`, `page_id * page_size + offset` where each new token's key and value go; -1 is not stored.
     positions: int64 `[T]`, the position of each new token in its request, from 0.
     max_seqlen_q: the most new tokens of one request; 1 says decode. The only value a compiled graph may look at.
+    workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
     """
 
     page_table: Tensor
@@ -28,6 +29,7 @@ class PagedBatch:
     slots: Tensor
     positions: Tensor
     max_seqlen_q: int
+    workspace: Tensor | None = None
 
 
 register_dataclass(PagedBatch)

@@ -34,6 +34,7 @@ class PagedCache:
         max_requests: rows of the tables. max_pages_per_request: their width.
         dtype: of the pages; float16, bfloat16, float32, float64, or float8_e4m3fn, float8_e5m2, int8 (with scales given to the ops).
         device: where pages and tables lie.
+        workspace_bytes: scratch for kernels that ask for one, zeroed here, carried by every batch; `attnops.explain(...)` knows the size.
 
     Attributes:
         k_pages, v_pages: a tuple of one `[num_pages, page_size, Hkv, D]` (`Dv`) tensor a layer, zero at first.
@@ -57,6 +58,7 @@ class PagedCache:
         max_pages_per_request: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        workspace_bytes: int = 0,
     ) -> None:
         layers = _count("num_layers", num_layers, 1)
         pages = _count("num_pages", num_pages, 2, "pages, the null page included")
@@ -66,6 +68,7 @@ class PagedCache:
         v_dim = k_dim if v_head_dim is None else _count("v_head_dim", v_head_dim, 1)
         rows = _count("max_requests", max_requests, 1)
         width = _count("max_pages_per_request", max_pages_per_request, 1)
+        scratch = _count("workspace_bytes", workspace_bytes, 0)
         if dtype not in (*FLOATS, *QUANTISED):
             raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
         self.num_pages = pages
@@ -77,7 +80,10 @@ class PagedCache:
             self.v_pages = tuple(torch.zeros((*shape, v_dim), dtype=dtype, device=device) for _ in range(layers))
             self.page_table = torch.zeros((rows, width), dtype=torch.int32, device=device)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        _tell_compiler(self.k_pages, self.v_pages)
+            self.workspace = torch.zeros(scratch, dtype=torch.uint8, device=device) if scratch else None
+        _tell_compiler((*self.k_pages, *self.v_pages), (1, 2, 3))
+        if self.workspace is not None:
+            _tell_compiler((self.workspace,), (0,))
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -186,7 +192,7 @@ class PagedCache:
         owner = token_rows(starts, sum(counts))
         positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
         slots = slot_mapping(positions, owner, table, page_size=self.page_size)
-        return PagedBatch(table, lengths, starts, slots, positions, max(counts))
+        return PagedBatch(table, lengths, starts, slots, positions, max(counts), workspace=self.workspace)
 
     def _make(self, plan: Plan) -> int:
         with _ordinary():
@@ -215,14 +221,14 @@ class PagedCache:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _tell_compiler(*pools: tuple[Tensor, ...]) -> None:
-    """Page size, heads and head dims are constants, and the pages never move (so a CUDA graph writes them in place)."""
+def _tell_compiler(tensors: tuple[Tensor, ...], dims: tuple[int, ...]) -> None:
+    """These dims (page size, heads, head dims) are constants, and the tensors never move (so a CUDA graph writes them in place)."""
     # Imported late: it takes a second, and a process without a cache need not pay it.
     from torch._dynamo import mark_static, mark_static_address
 
-    for pages in (pages for pool in pools for pages in pool):
-        mark_static(pages, [1, 2, 3])
-        mark_static_address(pages)
+    for tensor in tensors:
+        mark_static(tensor, list(dims))
+        mark_static_address(tensor)
 
 
 def _count(field: str, value: object, least: int, unit: str = "") -> int:

@@ -124,7 +124,7 @@ class Attention(nn.Module):
             return paged_attention(
                 query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
                 scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks,
-                k_scale=k_scale, v_scale=v_scale, kernel=self.kernel,
+                k_scale=k_scale, v_scale=v_scale, workspace=batch.workspace, kernel=self.kernel,
             )  # fmt: skip
         if cu_seqlens_q is not None:
             if max_seqlen_q is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
+from attnops.problem import Extent
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -54,6 +55,21 @@ def plan(device: torch.device, given: Tensor | None) -> None:
         return
     if given.dtype != torch.int32 or given.device != device:
         raise InvalidInput("plan", f"{name(given.dtype)} on {given.device}", f"int32 on {device}, or int64 on cpu: what a plan op returned")
+
+
+def workspace(given: Tensor | None) -> None:
+    """Scratch is uint8 `[bytes]`, without gaps."""
+    if given is not None:
+        tensor("workspace", given, 1, (torch.uint8,), "[bytes]")
+        need(given.is_contiguous(), "workspace.stride()", given.stride(), "(1,)")
+
+
+def workspace_bytes(given: Tensor | None) -> int:
+    """As a Problem says it: the size if it is known, else the least it may be; no guard is installed."""
+    if given is None:
+        return 0
+    size = given.numel()
+    return size if isinstance(size, int) else Extent.of(size).lo
 
 
 def plan_kind(given: Tensor | None) -> str:

@@ -55,6 +55,7 @@ def _check_mla(
         mask=mask, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     check.plan(q_nope.device, plan)
+    check.workspace(workspace)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
@@ -119,6 +120,7 @@ def _problem_mla(
         plan=check.plan_kind(plan),
         last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
         pages_packed=latent_pages.stride() == (page_size * latent_pages.shape[2], latent_pages.shape[2], 1),
+        workspace=check.workspace_bytes(workspace),
         tokens=Extent.of(q_nope.shape[0]),
         batch=Extent.of(page_table.shape[0]),
         queries=Extent.of(max_seqlen_q),
@@ -186,7 +188,8 @@ def mla_attention(
             otherwise, or not at all, do not read it.
         output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised query; allocated when None
             (bfloat16 for a quantised query). lse: float32 `[T, H]`, natural log, to write into, or None.
-        workspace: scratch for kernels that ask for one, owned by the caller.
+        workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller; see
+            `attnops.explain(...).workspace_bytes`.
         kernel: force a kernel by name for this call.
 
     Returns:

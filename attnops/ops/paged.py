@@ -50,6 +50,7 @@ def _check_paged(
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     check.plan(query.device, plan)
+    check.workspace(workspace)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.heads(query, k_pages, v_pages)
@@ -120,14 +121,22 @@ def _problem_paged(
         sinks_dtype=None if sinks is None else sinks.dtype,
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
         kv_scales=k_scale is not None or v_scale is not None,
+        per_head_scales=any(s is not None and s.shape[0] != 1 for s in (k_scale, v_scale)),
         lse=lse is not None,
         plan=check.plan_kind(plan),
         last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
+        pages_alike=_alike(k_pages, v_pages),
+        workspace=check.workspace_bytes(workspace),
         tokens=Extent.of(query.shape[0]),
         batch=Extent.of(page_table.shape[0]),
         queries=Extent.of(max_seqlen_q),
         context=Extent.of(page_table.shape[1] * page_size),
     )
+
+
+def _alike(k_pages: Any, v_pages: Any) -> bool:
+    strides = k_pages.stride()
+    return strides == v_pages.stride() and all(s % k_pages.shape[3] == 0 for s in strides[:3])
 
 
 PAGED = define(
@@ -185,7 +194,8 @@ def paged_attention(
         plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
             otherwise, or not at all, do not read it.
         output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]` to write into, or None.
-        workspace: scratch for kernels that ask for one, owned by the caller.
+        workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
+            to every call on one stream; see `attnops.explain(...).workspace_bytes`.
         kernel: force a kernel by name for this call.
 
     Returns:

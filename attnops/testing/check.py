@@ -13,6 +13,7 @@ from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
 from attnops.testing import budget
+from attnops.testing.equip import equip
 from attnops.testing.inputs import Call
 
 
@@ -41,8 +42,8 @@ class Figures:
 
 
 def refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
-    """Why `kernel` does not take `call`."""
-    return kernel.refusals(call.problem)
+    """Why `kernel` does not take `call`, given the workspace it asks for."""
+    return kernel.refusals(equip(kernel, call).problem)
 
 
 def check_kernel(kernel: Kernel, call: Call) -> Figures:
@@ -50,11 +51,12 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
 
     Before the run, outputs and entries that nobody may read are filled with NaN. Checked besides the numbers: the call itself
     keeps the contract; results have the fake's shapes, strides and dtypes, alias no input, and what is not declared written is
-    left alone. A kernel that refuses the call is not run. The kernel need not be registered. `call` is not changed.
+    left alone. A kernel that refuses the call is not run; one that asks for a workspace gets it. The kernel need not be registered.
+    `call` is not changed.
 
     Raises Mismatch, and InvalidInput when the call breaks the contract.
     """
-    op = OPS[kernel.op]
+    op, call = OPS[kernel.op], equip(kernel, call)
     op.check(*call.args, **call.kwargs)
     if refused := refusals(kernel, call):
         return Figures(kernel.name, kernel.op, refused)

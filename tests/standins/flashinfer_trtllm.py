@@ -1,0 +1,304 @@
+"""Stand-ins for the TensorRT-LLM entry points of flashinfer 0.7.2.post1: XQA, paged decode and context, ragged prefill. Not the kernels.
+
+The same parameters, argument checks and shape rules, the refusals in the package's words, and a float32 body on the CPU. Where the real
+kernels read or write unpredictably, these raise; what the real ones leave unwritten is NaN here; counters must be zero at every call and
+stay so, and the scratch beside them is soiled. What the generated kernels do with NaN in a page's unused slots is not known; these, like
+XQA's general kernel, load no such slot.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil, log, sqrt
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.problem import pretended
+
+SIGNATURES = {
+    "decode.trtllm_batch_decode_with_kv_cache": (
+        "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, "
+        "out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, sinks=None, kv_layout='HND', enable_pdl=None, backend='auto', "
+        "q_len_per_req=1, o_scale=1.0, mask=None, max_q_len=None, cum_seq_lens_q=None, skip_softmax_threshold_scale_factor=None, "
+        "kv_cache_sf=None, uses_shared_paged_kv_idx=True, lse=None, return_lse=False, bmm1_scale_log2=None, "
+        "multi_ctas_kv_counter_buffer=None, enable_block_sparse_attention=False, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, "
+        "bf16q_fp8kv_transform_mode=None, request_order=None, request_order_plan=None"
+    ),
+    "prefill.trtllm_batch_context_with_kv_cache": (
+        "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch_size, "
+        "cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, "
+        "kv_layout='HND', enable_pdl=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None, "
+        "uses_shared_paged_kv_idx=True, causal=True, lse=None, return_lse=False, multi_ctas_kv_counter_buffer=None, "
+        "use_fp16_softmax=None, uses_spcompress=None, backend='trtllm-gen'"
+    ),
+    "prefill.trtllm_ragged_attention_deepseek": (
+        "query, key, value, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, o_sf_scale, batch_size, "
+        "window_left, cum_seq_lens_q, cum_seq_lens_kv, enable_pdl, is_causal, return_lse, attention_sinks=None, "
+        "skip_softmax_threshold_scale_factor=None, out=None, lse=None, sage_attn_sfs=(None, None, None, None), "
+        "num_elts_per_sage_attn_blk=(0, 0, 0, 0), backend='trtllm-gen', q_seq_lens_cpu=None, kv_seq_lens_cpu=None, "
+        "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True"
+    ),
+    "xqa.get_xqa_module": (
+        "input_dtype, kv_cache_dtype, page_size, head_dim, head_group_ratio, use_sliding_window, output_dtype, q_seq_len, "
+        "use_ragged_q=False"
+    ),
+}
+"""Read from the package's source; annotations left out."""
+
+XQA_SIGNATURE = (
+    "run_sm90_fp8_mha, sm_count, num_kv_heads, sliding_win_size, q_scale, output, rcp_out_scale, q, sinks, k_cache, v_cache, k_sf_cache, "
+    "v_sf_cache, page_table, max_seq_len, seq_lens, batch_size, kv_scale, semaphores, workspace_buffer, enable_pdl, q_seq_len, "
+    "q_cu_seq_lens, mask"
+)
+"""Of `get_xqa_module(...).xqa`."""
+
+SM_COUNT = 132
+HALVES = (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
+LOG2E = 1 / log(2.0)
+Called = list[tuple[str, dict[str, Any]]]
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """`import flashinfer` finds the stand-ins within the block; yields the calls, each with its arguments by name."""
+    calls: Called = []
+    modules = {name: ModuleType(f"flashinfer.{name}") for name in ("decode", "prefill", "xqa", "utils")}
+    for path, parameters in SIGNATURES.items():
+        module, name = path.split(".")
+        setattr(modules[module], name, _function(name, parameters, BODIES[name], calls))
+    vars(modules["utils"]).update(get_device_sm_count=lambda device: SM_COUNT, device_support_pdl=lambda device: False)
+    package = ModuleType("flashinfer")
+    package.__path__ = []
+    named = {"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}
+    before = {name: sys.modules.get(name) for name in named}
+    sys.modules.update(named)
+    try:
+        yield calls
+    finally:
+        for full, old in before.items():
+            if old is None:
+                del sys.modules[full]
+            else:
+                sys.modules[full] = old
+
+
+def _function(name: str, parameters: str, body: Callable[..., Any], calls: Called) -> Callable[..., Any]:
+    def run(given: dict[str, Any]) -> Any:
+        calls.append((name, given))
+        return body(calls=calls, **given) if name == "get_xqa_module" else body(**given)
+
+    scope: dict[str, Any] = {"run": run}
+    exec(f"def {name}({parameters}):\n    return run(locals())", scope)
+    return scope[name]
+
+
+def _check(ok: bool, text: str, error: type[Exception] = RuntimeError) -> None:
+    if not ok:
+        raise error(text)
+
+
+def _trust(ok: bool, what: str) -> None:
+    """What the real kernel takes on trust."""
+    assert ok, f"the kernel would read or write what it should not: {what}"
+
+
+def _arch() -> int:
+    target = pretended()
+    return 0 if target is None else target.arch
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(output, lse in base 2) of one request: q `[n, Hq, D]`, k and v `[L, Hkv, D]`; NaN for a query that sees no key."""
+    n, group = q.shape[0], q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    logits = torch.einsum("nhd,khd->nhk", q.float(), k) * scale
+    i, j = torch.arange(n)[:, None] + k.shape[0] - n, torch.arange(k.shape[0])[None]
+    see = (j <= i if causal else j == j) & (j > i - window if window > 0 else True)
+    logits = logits.masked_fill(~see[:, None], float("-inf"))
+    total = torch.logsumexp(logits, -1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float().expand_as(total))
+    out = torch.einsum("nhk,khd->nhd", torch.exp(logits - total[..., None]), v)
+    return out, torch.logsumexp(logits, -1) * LOG2E
+
+
+def _keys(pages: Tensor, ids: Tensor, length: int) -> Tensor:
+    """`[length, Hkv, D]` of NHD pages. A page id outside the pool is what the GPU calls an illegal memory access."""
+    ids = ids[: ceil(length / pages.shape[1])]
+    _trust(bool(((ids >= 0) & (ids < pages.shape[0])).all()), "a page that does not exist")
+    whole = pages.view(torch.uint8)[ids.long()].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[ids.long()]
+    return whole.flatten(0, 1)[:length]
+
+
+def _number(x: float | Tensor) -> float:
+    if isinstance(x, Tensor):
+        assert x.dtype == torch.float32 and x.numel() == 1
+        return float(x)
+    assert type(x) is float, "a Python float or a tensor"
+    return x
+
+
+# XQA ------------------------------------------------------------------------------------------------------------------
+
+
+def _get_xqa_module(calls: Called, **m: Any) -> SimpleNamespace:
+    text = "Invalid dtype: {} for XQA, only float16 and bfloat16 input are supported"
+    _check(m["input_dtype"] in HALVES, text.format(m["input_dtype"]), ValueError)
+    page, dim, group = m["page_size"], m["head_dim"], m["head_group_ratio"]
+    _check(page in (16, 32, 64, 128), f"Invalid page_size: {page}, only 16, 32, 64, 128 are supported", ValueError)
+    _check(dim % 16 == 0 and 16 <= dim <= 512, f"Invalid head_dim: {dim}, must be divisible by 16 and in range [16, 512]", ValueError)
+    _check(_arch() // 10 in (9, 10, 12), "XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
+    padded = next(n for n in (64, 128, 256, 512) if dim <= n)
+    _check(2 * padded * -(-group // 16) * 16 <= 16 << 10, "static assertion failed: persistentQ")
+    _trust(m["kv_cache_dtype"] in (m["input_dtype"], E4M3), "a cache of another dtype")
+    _trust(m["output_dtype"] == m["input_dtype"] and m["q_seq_len"] == 1 and not m["use_ragged_q"], "this stand-in decodes one token")
+
+    def xqa(**a: Any) -> None:
+        q, out, k, v, table, lens = (a[n] for n in ("q", "output", "k_cache", "v_cache", "page_table", "seq_lens"))
+        assert not a["run_sm90_fp8_mha"] and a["q_seq_len"] == 1 and a["rcp_out_scale"] == 1.0, "this stand-in has the general kernel only"
+        batch, kv_heads = a["batch_size"], a["num_kv_heads"]
+        shape = (batch, 1, kv_heads * group, dim)
+        _trust(tuple(q.shape) == tuple(out.shape) == shape and q.is_contiguous() and out.is_contiguous(), "q and output lie one way only")
+        _trust(q.dtype == out.dtype == m["input_dtype"] and k.dtype == v.dtype == m["kv_cache_dtype"], "a module for other dtypes")
+        _trust(k.shape == v.shape and k.stride() == v.stride() and k.stride(3) == 1, "the strides of K serve for V")
+        _trust(tuple(k.shape[1:]) == (page, kv_heads, dim) and all(s % dim == 0 for s in k.stride()[:3]), "strides count in heads")
+        _trust(table.dtype == torch.int32 and table.is_contiguous() and table.shape[0] == batch, "page_table")
+        _trust(a["max_seq_len"] == table.shape[1] * page, "max_seq_len")
+        _trust(lens.dtype == torch.uint32 and tuple(lens.shape) == (batch, 1) and lens.is_contiguous(), "seq_lens")
+        _trust((a["sliding_win_size"] > 0) == m["use_sliding_window"], "a module for another window")
+        sinks = a["sinks"]
+        if sinks is not None:
+            _trust(sinks.dtype == torch.float32 and tuple(sinks.shape) == (kv_heads, group) and sinks.is_contiguous(), "sinks")
+        parts = min(max(1, a["sm_count"] // (batch * kv_heads)), ceil(a["max_seq_len"] / 256))
+        if parts > 1:
+            rows = -(-group // 16) * 16
+            used = parts * batch * kv_heads * (2 * 128 * -(-rows // 32) + 2 * group * dim)
+            _soil(a["semaphores"], a["workspace_buffer"], 4 * batch * kv_heads, used)
+        quantised = k.dtype == E4M3
+        v_scale = _number(a["kv_scale"]) if quantised else 1.0
+        scale = _number(a["q_scale"]) * v_scale / sqrt(dim)
+        for b, length in enumerate(lens[:, 0].tolist()):
+            if length == 0:
+                out[b] = float("nan") if parts > 1 and sinks is None else 0.0
+                continue
+            keys, values = _keys(k, table[b], length), _keys(v, table[b], length)
+            logits = None if sinks is None else sinks.flatten()
+            out[b] = (_attend(q[b], keys, values, scale, False, a["sliding_win_size"], logits)[0] * v_scale).to(out.dtype)
+
+    return SimpleNamespace(xqa=_function("xqa", XQA_SIGNATURE, xqa, calls))
+
+
+def _soil(counters: Tensor, scratch: Tensor, counted: int, used: int) -> None:
+    _trust(counters.numel() >= counted and scratch.numel() >= used, f"{counters.numel()} and {scratch.numel()} bytes for {counted}, {used}")
+    _trust(not counters.any(), "counters that are not zero")
+    scratch[:used] = 0xFF
+
+
+# The generated kernels ------------------------------------------------------------------------------------------------
+
+
+def _paged(a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool, scale: float) -> None:
+    query, (k, v), out, lse, sinks = a["query"], a["kv_cache"], a["out"], a["lse"], a["sinks"]
+    assert a["kv_layout"] == "NHD" and out is not None and not a["return_lse"] and a["uses_shared_paged_kv_idx"]
+    tokens, heads, dim = query.shape
+    page, kv_heads = k.shape[1], k.shape[2]
+    _check(out.shape == query.shape, f"Invalid shape of out: expected {query.shape}, got {out.shape}", ValueError)
+    _check(out.dtype == query.dtype, f"Invalid dtype of out: expected {query.dtype}, got {out.dtype}", ValueError)
+    _check(a["block_tables"].dim() == 2, "block_tables must be 2D [batch_size, max_num_pages_per_seq]", ValueError)
+    counters, needed = a["multi_ctas_kv_counter_buffer"], 4 * -(-max(batch * heads, SM_COUNT) // 8) * 8
+    _check(counters.is_contiguous(), "multi_ctas_kv_counter_buffer must be contiguous", ValueError)
+    _check(counters.numel() >= needed, f"multi_ctas_kv_counter_buffer is too small: got {counters.numel()} bytes", ValueError)
+    if lse is not None:
+        _check(tuple(lse.shape) == (tokens, heads) and lse.dtype == torch.float32, "Invalid shape or dtype of lse", ValueError)
+    _check(k.shape == v.shape and k.shape[3] == dim, "head_dim_k and head_dim_q must be the same")
+    _check(heads % kv_heads == 0, "num_qo_heads must be a multiple of num_kv_heads")
+    _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
+    _check(page & (page - 1) == 0, "NumTokensPerPage must be power of 2")
+    found = _arch() in (100, 103) and page >= 16 and dim in (64, 128, 256) and query.dtype in HALVES
+    mixed = (phase, query.dtype, k.dtype) == ("decode", torch.bfloat16, E4M3)
+    _check(found and (k.dtype == query.dtype or mixed), f"Missing TRTLLM-GEN kernel ({phase})")
+    table, lens, cu = a["block_tables"], a["seq_lens"], a["cum_seq_lens_q"]
+    _trust(k.stride() == v.stride() and k.stride(3) == query.stride(2) == 1 and out.is_contiguous(), "strides")
+    for x, size in ((table, (batch, table.shape[1])), (lens, (batch,)), (cu, (batch + 1,))):
+        _trust(x.dtype == torch.int32 and x.is_contiguous() and tuple(x.shape) == size, f"int32 {size}")
+    _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
+    stats = 0
+    if lse is not None:
+        stats = 8 * heads * batch * (-(-longest // 256) * 256) + (1 << 20)
+        _check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
+    blocks = SM_COUNT * 256 * (2 * dim + 8) if phase == "decode" else 0
+    _soil(counters, a["workspace_buffer"], needed if phase == "decode" else 0, stats + blocks)
+    v_scale = _number(a["bmm2_scale"])
+    out.fill_(float("nan"))
+    for b, length in enumerate(lens.tolist()):
+        rows = slice(int(cu[b]), int(cu[b + 1]))
+        keys, values = _keys(k, table[b], length), _keys(v, table[b], length)
+        found_out, found_lse = _attend(query[rows], keys, values, scale, causal, a["window_left"] + 1, sinks)
+        out[rows] = (found_out * v_scale).to(out.dtype)
+        if lse is not None:
+            lse[rows] = found_lse
+
+
+def _decode(**a: Any) -> Tensor:
+    assert a["q_len_per_req"] is None and a["mask"] is None and a["backend"] == "trtllm-gen"
+    _trust(a["max_seq_len"] == a["block_tables"].shape[1] * a["kv_cache"][0].shape[1], "max_seq_len")
+    if (given := a["bmm1_scale_log2"]) is not None:
+        _check(given.dtype == torch.float32, "bmm1_scale_log2 tensor must have dtype torch.float32", TypeError)
+        _check(given.numel() == 1, "bmm1_scale_log2 must be a single-element tensor", ValueError)
+    scale = _number(a["bmm1_scale"]) if given is None else float(given) / LOG2E
+    _paged(a, "decode", a["cum_seq_lens_q"].shape[0] - 1, a["max_q_len"], True, scale)
+    return a["out"]
+
+
+def _context(**a: Any) -> Tensor:
+    text = "Sliding-window non-causal attention is not supported for trtllm-gen paged KV cache. "
+    _check(a["causal"] or a["window_left"] < 0, text, NotImplementedError)
+    _trust(a["cum_seq_lens_kv"].tolist() == [0, *a["seq_lens"].cumsum(0).tolist()], "cum_seq_lens_kv")
+    _trust(a["cum_seq_lens_kv"].dtype == torch.int32, "cum_seq_lens_kv")
+    _paged(a, "context", a["batch_size"], a["max_q_len"], a["causal"], _number(a["bmm1_scale"]))
+    return a["out"]
+
+
+def _ragged(**a: Any) -> Any:
+    query, key, value, out, lse = (a[n] for n in ("query", "key", "value", "out", "lse"))
+    dims = (query.shape[2], key.shape[2], value.shape[2])
+    supported = "Supported: (192, 192, 128) for DeepSeek-R1, (128, 128, 128), or (256, 256, 256) for GLM-5."
+    _check(dims in ((192, 192, 128), (128, 128, 128), (256, 256, 256)), f"Unsupported head dimensions. {supported}", AssertionError)
+    _check(tuple(out.shape) == (*query.shape[:2], dims[2]), "out must have shape", ValueError)
+    _check(query.shape[1] % key.shape[1] == 0, "num_qo_heads must be a multiple of num_kv_heads")
+    _check(_arch() in (100, 103) and query.dtype == key.dtype == value.dtype and query.dtype in HALVES, "Missing TRTLLM-GEN kernel")
+    cu_q, cu_k, lens, batch = a["cum_seq_lens_q"], a["cum_seq_lens_kv"], a["seq_lens"], a["batch_size"]
+    _trust(query.is_contiguous() and out.is_contiguous() and key.stride(2) == value.stride(2) == 1, "strides")
+    for x, size in ((lens, batch), (cu_q, batch + 1), (cu_k, batch + 1)):
+        _trust(x.dtype == torch.int32 and x.is_contiguous() and tuple(x.shape) == (size,), f"int32 [{size}]")
+    _trust(bool((lens > 0).all()), "a request without keys")
+    _trust(not value.isnan().any(), "what follows a request's values is multiplied by 0")
+    _trust(a["is_causal"] or a["window_left"] < 0, "a window without causality")
+    assert a["return_lse"] == (lse is not None) and a["attention_sinks"] is None and a["skip_all_rows_active_check"]
+    stats = 8 * query.shape[1] * batch * (-(-a["max_q_len"] // 256) * 256) + (1 << 20) if a["return_lse"] else 0
+    _check(a["workspace_buffer"].numel() >= stats, "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace")
+    _trust(not a["workspace_buffer"].any(), "a workspace that is not zero")
+    out.fill_(float("nan"))
+    for b, length in enumerate(lens.tolist()):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b]) + length)
+        if key[keys].shape[0] < length:
+            continue  # past the last key there are zeros
+        found = _attend(query[rows], key[keys], value[keys], _number(a["bmm1_scale"]), a["is_causal"], a["window_left"] + 1, None)
+        out[rows] = found[0].to(out.dtype)
+        if lse is not None:
+            lse[rows] = found[1]
+    return (out, lse) if a["return_lse"] else out
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "trtllm_batch_decode_with_kv_cache": _decode,
+    "trtllm_batch_context_with_kv_cache": _context,
+    "trtllm_ragged_attention_deepseek": _ragged,
+    "get_xqa_module": _get_xqa_module,
+}

@@ -1,0 +1,406 @@
+"""`xqa` and `trtllm` over stand-ins of FlashInfer's entry points: the whole path but the kernels themselves."""
+
+import inspect
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+import attnops
+from attnops.cache import PagedCache
+from attnops.errors import InvalidInput, NoKernel
+from attnops.kernel import kernels_of
+from attnops.kernels import _trtllm, _workspace, trtllm, xqa
+from attnops.ops import OPS
+from attnops.problem import Extent, Target, pretend
+from attnops.select import choose, select, workspace_bytes
+from attnops.testing import Features, Mismatch, Source, builders, check_kernel, equip
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import flashinfer_trtllm as standin
+
+F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+TARGETS = {"xqa": Target("cuda", 90, assume=("flashinfer",)), "trtllm": Target("cuda", 100, assume=("flashinfer",))}
+PAGED, VARLEN = kernels_of("paged_attention"), kernels_of("varlen_attention")
+BASE = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True)
+FLOAT8 = replace(BASE, kv_dtype=E4M3, scale_per_head=False)
+LSE = replace(BASE, lse=True)
+
+
+@pytest.fixture(autouse=True)
+def calls():
+    if find_spec("flashinfer"):
+        pytest.skip("flashinfer is installed, and stand-ins under its name would hide it")
+    with standin.installed() as found:
+        yield found
+
+
+def paged(f=BASE, q_lens=(1, 1, 1), seq_lens=(70, 3, 33), page=16, padding=0, **more):
+    return builders.paged(Source(0), q_lens, seq_lens, page, f, padding, **more)
+
+
+def interleaved(f, **more):
+    return paged(f, interleaved=True, **more)
+
+
+DECODE = {
+    **{f"page_{n}": lambda n=n: paged(page=n) for n in (16, 32, 64, 128)},
+    **{f"heads_{q}_{kv}": lambda q=q, kv=kv: paged(replace(BASE, q_heads=q, kv_heads=kv)) for q, kv in ((4, 4), (6, 2), (8, 1), (16, 1))},
+    **{f"d{d}": lambda d=d: paged(replace(BASE, head_dim=d)) for d in (128, 256)},
+    "float16": lambda: paged(replace(BASE, dtype=F16)),
+    "float8": lambda: paged(FLOAT8, page=64),
+    "sinks": lambda: paged(replace(BASE, sinks=F32)),
+    "sinks_bfloat16": lambda: paged(replace(BASE, sinks=BF16, window=(15, -1))),
+    "window": lambda: paged(replace(BASE, window=(15, -1))),
+    "window_self": lambda: paged(replace(BASE, window=(0, -1))),
+    "all_keys": lambda: paged(replace(BASE, causal=False)),
+    "scale": lambda: paged(replace(BASE, scale=0.3)),
+    "loud": lambda: paged(replace(BASE, loud=True)),
+    "long": lambda: paged(seq_lens=(300, 1, 513), page=64),
+    "long_empty": lambda: paged(seq_lens=(300, 0, 513), page=64),
+    "long_empty_sinks": lambda: paged(replace(BASE, sinks=F32), seq_lens=(300, 0, 513), page=64),
+    "idle": lambda: paged(q_lens=(1, 0, 1), padding=1),
+    "padded": lambda: paged(padding=3),
+    "no_keys": lambda: paged(seq_lens=(0, 0, 0)),
+    "no_table": lambda: paged(seq_lens=(0, 0, 0), wider=0),
+    "no_pages": lambda: paged(seq_lens=(0, 0, 0), spare=0),
+    "no_requests": lambda: paged(q_lens=(), seq_lens=(), padding=2, slack=1),
+    "nothing": lambda: paged(q_lens=(), seq_lens=(), spare=0, wider=0),
+    "shared": lambda: paged(shared=True),
+    "interleaved": lambda: interleaved(BASE),
+    "interleaved_float8": lambda: interleaved(FLOAT8),
+}
+EXTEND = {
+    "decode_lse": lambda: paged(LSE),
+    "decode_empty_lse": lambda: paged(LSE, seq_lens=(5, 0, 20), padding=2),
+    "verify": lambda: paged(LSE, q_lens=(3, 1, 4)),
+    "verify_float8": lambda: paged(replace(FLOAT8, lse=True), q_lens=(3, 1, 4)),
+    "verify_all_keys": lambda: paged(replace(LSE, causal=False), q_lens=(3, 1, 4)),
+    "extend": lambda: paged(LSE, q_lens=(20, 1, 0), padding=5),
+    "extend_sinks": lambda: paged(replace(BASE, sinks=BF16), q_lens=(20, 1, 9)),
+    "extend_window": lambda: paged(replace(LSE, window=(11, -1)), q_lens=(20, 3, 9)),
+    "extend_all_keys": lambda: paged(replace(LSE, causal=False), q_lens=(20, 3, 9)),
+    "extend_more_queries_than_keys": lambda: paged(LSE, q_lens=(20, 9, 9)),
+    "extend_float16": lambda: paged(replace(LSE, dtype=F16, head_dim=128), q_lens=(20, 3, 9), page=64),
+    "prefill": lambda: paged(LSE, q_lens=(30, 11), seq_lens=(30, 11), slack=3),
+}
+
+
+def dims(d, dv=None, **more):
+    return replace(LSE, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, **more)
+
+
+PACKED = {
+    "deepseek": lambda: builders.varlen(Source(0), (5, 9), (5, 9), dims(192, 128)),
+    "d128": lambda: builders.varlen(Source(0), (5, 9), (7, 9), dims(128)),
+    "d256_float16": lambda: builders.varlen(Source(0), (5, 9), (7, 30), dims(256, dtype=F16), slack=3),
+    "no_lse": lambda: builders.varlen(Source(0), (5, 9), (5, 9), replace(dims(192, 128), lse=False)),
+    "all_keys": lambda: builders.varlen(Source(0), (5, 9), (7, 4), dims(128, causal=False)),
+    "window": lambda: builders.varlen(Source(0), (5, 9), (7, 20), dims(128, window=(3, -1))),
+    "fewer_keys": lambda: builders.varlen(Source(0), (5, 0, 3, 2), (2, 4, 0, 7), dims(192, 128)),
+    "last_without_keys": lambda: builders.varlen(Source(0), (5, 3), (9, 0), dims(192, 128), padding=(0, 0)),
+    "no_keys": lambda: builders.varlen(Source(0), (3, 1), (0, 0), dims(128), padding=(0, 0)),
+    "no_requests": lambda: builders.varlen(Source(0), (), (), dims(128)),
+}
+POINTS = [
+    *(pytest.param(PAGED["xqa"], make, id=f"xqa-{n}") for n, make in DECODE.items()),
+    *(pytest.param(PAGED["trtllm"], make, id=f"trtllm-{n}") for n, make in (DECODE | EXTEND).items()),
+    *(pytest.param(VARLEN["trtllm"], make, id=f"trtllm-packed-{n}") for n, make in PACKED.items()),
+]
+
+
+@pytest.mark.parametrize(("kernel", "make"), POINTS)
+def test_kernel(kernel, make):
+    with pretend(TARGETS[kernel.name]):
+        figures = check_kernel(kernel, make())
+    assert not figures.refused, figures
+    assert figures.worst <= 1.0
+
+
+@pytest.mark.parametrize("name", ["xqa", "trtllm"])
+def test_other_layouts(name):
+    call = paged()
+    t = call.arguments
+    odd = call.with_(
+        query=t["query"].transpose(0, 1).contiguous().transpose(0, 1),
+        output=torch.empty(t["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
+        page_table=t["page_table"].t().contiguous().t(),
+        seq_lens=t["seq_lens"].repeat_interleave(2)[::2],
+    )
+    with pretend(TARGETS[name]):
+        assert check_kernel(PAGED[name], odd).worst <= 1.0
+
+
+def test_which_of_its_kernels_trtllm_calls(calls):
+    with pretend(TARGETS["trtllm"]):
+        for make, name in ((DECODE["page_16"], "decode"), (EXTEND["verify"], "decode"), (EXTEND["extend"], "context"),
+                           (EXTEND["verify_all_keys"], "context")):  # fmt: skip
+            calls.clear()
+            check_kernel(PAGED["trtllm"], make())
+            assert [c for c, _ in calls] == [f"trtllm_batch_{name}_with_kv_cache"]
+
+
+def test_the_pages_are_not_copied(calls):
+    for name in ("xqa", "trtllm"):
+        with pretend(TARGETS[name]):
+            call = equip(PAGED[name], interleaved(BASE))
+            PAGED[name].run(*call.args, **call.kwargs)
+        given = calls[-1][1]
+        pages = given["kv_cache"] if name == "trtllm" else (given["k_cache"], given["v_cache"])
+        assert [p.data_ptr() for p in pages] == [call.arguments[n].data_ptr() for n in ("k_pages", "v_pages")]
+
+
+@pytest.mark.parametrize("name", ["xqa", "trtllm"])
+def test_opcheck(name):
+    with pretend(TARGETS[name]):
+        for make in (DECODE["long"], DECODE["sinks"], DECODE["idle"]):
+            call = equip(PAGED[name], make())
+            assert set(torch.library.opcheck(getattr(OPS["paged_attention"].packet, name), call.args, call.kwargs).values()) == {"SUCCESS"}
+        if name == "trtllm":
+            call = PACKED["deepseek"]()
+            assert set(torch.library.opcheck(OPS["varlen_attention"].packet.trtllm, call.args, call.kwargs).values()) == {"SUCCESS"}
+
+
+# The workspace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "make"), [("xqa", DECODE["long"]), ("trtllm", DECODE["long"]), ("trtllm", EXTEND["extend"])])
+def test_kernels_take_turns_with_one_workspace(name, make):
+    with pretend(TARGETS[name]):
+        kernel, call = PAGED[name], make()
+        size = kernel.workspace_bytes(call.problem)
+        workspace = torch.zeros(size + 1000, dtype=torch.uint8)
+        ready = call.with_(workspace=workspace)
+        for _ in range(2):
+            kernel.run(*ready.args, **ready.kwargs)
+            assert workspace[_workspace.COUNTERS :].any(), "the stand-in soils what may be soiled"
+            assert not workspace[: _workspace.COUNTERS].any()
+        workspace[0] = 1
+        with pytest.raises(AssertionError, match="counters that are not zero"):
+            kernel.run(*ready.args, **ready.kwargs)
+
+
+def test_the_exact_size_is_enough_and_one_byte_less_is_not():
+    for name, make in (("xqa", DECODE["long"]), ("trtllm", DECODE["long"]), ("trtllm", EXTEND["extend"])):
+        with pretend(TARGETS[name]):
+            kernel, call = PAGED[name], make()
+            size = kernel.workspace_bytes(call.problem)
+            assert kernel.refusals(call.problem)[-1].field == "workspace"
+            less, exact = (call.with_(workspace=torch.zeros(n, dtype=torch.uint8)) for n in (size - 1, size))
+            assert str(kernel.refusals(less.problem)[0]) == (
+                f"workspace={size - 1} bytes (wants >= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes)"
+            )
+            assert check_kernel(kernel, exact).worst <= 1.0
+
+
+@pytest.mark.parametrize("name", ["xqa", "trtllm"])
+def test_a_workspace_that_does_not_serve_is_named(name):
+    kernel, call = PAGED[name], DECODE["page_16"]()
+    with pretend(TARGETS[name]):
+        size = kernel.workspace_bytes(call.problem)
+        short = _workspace.total(xqa.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
+        assert short == size
+        with pytest.raises(InvalidInput, match=rf"^workspace: got None, want >= {size} bytes"):
+            kernel.run(*call.args, **call.kwargs)
+        with pytest.raises(InvalidInput, match=rf"^workspace: got {size - 1} bytes, want >= {size} bytes"):
+            kernel.run(*call.args, **call.with_(workspace=torch.zeros(size - 1, dtype=torch.uint8)).kwargs)
+        with pytest.raises(InvalidInput, match=r"at an address not a multiple of 16, want"):
+            kernel.run(*call.args, **call.with_(workspace=torch.zeros(size + 1, dtype=torch.uint8)[1:]).kwargs)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "message"),
+    [
+        (torch.zeros(8), r"^workspace.dtype: got float32, want uint8"),
+        (torch.zeros(2, 2, dtype=torch.uint8), r"^workspace: got shape \(2, 2\)"),
+        (torch.zeros(8, dtype=torch.uint8)[::2], r"^workspace.stride\(\): got \(2,\)"),
+    ],
+)
+def test_bad_workspaces_are_refused_by_the_op(workspace, message):
+    call = DECODE["page_16"]()
+    with pytest.raises(InvalidInput, match=message):
+        OPS["paged_attention"].packet.default(*call.args, **call.with_(workspace=workspace).kwargs)
+
+
+def test_choice_with_and_without_a_workspace():
+    call = DECODE["float8"]()
+    with pretend(TARGETS["xqa"]):
+        assert select(call.problem).kernel.name != "xqa"
+        size = workspace_bytes(call.problem)
+        assert size == PAGED["xqa"].workspace_bytes(call.problem)
+        assert choose(call.with_(workspace=torch.zeros(size, dtype=torch.uint8)).problem).name == "xqa"
+        assert workspace_bytes(paged(replace(FLOAT8, mask="bool")).problem) == 0
+
+
+def test_unknown_sizes_count_as_their_hints():
+    known = EXTEND["extend"]()
+    with pretend(TARGETS["trtllm"]):
+        unknown = replace(known.problem, batch=Extent(0, None, 4), queries=Extent(0, None, 32))
+        assert trtllm.workspace_bytes(unknown) == trtllm.workspace_bytes(known.problem)
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["xqa", "trtllm"])
+def test_compiled_with_a_workspace_that_no_one_copies(name):
+    call = DECODE["float8"]()
+    given = {n: t for n, t in call.tensors().items() if n != "output"}
+
+    def run(workspace, **tensors):
+        x = tensors["query"] * 2
+        for _ in range(2):
+            x = attnops.paged_attention(**tensors | {"query": x}, max_seqlen_q=1, workspace=workspace)
+        return x
+
+    with pretend(TARGETS[name]), torch.no_grad():
+        size = attnops.explain(lambda: run(None, **given), target=TARGETS[name], quiet=True).workspace_bytes
+        assert size == PAGED[name].workspace_bytes(call.problem)
+        workspace = torch.zeros(size, dtype=torch.uint8)
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(workspace, **given))
+        want = run(workspace, **given)
+    assert kernel_calls(code) == [f"paged_attention.{name}"] * 2
+    assert f"empty_strided_cpu(({size}," not in code
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_cache_brings_it_to_a_layer():
+    layer = attnops.nn.Attention(8, 2, head_dim=64, kernel="xqa")
+    q, k = torch.randn(1, 8, 64).to(BF16), torch.randn(1, 2, 64).to(BF16)
+
+    def step(size):
+        cache = PagedCache(1, 8, 16, 2, 64, max_requests=3, max_pages_per_request=4, dtype=BF16, device="cpu", workspace_bytes=size)
+        batch = cache.batch([cache.alloc()], 1)
+        return lambda: layer(q, k, k, batch=batch, k_pages=cache.k_pages[0], v_pages=cache.v_pages[0])
+
+    with pretend(TARGETS["xqa"]), torch.no_grad():
+        asked = attnops.explain(step(0), target=TARGETS["xqa"], quiet=True)
+        assert asked.workspace_bytes == _workspace.total(xqa.scratch_bytes(4, 64))
+        with pytest.raises(NoKernel, match="workspace=0 bytes"):
+            step(0)()
+        call = step(asked.workspace_bytes)
+        assert attnops.explain(call, target=TARGETS["xqa"], quiet=True).chosen()[-1] == "paged_attention.xqa"
+        got, code = compiled_code(lambda: torch.compile(call, fullgraph=True)())
+        assert "paged_attention.xqa" in kernel_calls(code)
+        torch.testing.assert_close(got, k.repeat_interleave(4, 1))
+
+
+def test_packed_prefill_compiled_and_with_a_gradient():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = PACKED["deepseek"]()
+    t = call.arguments
+    query = t["query"].clone().requires_grad_()
+
+    def run(query):
+        return attnops.varlen_attention(
+            query, t["key"], t["value"], t["cu_seqlens_q"], t["cu_seqlens_k"], max_seqlen_q=9, max_seqlen_k=9, causal=True, kernel="trtllm"
+        )
+
+    with pretend(TARGETS["trtllm"]):
+        compiled = torch.compile(run, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)(query)
+        eager = run(query)
+        torch.testing.assert_close(compiled, eager)
+        a, b = (torch.autograd.grad(x[:14].float().square().sum(), query)[0] for x in (compiled, eager))
+    torch.testing.assert_close(a[:14], b[:14])
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+LLAMA = replace(BASE, q_heads=32, kv_heads=8, head_dim=128)
+REFUSED = {
+    "xqa": [
+        ({"target": Target("cuda", 80, ("flashinfer",))}, "target=sm80"),
+        ({"dtype": F32, "kv_dtype": F32}, "dtype=float32"),
+        ({"kv_dtype": torch.int8, "kv_scales": True}, "kv_dtype=int8 (wants float8_e4m3fn)"),
+        ({"kv_dtype": E4M3, "kv_scales": True, "per_head_scales": True}, "per_head_scales=True (wants no)"),
+        ({"kv_scales": True}, "kv_scales=True (wants no (but with a float8 cache))"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim=96 (wants 64 | 128 | 256)"),
+        ({"v_head_dim": 64}, "v_head_dim=64 (wants 128, the key's)"),
+        ({"q_heads": 136}, "group_size=17 (wants <= 16)"),
+        ({"page_size": 8}, "page_size=8 (wants 16 | 32 | 64 | 128)"),
+        ({"queries": Extent(2, 2, 2)}, "queries=2 (wants <= 1)"),
+        ({"pages_alike": False}, "pages_alike=False (wants True)"), ({"plan": "host"}, "plan=host (wants none"),
+        ({"mask": "bool"}, "mask=bool"), ({"softcap": True}, "softcap=True"), ({"lse": True}, "lse=True"),
+    ],
+    "trtllm": [
+        ({"target": Target("cuda", 90, ("flashinfer",))}, "target=sm90 (wants sm100 | sm103)"),
+        ({"kv_dtype": E4M3, "kv_scales": True, "dtype": F16}, "kv_dtype=float8_e4m3fn (wants the query's, or"),
+        ({"kv_dtype": E4M3, "kv_scales": True, "queries": Extent(9, 16, 16)}, "queries=9..16 (wants <= 8 and causal"),
+        ({"page_size": 24}, "page_size=24"), ({"head_dim": 192, "v_head_dim": 192}, "head_dim=192"),
+        ({"causal": False, "window": (5, -1)}, "window=(5, -1) (wants none (but with causal))"),
+        ({"lse": True, "sinks": True}, "lse=True (wants no (with sinks))"), ({"plan": "host"}, "plan=host"),
+        ({"pages_alike": False}, "pages_alike=False"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "want"), [(n, *row) for n, rows in REFUSED.items() for row in rows])
+def test_refusals(name, change, want):
+    with pretend(TARGETS[name]):
+        problem = replace(paged(LLAMA).problem, workspace=1 << 40)
+    assert not PAGED[name].refusals(problem)
+    assert any(str(r).startswith(want) for r in PAGED[name].refusals(replace(problem, **change)))
+
+
+def test_packed_dims_are_refused():
+    with pretend(TARGETS["trtllm"]):
+        problem = PACKED["deepseek"]().problem
+    assert not VARLEN["trtllm"].refusals(problem)
+    assert str(VARLEN["trtllm"].refusals(replace(problem, head_dim=64))[0]).startswith("head_dim, v_head_dim=(64, 128) (wants (192, 128)")
+
+
+def test_pages_of_odd_strides_are_seen():
+    call = paged()
+    apart = call.map(lambda n, t: torch.nn.functional.pad(t, (0, 8))[..., :64] if n in ("k_pages", "v_pages") else t)
+    mixed = call.with_(v_pages=call.arguments["v_pages"].transpose(1, 2).contiguous().transpose(1, 2))
+    for odd, alike in ((call, True), (interleaved(BASE), True), (apart, False), (mixed, False)):
+        assert odd.problem.pages_alike is alike
+
+
+def test_the_stand_ins_refuse_what_the_wrappers_shield_from():
+    with pretend(TARGETS["xqa"]):
+        call = equip(PAGED["xqa"], interleaved(BASE))
+        apart = call.with_(v_pages=call.arguments["v_pages"].contiguous())
+        with pytest.raises(AssertionError, match="the strides of K serve for V"):
+            PAGED["xqa"].run(*apart.args, **apart.kwargs)
+        for change, text in (({"page": 8}, "Invalid page_size: 8"), ({"f": replace(BASE, head_dim=24)}, "Invalid head_dim: 24")):
+            wrong = paged(**change).with_(workspace=call.arguments["workspace"])
+            with pytest.raises(ValueError, match=text):
+                PAGED["xqa"].run(*wrong.args, **wrong.kwargs)
+    with pretend(TARGETS["xqa"]), pytest.raises(RuntimeError, match="Missing TRTLLM-GEN kernel"):
+        call = equip(PAGED["trtllm"], paged()).with_(workspace=torch.zeros(100 << 20, dtype=torch.uint8))
+        PAGED["trtllm"].run(*call.args, **call.kwargs)
+
+
+def test_a_kernel_that_reads_unused_slots_is_caught():
+    # What FlashInfer's own choice for float8 on SM90 does; the grid must see it.
+    def leaky(*args, **kwargs):
+        PAGED["xqa"].run(*args, **kwargs)
+        kwargs["output"].add_(args[2][0, -1, 0, 0].float() * 0)
+
+    with pretend(TARGETS["xqa"]), pytest.raises(Mismatch):
+        call = paged(FLOAT8, seq_lens=(1, 1, 1))
+        check_kernel(replace(PAGED["xqa"], run=leaky), call)
+
+
+def test_a_host_without_a_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(_trtllm.shutil, "which", lambda name: None)
+    monkeypatch.setattr(_trtllm, "CUDA", "/nowhere")
+    assert "flashinfer without nvcc and ninja" in str(_trtllm.no_compiler(Target("cuda", 90)))
+    assert _trtllm.no_compiler(TARGETS["xqa"]) is None, "what is assumed is not looked for"
+
+
+# The truth about the foreign functions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", standin.SIGNATURES)
+def test_the_stand_ins_have_the_signatures_as_read(path, calls):
+    module, name = path.split(".")
+    found = inspect.signature(getattr(__import__(f"flashinfer.{module}", fromlist=[name]), name))
+    assert str(found) == f"({standin.SIGNATURES[path]})"
