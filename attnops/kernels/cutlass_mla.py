@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
-from attnops.kernels import _sgl
+from attnops.kernels import _sgl, _workspace
 from attnops.kernels._decode import batch_by_token
 from attnops.problem import Problem
 
@@ -53,7 +52,8 @@ def mla_attention(
 ) -> None:
     """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here.
 
-    workspace: uint8, of at least `workspace_size` bytes, not zeroed; made here when None.
+    workspace: where it has `workspace_size` bytes behind the counters that kernels share, those are used; otherwise they are made here,
+    for only the device can tell how many. A workspace that came with a host's plan is that plan's.
     """
     if not (output.numel() and page_table.numel() and latent_pages.numel()):
         output.zero_()
@@ -63,14 +63,12 @@ def mla_attention(
     tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal)
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
     size = workspace_size(tables.shape[1] * page, tokens)
-    if workspace is None:
-        workspace = q_nope.new_empty(size, dtype=torch.uint8)
-    elif workspace.dtype != torch.uint8 or workspace.numel() < size or not workspace.is_contiguous():
-        raise InvalidInput("workspace", f"{workspace.dtype} {tuple(workspace.shape)}", f"contiguous uint8, >= {size} bytes")
+    given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[_workspace.COUNTERS :]
+    scratch = q_nope.new_empty(size, dtype=torch.uint8) if given is None or given.numel() < size else given
     padded = q_nope.new_empty((tokens, HEADS, LATENT))
     # A request without keys is given one, so that the kernel has no empty loop; what comes of it is thrown away.
     torch.ops.sgl_kernel.cutlass_mla_decode(
-        padded, _pad_heads(q_nope), _pad_heads(q_pe), latent_pages, lengths.clamp(min=1), tables, workspace, scale, KV_SPLITS
+        padded, _pad_heads(q_nope), _pad_heads(q_pe), latent_pages, lengths.clamp(min=1), tables, scratch, scale, KV_SPLITS
     )
     output.copy_(padded[:, : q_nope.shape[1]].masked_fill((lengths == 0)[:, None, None], 0.0))
 

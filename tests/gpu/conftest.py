@@ -1,5 +1,6 @@
 """Collects what the GPU tests found and writes it as JSON: under $OUT if set, else benchmarks/results/local."""
 
+import functools
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ def found() -> dict[str, Any]:
     return FOUND
 
 
+@functools.cache
 def versions() -> dict[str, Any]:
     """What the figures were made with. The commit is that of the checkout, or $COMMIT where git has none."""
     import triton
@@ -51,11 +53,36 @@ def versions() -> dict[str, Any]:
     }
 
 
+def folder() -> Path:
+    """Where results go: $OUT if set, else benchmarks/results/local."""
+    found = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def shard() -> str:
+    """".2" in the third of several processes, else nothing."""
+    return f".{name.partition('/')[0]}" if (name := os.environ.get("SHARD")) else ""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Written at once: a kernel that breaks the process or hangs must not take with it what was found before.
+    if report.failed:
+        with (folder() / f"failures{shard()}.txt").open("a") as out:
+            out.write(f"== {report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext[-3000:]}\n")
+    elif report.when == "call" and report.duration > 10:
+        with (folder() / f"slow{shard()}.txt").open("a") as out:
+            out.write(f"{report.duration:6.1f} s  {report.nodeid}\n")
+    if report.when == "teardown":
+        save(passed=False)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if not FOUND or not torch.cuda.is_available():
-        return
-    folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"kernels.{shard.partition('/')[0]}.json" if (shard := os.environ.get("SHARD")) else "kernels.json"
-    report = {**versions(), "passed": exitstatus == 0, **FOUND}
-    (folder / name).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    save(passed=exitstatus == 0)
+
+
+def save(passed: bool) -> None:
+    """Write what was found so far. passed: whether the whole session did."""
+    if FOUND and torch.cuda.is_available():
+        report = {**versions(), "passed": passed, **FOUND}
+        (folder() / f"kernels{shard()}.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")

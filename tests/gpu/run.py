@@ -1,6 +1,6 @@
 """Runs the GPU tests in several processes, because kernels that are built at first use keep one core busy each, and merges their results.
 
-    python3 tests/gpu/run.py [PROCESSES]
+    python3 tests/gpu/run.py [PROCESSES [PYTEST OPTIONS ...]]
 
 Writes kernels.json under $OUT if set, else benchmarks/results/local. Exits with 1 when a test failed.
 """
@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITE = ("tests/gpu", "tests/hf/test_cuda.py", "tests/standins", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=8", "-rf")
+SELECTED = tuple(sys.argv[2:])
+# Of the stand-ins only the files that define nothing at import: an op defined twice ends the process when the real library loads.
+PINS = tuple(f"tests/standins/test_{name}.py" for name in ("fa3", "fa4"))
+OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
+SECONDS = 450
 
 
 def run(processes: int, folder: Path) -> int:
-    """Every shard to its end, its output in shard.<i>.txt. Returns how many failed."""
+    """Every shard to its end or the end of the time, its output in shard.<i>.txt. Returns how many failed."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "pytest", *SUITE],
+            [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
             cwd=ROOT,
             env={**os.environ, "SHARD": f"{at}/{processes}", "OUT": str(folder)},
             stdout=(folder / f"shard.{at}.txt").open("w"),
@@ -30,7 +34,14 @@ def run(processes: int, folder: Path) -> int:
         )
         for at in range(processes)
     ]
-    return sum(process.wait() not in (0, 5) for process in started)  # 5: no test fell to this one
+    failed, end = 0, time.monotonic() + SECONDS
+    for process in started:
+        try:
+            failed += process.wait(max(end - time.monotonic(), 0.1)) not in (0, 5)  # 5: no test fell to this one
+        except subprocess.TimeoutExpired:
+            process.kill()
+            failed += 1
+    return failed
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""A stand-in for `trtllm_batch_decode_with_kv_cache_mla` of flashinfer 0.7.2.post1 with `backend="trtllm-gen"`. Not the kernel.
+
+The same parameters, refusals in the package's words and shape rules, over a float32 body on the CPU. What the real kernel takes on trust
+is asserted; counters must be zero at every call, the scratch is soiled, a row without keys gives NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _arch, _check, _function, _keys, _number, _soil, _trust
+
+NAME = "trtllm_batch_decode_with_kv_cache_mla"
+SIGNATURE = (
+    "query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len, "
+    "sparse_mla_top_k=0, out=None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None, skip_softmax_threshold_scale_factor=None, "
+    "enable_pdl=None, backend='auto', is_var_seq=True, uses_shared_paged_kv_idx=True, lse=None, return_lse=False, "
+    "cute_dsl_impl='auto', kv_scale_format='auto', cum_seq_lens_q=None, max_q_len=None, multi_ctas_kv_counter_buffer=None, "
+    "sparse_mla_top_k_lens=None, enable_dcp=False, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, use_fp16_softmax=None, "
+    "return_lse_base=None"
+)
+"""Read from the package's source; annotations left out."""
+
+
+def _decode(**a: Any) -> Any:
+    query, pages, out, lse, table, lens = (a[n] for n in ("query", "kv_cache", "out", "lse", "block_tables", "seq_lens"))
+    base, sinks = a["return_lse_base"], a["sinks"]
+    _check(base in ("basee", "base2", None), f"return_lse_base must be 'basee', 'base2', or None; got {base!r}", ValueError)
+    for name in ("bmm1_scale", "bmm2_scale"):
+        if isinstance(a[name], Tensor):
+            _check(a[name].dtype == torch.float32, f"{name} tensor must have dtype torch.float32", TypeError)
+    assert a["backend"] == "trtllm-gen" and a["sparse_mla_top_k"] == 0 and a["cum_seq_lens_q"] is None and a["max_q_len"] is None
+    _check(query.dim() == 4, f"Expected query.ndim == 3 or 4, got {query.dim()}", ValueError)
+    batch, longest, heads, dim = query.shape
+    page, latent, rope = pages.shape[-2], a["kv_lora_rank"], a["qk_rope_head_dim"]
+    text = f"trtllm-gen MLA decode does not support 64 < num_heads_q < 128; got num_heads_q={heads}. "
+    _check(not 64 < heads < 128, text, ValueError)
+    _check(page in (32, 64), f"trtllm-gen requires block_size in (32, 64), got {page}", ValueError)
+    _check((latent, rope) == (512, 64), f"Unsupported MLA dimensions, got kv_lora_rank={latent} and qk_rope_head_dim={rope}", ValueError)
+    _check(dim == pages.shape[-1] == 576, "Expected head dim 576 for query and kv_cache", ValueError)
+    _check(table.shape[0] == batch, f"Expected batch size {batch} for query and block_table", ValueError)
+    _check(tuple(out.shape) == (batch, longest, heads, 512) and out.dtype == torch.bfloat16, "Invalid shape or dtype of out", ValueError)
+    if a["return_lse"]:
+        shapes = ((batch * longest, heads), (batch, longest, heads))
+        _check(tuple(lse.shape) in shapes and lse.dtype == torch.float32, f"lse must have shape {shapes}", ValueError)
+    counters, needed = a["multi_ctas_kv_counter_buffer"], 4 * -(-max(batch * heads, SM_COUNT) // 8) * 8
+    _check(counters.numel() >= needed, f"multi_ctas_kv_counter_buffer is too small: got {counters.numel()} bytes", ValueError)
+    same = query.dtype == pages.dtype and query.dtype in (torch.bfloat16, E4M3)
+    _check(_arch() in (100, 103) and same, "Missing TRTLLM-GEN kernel (decode)")
+    _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
+    _trust(heads <= 64 or heads == 128, "heads it has no kernel for")
+    _trust(query.is_contiguous() and pages.is_contiguous() and out.is_contiguous() and longest == 1, "strides")
+    _trust(lens.dtype == table.dtype == torch.int32 and lens.is_contiguous() and table.is_contiguous(), "int32")
+    _trust(table.shape[1] % (128 // page) == 0 and a["max_seq_len"] == table.shape[1] * page, "a table of whole tiles")
+    _trust(bool((lens > 0).all()) and bool((table >= 0).all()), "requests without keys, pages that are none")
+    _trust(not (a["return_lse"] and sinks is not None), "whether lse holds the sinks")
+    stats = 8 * heads * batch * 256 + (1 << 20) if a["return_lse"] else 0
+    _soil(counters, a["workspace_buffer"], needed, stats + SM_COUNT * 256 * (2 * 512 + 8))
+    scale, v_scale = _number(a["bmm1_scale"]), _number(a["bmm2_scale"])
+    out.fill_(float("nan"))
+    for b, length in enumerate(lens.tolist()):
+        keys = _keys(pages[:, :, None], table[b], length)[:, 0].float()
+        logits = query[b, 0].float() @ keys.T * scale
+        total = torch.logsumexp(logits, -1)
+        whole = total if sinks is None else torch.logaddexp(total, sinks)
+        weights = torch.exp(logits - whole[:, None])
+        if pages.dtype == E4M3:
+            top = weights.amax(-1, keepdim=True)
+            weights = (weights / top).to(E4M3).float() * top
+        out[b, 0] = (weights @ keys[:, :512] * v_scale).to(out.dtype)
+        if a["return_lse"]:
+            lse.view(batch, heads)[b] = total / (1.0 if base == "basee" else torch.log(torch.tensor(2.0)))
+    return (out, lse) if a["return_lse"] else out
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """`from flashinfer.mla import ...` finds the stand-in within the block; yields the calls, each with its arguments by name."""
+    calls: Called = []
+    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
+    package.__path__ = []
+    setattr(module, NAME, _function(NAME, SIGNATURE, _decode, calls))
+    named = {"flashinfer": package, "flashinfer.mla": module}
+    before = {name: sys.modules.get(name) for name in named}
+    sys.modules.update(named)
+    try:
+        yield calls
+    finally:
+        for full, old in before.items():
+            if old is None:
+                del sys.modules[full]
+            else:
+                sys.modules[full] = old

@@ -1,0 +1,191 @@
+"""`trtllm_mla` through a stand-in of the function it calls: rows, tables, scales, workspace, lse, refusals, compiled code."""
+
+import inspect
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from attnops.kernels import _workspace, trtllm_mla
+from attnops.ops import decode_rows, mla_attention
+from attnops.problem import Target, pretend
+from attnops.select import workspace_bytes
+from attnops.testing import CASES, Source, check_kernel, equip, latent, refusals
+from attnops.testing.latent import DEEPSEEK
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import flashinfer_trtllm_mla as standin
+
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+SM100 = Target("cuda", 100, assume=("flashinfer",))
+KERNEL = kernels_of("mla_attention")["trtllm_mla"]
+FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
+
+
+@pytest.fixture
+def calls():
+    with standin.installed() as record, pretend(SM100):
+        yield record
+
+
+def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
+    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+
+
+DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
+
+
+@pytest.mark.parametrize("case", DEEP, ids=str)
+def test_grid(calls, case):
+    given = case.call()
+    figures = check_kernel(KERNEL, given)
+    if figures.refused:
+        pytest.skip(str(figures))
+    assert figures.worst <= (1.0 if given.arguments["q_nope"].dtype == E4M3 else 0.125), figures
+
+
+def test_what_the_grid_leaves_out(calls):
+    refused = {c.label.removeprefix("deepseek-") for c in DEEP if refusals(KERNEL, c.call())}
+    pages = {f"{kind}page_{n}" for kind in ("", "verify_") for n in (1, 16, 128)} | {"heads_128_page_128", "heads_8"}
+    extends = {"extend", "extend_float16", "extend_heads_128", "float16"}
+    assert refused == {"float8", "window", "softcap", "sinks"} | pages | extends
+
+
+def test_what_the_function_is_given(calls):
+    given = equip(KERNEL, call(page=32, f=replace(DEEPSEEK, lse=True), wider=0))
+    KERNEL.run(*given.args, **given.kwargs)
+    [(name, seen)] = calls
+    assert name == "trtllm_batch_decode_with_kv_cache_mla" and seen["backend"] == "trtllm-gen"
+    assert seen["query"].shape == (5, 1, 16, 576) and seen["out"].data_ptr() == given.arguments["output"].data_ptr()
+    assert given.arguments["page_table"].shape == (3, 5) and seen["block_tables"].shape == (5, 8) and seen["max_seq_len"] == 256
+    assert (seen["bmm1_scale"], seen["bmm2_scale"]) == (192**-0.5, 1.0) and seen["sinks"] is None
+    assert (seen["return_lse"], seen["return_lse_base"]) == (True, "basee") and seen["lse"] is given.arguments["lse"]
+    assert seen["workspace_buffer"].data_ptr() == given.arguments["workspace"].data_ptr() + _workspace.COUNTERS
+
+
+def test_scales_are_one_tensor_each_and_the_base_is_always_said(calls):
+    given = equip(KERNEL, call(f=FLOAT8, q_dtype=E4M3))
+    KERNEL.run(*given.args, **given.kwargs)
+    seen, t = calls[-1][1], given.arguments
+    torch.testing.assert_close(seen["bmm1_scale"], t["q_scale"] * t["kv_scale"] * t["scale"])
+    assert seen["bmm2_scale"] is t["kv_scale"] and (seen["return_lse"], seen["return_lse_base"]) == (False, "basee")
+
+
+@pytest.mark.parametrize("sinks", [BF16, F32])
+def test_sinks(calls, sinks):
+    for heads in (16, 128):
+        assert check_kernel(KERNEL, call((1, 1), (70, 2), f=replace(DEEPSEEK, sinks=sinks, q_heads=heads))).worst <= 0.125
+    KERNEL.run(*(given := equip(KERNEL, call(f=replace(DEEPSEEK, sinks=sinks)))).args, **given.kwargs)
+    assert calls[-1][1]["sinks"].dtype == F32
+
+
+def test_other_layouts(calls):
+    given = call(f=replace(DEEPSEEK, lse=True))
+    query = torch.cat([given.arguments["q_nope"], given.arguments["q_pe"]], -1)
+    odd = given.with_(
+        q_nope=query[..., :512], q_pe=query[..., 512:], output=torch.empty(5, 512, 16, dtype=BF16).transpose(1, 2),
+        lse=torch.empty(16, 5).t(),
+    )  # fmt: skip
+    assert check_kernel(KERNEL, odd).worst <= 0.125
+
+
+def test_a_plan_says_the_same(calls):
+    given = equip(KERNEL, call((2, 0, 3), f=replace(DEEPSEEK, lse=True)))
+    t = given.arguments
+    plan = decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=t["q_nope"].shape[0])
+    assert check_kernel(KERNEL, given.with_(plan=plan)).worst <= 0.125
+
+
+# The workspace --------------------------------------------------------------------------------------------------------
+
+
+def test_the_callers_workspace(calls):
+    given = call(f=replace(DEEPSEEK, lse=True))
+    size = workspace_bytes(given.problem, "kernel=trtllm_mla")
+    assert size == trtllm_mla.workspace_bytes(given.problem) > _workspace.COUNTERS
+    workspace = torch.zeros(size, dtype=torch.uint8)
+    for _ in range(2):
+        assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
+    assert not workspace[: _workspace.COUNTERS].any()
+    KERNEL.run(*given.args, **given.with_(workspace=workspace).kwargs)
+    assert workspace.any() and not workspace[: _workspace.COUNTERS].any()
+    for short, got in ((None, "None"), (workspace[: _workspace.COUNTERS], r"\d+ bytes")):
+        with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes, aligned to 16, zero before the first call"):
+            KERNEL.run(*given.args, **given.with_(workspace=short).kwargs)
+        asked = given.with_(workspace=short).problem
+        assert [r.field for r in KERNEL.refusals(asked)] == ["workspace"]
+
+
+def test_more_rows_than_counters(calls):
+    given = equip(KERNEL, call((1,), (3,), f=replace(DEEPSEEK, q_heads=128)))
+    many = torch.zeros(1, dtype=BF16).expand(16385 * 128 * 512).view(16385, 128, 512)
+    with pytest.raises(InvalidInput, match=r"^q_nope.shape\[0\]: got 16385, want <= 16384 tokens of 128 heads"):
+        KERNEL.run(many, *given.args[1:], **given.with_(output=many).kwargs)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "arch": (call(), 90, ["target=sm90 (wants sm100 | sm103)"]),
+    "page": (call(page=128), 100, ["page_size=128 (wants 32 | 64)"]),
+    "heads": (call(f=replace(DEEPSEEK, q_heads=96)), 100, ["q_heads=96 (wants <= 64, or 128)"]),
+    "queries": (call((9, 1, 1)), 100, ["queries=9..16 (wants <= 8)"]),
+    "float16": (call(f=replace(DEEPSEEK, dtype=F16)), 100,
+                ["dtype, kv_dtype=(torch.float16, torch.float16) (wants both bfloat16 or both float8_e4m3fn)"]),
+    "mixed": (call(f=FLOAT8), 100,
+              ["dtype, kv_dtype=(torch.bfloat16, torch.float8_e4m3fn) (wants both bfloat16 or both float8_e4m3fn)"]),
+    "sinks_lse": (call(f=replace(DEEPSEEK, sinks=F32, lse=True)), 100, ["lse=True (wants no (with sinks))"]),
+    "features": (call(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, mask="bool")), 100,
+                 ["mask=bool (wants none)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+    "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100, ["pages_packed=False (wants True)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", REFUSED)
+def test_refusals(point):
+    given, arch, want = REFUSED[point]
+    with pretend(Target("cuda", arch, assume=("flashinfer",))):
+        assert list(map(str, KERNEL.refusals(given.problem))) == want
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [({"q_heads": 96}, "does not support 64 < num_heads_q < 128"), ({}, r"block_size in \(32, 64\)")]
+)
+def test_the_function_refuses_the_same(calls, change, text):
+    given = call(page=64 if change else 128, f=replace(DEEPSEEK, **change))
+    given = given.with_(workspace=torch.zeros(trtllm_mla.workspace_bytes(given.problem), dtype=torch.uint8))
+    with pytest.raises(ValueError, match=text):
+        KERNEL.run(*given.args, **given.kwargs)
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+def test_opcheck(calls):
+    for given in (call(), call(f=replace(DEEPSEEK, lse=True, q_heads=128))):
+        made = equip(KERNEL, given)
+        assert set(torch.library.opcheck(torch.ops.attnops.mla_attention.trtllm_mla, made.args, made.kwargs).values()) == {"SUCCESS"}
+
+
+def test_compiled(calls):
+    given = {n: t for n, t in equip(KERNEL, call((1, 1, 1), padding=0)).tensors().items() if n != "output"}
+
+    def run(**tensors):
+        return mla_attention(**tensors, max_seqlen_q=1, scale=192**-0.5, kernel="trtllm_mla") * 2
+
+    with torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(**given))
+        want = run(**given)
+    assert kernel_calls(code) == ["mla_attention.trtllm_mla"] and len(calls) == 2
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed, so its signature cannot be compared")
+def test_the_stand_in_has_the_packages_signature():
+    from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+
+    names = [p.partition("=")[0] for p in standin.SIGNATURE.split(", ")]
+    assert list(inspect.signature(trtllm_batch_decode_with_kv_cache_mla).parameters) == names
