@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    # Last, what run.py has built meanwhile.
+    items.sort(key=lambda item: "flashinfer" in item.nodeid or "xqa" in item.nodeid)
     # One of several processes takes its share; see run.py.
     if shard := os.environ.get("SHARD"):
         at, of = map(int, shard.split("/"))

@@ -17,7 +17,7 @@ from attnops.testing.inputs import Source
 from tests.gpu.wide import WIDE, DeviceSource
 
 # A kernel that is built anew for every shape or dtype shows how far it comes; what it did not reach is counted in the results.
-SECONDS = 40.0
+SECONDS = 25.0
 
 KERNELS = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels()]
 
@@ -73,28 +73,42 @@ def test_numerics_at_size(kernel: Kernel, found: dict[str, Any]) -> None:
     settle(done)
 
 
-@pytest.mark.parametrize("name", ["default", *sorted({k.name for k in all_kernels()})])
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_opcheck(op: Any, name: str, found: dict[str, Any]) -> None:
-    if name != "default" and name not in op.packet.overloads():
-        pytest.skip(f"{op.name} has no kernel {name}")
-    kernel = None if name == "default" else next(k for k in all_kernels() if (k.op, k.name) == (op.name, name))
-    done = 0
+def test_opcheck_of_the_op(op: Any, found: dict[str, Any]) -> None:
+    opcheck_all(op, None, found)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_opcheck(kernel: Kernel, found: dict[str, Any]) -> None:
+    opcheck_all(OPS[kernel.op], kernel, found)
+
+
+BLIND = "not implemented for 'Float8"
+"""What opcheck's own comparison says of float8 results; check_kernel looks for undeclared writes and aliasing too."""
+
+
+def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
+    """opcheck of the op or of a kernel's overload on the first two cases it takes."""
+    name, done, why = "default" if kernel is None else kernel.name, 0, ""
     for case in CASES[op.name]:
         call = case.call(seed=3, device="cuda")
         if kernel is not None:
-            if refusals(kernel, call):
+            if refused := refusals(kernel, call):
+                why = "; ".join(map(str, refused))
                 continue
             call = equip(kernel, call)
         with torch.no_grad():
-            checked = torch.library.opcheck(getattr(op.packet, name), call.args, call.kwargs)
-        assert set(checked.values()) == {"SUCCESS"}
+            checked = torch.library.opcheck(getattr(op.packet, name), call.args, call.kwargs, raise_exception=False)
+        if kernel is not None and BLIND in str(checked["test_schema"]):
+            check_kernel(kernel, call)
+            checked["test_schema"] = "SUCCESS"
+        assert set(checked.values()) == {"SUCCESS"}, f"{case}: {checked}"
         done += 1
         if done == 2:
             break
     found.setdefault("opcheck", {})[f"{op.name}.{name}"] = done
     if not done:
-        pytest.skip("takes no case on this GPU")
+        pytest.skip(f"takes no case on this GPU: {why}")
 
 
 def same_shapes(a: Any, b: Any) -> bool:
