@@ -132,6 +132,7 @@ class Kernel:
     cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
         measured times covers the call (attnops/measured).
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
+    rounded_sums: its lse adds up weights already rounded to the query's dtype.
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
@@ -152,6 +153,7 @@ class Kernel:
     cost_us: Callable[[Problem], float] = lambda problem: 1.0
     capture: Capture = Capture.WHOLE
     tolerance: float = 1.0
+    rounded_sums: bool = False
     batch_invariant: bool = False
     inline: bool = False
     workspace_bytes: Callable[[Problem], int] | None = None

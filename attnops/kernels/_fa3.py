@@ -188,6 +188,9 @@ def chunk_rules(p: Problem) -> Refusal | None:
     """Chunks are counted from the first visible key, and a query before the first key lies in one of them."""
     if p.attention_chunk and p.kv_range:
         return Refusal("kv_range", True, "no (attention_chunk)")
+    if p.attention_chunk and p.windowed:
+        # Given both, the kernel lets one of them go: seen on an H200 with the 0.4.3 wheel.
+        return Refusal("window", p.window, "(-1, -1) (attention_chunk)")
     return Refusal("causal", False, "True (attention_chunk)") if p.attention_chunk and not p.causal else None
 
 

@@ -75,6 +75,8 @@ class Module(NamedTuple):
 def build(modules: Iterable[Module]) -> dict[Module, float]:
     """Build and load `modules` side by side. Returns the seconds of each; the first error of a build is raised when all have ended."""
     wanted = sorted(set(modules), key=lambda m: (-m.path, str(m)))  # the slow ones first
+    import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
+
     with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
         return dict(zip(wanted, pool.map(Module.load, wanted), strict=True))
 

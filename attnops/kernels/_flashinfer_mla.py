@@ -229,6 +229,7 @@ def declare(path: int, where: Need, cost_us: Callable[[Problem], float], about: 
             packages=(PACKAGE,),
             cost_us=cost_us,
             capture=Capture.NEVER,
+            rounded_sums=path == FA2,
             about=about,
         )
     )

@@ -23,8 +23,8 @@ HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
 
-PREFILL_LSE_BASE = math.e
-"""Of `sparse_prefill_fwd`. Its docstring says 2, its source takes logf; tests/gpu/test_sparse.py decides."""
+PREFILL_LSE_BASE = 2.0
+"""Of `sparse_prefill_fwd`, as its docstring says and an H200 showed; tests/gpu/test_sparse.py holds it to that."""
 
 MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""

@@ -154,6 +154,8 @@ def paged_attention(
     _, page_size, kv_heads, head_dim = k_pages.shape
     starts = left_padding(page_size, max_seqlen_q * (query.size(1) // kv_heads), policy, seq_lens)
     rules = (causal, window_left, window_right, softcap, attention_chunk)
+    if v_pages.shape[3] != head_dim:
+        plan = None  # a schedule is made for one head dim; with two the tiles differ
     if plan is not None:
         (batch, width), static = page_table.shape, (causal, window_left, window_right, attention_chunk)
         plan = part_of_plan(plan, batch, max_seqlen_q, width * page_size, head_dim, static)

@@ -229,7 +229,8 @@ ABOUT = "FlashInfer: decode and prefill, FA2 and FA3, planned by the host"
 # A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
 # graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
 # frees while it keeps writing to them (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
-_SHARED = {"packages": (fi.PACKAGE,), "capture": Capture.NEVER, "batch_invariant": True, "about": ABOUT}
+# FA2 adds up the weights that its matrix units are given.
+_SHARED = {"packages": (fi.PACKAGE,), "rounded_sums": True, "capture": Capture.NEVER, "batch_invariant": True, "about": ABOUT}
 register(
     Kernel(
         "flashinfer",

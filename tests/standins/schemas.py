@@ -61,7 +61,7 @@ CUTLASS_DECODE = (
     "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
 )
 # Registered without a schema: torch infers this one from the C++ function, so that it stands in no library.
-CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int"
+CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int _0"
 DENSE_DECODE = (
     "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
     "bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"

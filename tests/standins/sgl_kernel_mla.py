@@ -22,7 +22,7 @@ CUTLASS_DECODE = (
     "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
     "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
 )
-CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int"
+CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int _0"
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""
