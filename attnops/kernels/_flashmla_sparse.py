@@ -73,7 +73,8 @@ def sparse_mla_attention(
         out, z = run(query[rows], latent_pages, indices[rows], length, padded, scale)
         output[rows].copy_(out[:, :have])
         if lse is not None:
-            _write_lse(lse[rows], z[:, :have], logits)
+            natural = z[:, :have] if run is _packed else z[:, :have] * math.log(PREFILL_LSE_BASE)
+            _write_lse(lse[rows], natural, logits)
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
@@ -115,13 +116,12 @@ def _packed(
 def _plain(
     query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_packed`."""
+    """As `_packed`, but lse is to PREFILL_LSE_BASE."""
     _sgl.load("sparse_prefill_fwd", LIBRARY)
     length = None if length is None else length.contiguous()
     keys = pages.flatten(0, 1)[:, None]
     out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, _tiles(indices, PLAIN_TILE)[:, None], scale, LATENT, sinks, length)
-    unit = math.log(PREFILL_LSE_BASE)
-    return out, z if unit == 1.0 else z * unit
+    return out, z
 
 
 def _tiles(indices: Tensor, tile: int) -> Tensor:
