@@ -2,10 +2,13 @@
 
 FlashAttention-2 over blocks and columns of keys, for head dim 128 alone. Rows of no request are left as they were, and the lse of a
 query that sees no key is +inf. Its schemas lie, in that they call the query written and two arguments of the index by one name,
-so that all is given by position.
+so that all is given by position. Its lse lies too: allocated as `[Hq, T]`, it is written as `[B, Hq, max_seqlen_q]` (the host code
+never says that it is packed), past its end where B * max_seqlen_q > T. So no call is given more requests than there is room for.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,10 +17,11 @@ from attnops.kernel import Kernel, arch, dtypes, one_of, register
 from attnops.kernels import _sgl
 from attnops.kernels._rows import aligned
 from attnops.problem import Problem, Target
-from attnops.reference.packed import rows_of
+from attnops.reference.packed import unpad
 from attnops.reference.vertical_slash import BLOCK
 
 ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)
+ATTENTION_ARCHS = (80, 86, 87, 89, 90)  # some of the sources that the wheel may be built from turn others away
 HEAD_DIM = 128
 
 
@@ -64,27 +68,39 @@ def vertical_slash_attention(
     output: Tensor,
     lse: Tensor | None = None,
 ) -> None:
-    """See `attnops.ops.vertical_slash_attention`. The kernel writes into `output` itself."""
-    raw = None
+    """See `attnops.ops.vertical_slash_attention`. The kernel writes into `output` itself.
+
+    One launch where all requests are of one length, else about as many as the longest request is longer than the mean.
+    """
+    parts: list[Tensor] = []
+    tokens, batch = query.shape[0], block_count.shape[0]
     runs = query.numel() and key.numel() and block_count.numel() and max_seqlen_k
     if padded or not runs:
         output.zero_()  # how many rows are of no request only the device knows
     if runs:
         _sgl.load("varlen_fwd_sparse", _sgl.common_ops(Target.of(query.device)))
-        index = (x.contiguous() for x in (block_count, block_offset, column_count, column_index))
+        # Its lse has room for `tokens` rows a head, and each request takes `longest` of them.
+        longest = min(max_seqlen_q, tokens)
+        fit, rows = tokens // longest, -(-longest // BLOCK)
+        index = [x[:, :, :rows].contiguous() for x in (block_count, block_offset, column_count, column_index)]
+        starts_q, starts_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
         out = output if output.stride(2) == 1 else output.contiguous()
         aligned(query=query, key=key, value=value, output=out)
-        _, raw = torch.ops.sgl_kernel.varlen_fwd_sparse(
-            query, key, value, *index, out, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), None, None, max_seqlen_q,
-            max_seqlen_k, 0.0, scale, False, True, 0.0, False, None,
-        )  # fmt: skip
+        for b in range(0, batch, fit):
+            some, ends = slice(b, b + fit), slice(b, b + fit + 1)
+            _, raw = torch.ops.sgl_kernel.varlen_fwd_sparse(
+                query, key, value, *(x[some] for x in index), out, starts_q[ends], starts_k[ends], None, None, longest,
+                max_seqlen_k, 0.0, scale, False, True, 0.0, False, None,
+            )  # fmt: skip
+            written = (min(fit, batch - b), query.shape[1], longest)
+            parts.append(raw.view(-1)[: math.prod(written)].view(written))
         if out is not output:
             output.copy_(out)
-    if lse is not None and raw is None:
+    if lse is not None and not parts:
         lse.fill_(float("-inf"))
-    elif lse is not None and raw is not None:
-        real = (rows_of(cu_seqlens_q, query.shape[0]) < block_count.shape[0])[:, None]
-        lse.copy_(torch.where(real & (raw.t() != float("inf")), raw.t(), float("-inf")))
+    elif lse is not None:
+        packed = unpad(torch.cat(parts).transpose(1, 2), cu_seqlens_q, tokens, float("-inf"))
+        lse.copy_(packed.masked_fill_(packed == float("inf"), float("-inf")))
 
 
 def _index_us(p: Problem) -> float:
@@ -118,7 +134,7 @@ register(
         "vertical_slash_attention",
         vertical_slash_attention,
         needs=(
-            arch(*ARCHS),
+            arch(*ATTENTION_ARCHS),
             dtypes(torch.float16, torch.bfloat16),
             one_of("head_dim", HEAD_DIM),
             one_of("v_head_dim", HEAD_DIM),

@@ -32,6 +32,23 @@ def test_long_requests(q_lens: tuple[int, ...], k_lens: tuple[int, ...], found: 
     assert figures.worst <= 1.0, figures
 
 
+@pytest.mark.parametrize(
+    ("q_lens", "padding", "slack"),
+    [((64, 64, 64), 0, 0), ((64, 10, 3), 0, 0), ((64, 64, 3, 64), 0, 0), ((3,), 0, 200), ((3, 0, 2), 1, 64), ((2048, 1, 1, 1), 0, 0)],
+)
+def test_the_lse_of_ragged_requests(q_lens: tuple[int, ...], padding: int, slack: int) -> None:
+    """The wheel's kernel writes `[B, Hq, max_seqlen_q]` into memory for `[Hq, T]`: what is allocated near it must stay as it was."""
+    call = usable(vertical_slash.attention(Source(8, "cuda"), q_lens, [n + 70 for n in q_lens], HALF, padding=(padding, 0), slack=slack))
+    # Freed memory of the size of the kernel's own lse lies between the witnesses, so that it is allocated there.
+    size = call.arguments["lse"].shape
+    held = [torch.full(size, 7.0, device="cuda") for _ in range(65)]
+    witnesses = held[::2]
+    del held
+    assert check_kernel(KERNEL, call).worst <= 1.0
+    torch.cuda.synchronize()
+    assert all(bool((w == 7.0).all()) for w in witnesses), "memory of others was written"
+
+
 def test_an_index_of_everything_is_plain_attention() -> None:
     source, lens = Source(6, "cuda"), (700, 65)
     call = usable(vertical_slash.attention(source, lens, lens, HALF, padding=(0, 0)))

@@ -3,7 +3,9 @@
 The wheel's schemas, argument checks and shape rules over plain bodies on the CPU. Kept from the real ones because the wrappers must
 cope with it: an empty side that holds NaN spoils the merge, and two empty sides give 0/0; the index's kernel writes nothing but
 counted entries, and reads its arguments as packed whatever their strides; the attention leaves rows of no request alone, takes
-head dim 128 only, and says +inf of a query that sees no key. That a tensor is on CUDA is the one thing not checked.
+head dim 128 only, says +inf of a query that sees no key, applies the causal mask to the last blocks and columns only, and writes
+its lse `[Hq, T]` as `[B, Hq, max_seqlen_q]`: past its end if that is larger, for which this one raises. That a tensor is on CUDA
+is the one thing not checked.
 """
 
 from __future__ import annotations
@@ -170,6 +172,7 @@ def varlen_fwd_sparse(
         assert x.dtype == torch.int32 and x.is_contiguous(), "read as packed int32 whatever it is"
     assert all(x.data_ptr() % 16 == 0 for x in (q, k, v, out)), "CUDA error: misaligned address"
     lse = torch.full((heads, tokens), float("nan"))
+    steps = 1 if max_seqlen_q == 1 else 2
     for b in range(batch):
         (q0, q1), (k0, k1) = cu_q[b : b + 2].tolist(), cu_k[b : b + 2].tolist()
         for h in range(heads):
@@ -177,12 +180,20 @@ def varlen_fwd_sparse(
             for i in range(q1 - q0):
                 at = (b, h, i // BLOCK)
                 blocks = block_offset[at][: int(block_count[at])].tolist()
-                listed = [j for o in blocks for j in range(o, min(o + BLOCK, k1 - k0))] + column_index[at][: int(column_count[at])].tolist()
-                # A key listed twice would count twice, as in the kernel.
-                seen = torch.tensor([j for j in listed if j <= i + (k1 - k0) - (q1 - q0)], dtype=torch.long)
+                columns = column_index[at][: int(column_count[at])].tolist()
+                limit = k1 - k0 if max_seqlen_q == 1 else min(k1 - k0, i + 1 + (k1 - k0) - (q1 - q0))
+                # Only the last entries are masked. A key listed twice would count twice, as in the kernel.
+                late = len(blocks) - steps
+                listed = [j for n, o in enumerate(blocks) for j in range(o, o + BLOCK) if n < late or j < limit]
+                late = math.ceil(len(columns) / BLOCK) - steps
+                listed += [j for n, j in enumerate(columns) if n // BLOCK < late or j < limit]
+                assert all(0 <= j < k1 - k0 for j in listed), "CUDA error: an illegal memory access was encountered (key)"
+                seen = torch.tensor(listed, dtype=torch.long)
                 logits = keys[seen] @ q[q0 + i, h].float() * softmax_scale
                 out[q0 + i, h] = (torch.softmax(logits, 0) @ values[seen]).to(out.dtype)
-                lse[h, q0 + i] = torch.logsumexp(logits, 0) if len(seen) else INF
+                place = (b * heads + h) * max_seqlen_q + i
+                check(place < lse.numel(), "CUDA error: an illegal memory access was encountered (lse)")
+                lse.view(-1)[place] = torch.logsumexp(logits, 0) if len(seen) else INF
     return [out, lse]
 
 

@@ -144,7 +144,37 @@ def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
         query=torch.cat([call.arguments["query"]] * 2, -1)[..., :128],
     )
     assert check_kernel(sgl("vertical_slash_attention"), odd).worst <= 1.0
-    assert standin == ["varlen_fwd_sparse"]
+    assert set(standin) == {"varlen_fwd_sparse"}
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "padding", "slack", "launches"),
+    [
+        ((64, 64, 64), 0, 0, 1),
+        ((64, 10, 3), 0, 0, 3),  # room for one request of 64 in 77 rows
+        ((64, 10, 3), 51, 0, 2),
+        ((64, 64, 3, 64), 0, 0, 2),
+        ((70,), 5, 0, 1),
+        ((3,), 0, 200, 1),  # fewer rows than the longest request may have
+        ((3, 0, 2), 1, 64, 3),
+        ((1, 1, 1), 0, 0, 1),
+    ],
+)
+def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, padding, slack, launches):
+    k_lens = [n + 70 for n in q_lens]
+    call = vertical_slash.attention(Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
+    assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
+    assert standin == ["varlen_fwd_sparse"] * launches
+
+
+def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
+    a = vertical_slash.attention(Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
+    index = [a[n] for n in ("block_count", "block_offset", "column_count", "column_index")]
+    with pytest.raises(RuntimeError, match=r"illegal memory access was encountered \(lse\)"):
+        torch.ops.sgl_kernel.varlen_fwd_sparse(
+            a["query"], a["key"], a["value"], *index, a["output"], a["cu_seqlens_q"], a["cu_seqlens_k"], None, None, 64, 64, 0.0, 1.0,
+            False, True, 0.0, False, None,
+        )  # fmt: skip
 
 
 def test_misaligned_rows_are_refused_before_the_launch(standin):
@@ -199,6 +229,7 @@ PROBLEM = Problem(
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype"),
         ({"target": Target("cpu", 0, ("sgl_kernel",))}, "target"),
         ({"target": Target("cuda", 75, ("sgl_kernel",))}, "target"),
+        ({"target": Target("cuda", 100, ("sgl_kernel",))}, "target"),
         ({"last_dim_contiguous": False}, "last_dim_contiguous"),
         ({"target": Target("cuda", 90, ())}, "package"),
     ],
