@@ -45,15 +45,18 @@ def proven(data: dict[str, Any]) -> str:
         if not n["cases"]:
             idle.append(f"`{name}`")
             continue
-        replay = data.get("replay", {}).get(name)
+        replay, large = data.get("replay", {}).get(name), data.get("numerics_at_size", {}).get(name)
         rows.append(
             [
                 f"`{name}`", str(n["cases"]), str(n["wrong"]), f"{100 * n['worst_share_of_budget']:.0f}%",
+                "-" if large is None else f"{large['cases']} ({100 * large['worst_share_of_budget']:.0f}%), {large['wrong']} wrong",
                 str(data.get("opcheck", {}).get(name, "-")), "-" if replay is None else str(replay),
             ]
         )  # fmt: skip
-    head = ["kernel", "cases", "wrong", "worst error, of the budget", "opcheck calls", "captured, changed, replayed"]
+    head = ["kernel", "cases", "wrong", "worst error, of the budget", "at size", "opcheck calls", "captured, changed, replayed"]
     text = table(head, rows)
+    if failed := data.get("failed_tests"):
+        text += f"\n\nTests that failed in this run: {', '.join(f'`{name}`' for name in failed)}."
     return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
 
 
@@ -130,13 +133,14 @@ def results_full(root: Path = ROOT) -> str:
     """Every committed figure."""
     parts = []
     for _, files in machines(root):
-        shown = {stem: files[stem] for stem in PARTS if stem in files}
+        shown = {stem: files[stem] for part in PARTS for stem in files if stem.partition("-")[0] == part}
         if not shown:
             continue
         parts.append(f"## {next(iter(shown.values())).get('device', 'unknown device')}")
         for stem, data in shown.items():
-            title, make = PARTS[stem]
-            parts.append(f"### {title}\n\n{stamp(data)}.\n\n{_made(make, data)}")
+            part, _, what = stem.partition("-")
+            title, make = PARTS[part]
+            parts.append(f"### {title}{f': {what}' if what else ''}\n\n{stamp(data)}.\n\n{_made(make, data)}")
     return "\n\n".join(parts) or NONE
 
 

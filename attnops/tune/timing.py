@@ -37,7 +37,8 @@ def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
     args, kwargs = call.args, call.kwargs
     if kernel.core is None:
         return lambda: kernel.run(*args, **kwargs)
-    compiled, policy = _compiled(call.op), f"kernel={kernel.op}:{kernel.name}"
+    # Decode and extend are two graphs to whoever says so in the code; here the bound would become symbolic, and a kernel refuse it.
+    compiled, policy = _compiled(call.op, str(kwargs.pop("max_seqlen_q", ""))), f"kernel={kernel.op}:{kernel.name}"
     return lambda: compiled(args, kwargs, policy)
 
 
@@ -50,9 +51,15 @@ def _one_compilation() -> Iterator[None]:
 
 
 @functools.cache
-def _compiled(op: str) -> Callable[..., Any]:
+def _compiled(op: str, queries: str) -> Callable[..., Any]:
     packet = OPS[op].packet.default
-    return torch.compile(lambda args, kwargs, policy: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=True)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
+        # A string is constant to Dynamo, an int from outside is not when shapes are dynamic.
+        bound = {"max_seqlen_q": int(queries)} if queries else {}
+        return packet(*args, **kwargs, **bound, policy=policy)
+
+    return torch.compile(run, fullgraph=True, dynamic=True)
 
 
 @dataclass(frozen=True)
