@@ -307,6 +307,11 @@ def test_reference_takes_everything(op):
     assert all(at == features.TARGETS for at in found.takes.values())
 
 
+def test_every_kernel_takes_some_typical_problem():
+    # A kernel that took none would stand in the tables as one that runs nowhere.
+    assert not [(k.op, k.name) for k in all_kernels() if not features.support(k).runs]
+
+
 def test_features_change_the_problem():
     for op in features.ops_of_kernels():
         for base in features.problems(op, Target.parse("sm90")):

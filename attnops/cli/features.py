@@ -41,7 +41,7 @@ FEATURES = (
     Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
     Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
     Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, "write_kv", "write_latent")),
-    Feature("float8 query", {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED)),
+    Feature("float8 query", {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA)),
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
     Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
@@ -56,12 +56,16 @@ _LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 _DEEPSEEK = {"dtype": BF16, "kv_dtype": BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
 _BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
 
+# As large as any kernel asks for: the caller brings what `attnops.explain(...).workspace_bytes` says.
+_WORKSPACE: Change = {"workspace": 1 << 40}
+_FLOAT8: Change = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
+
 # The first that a kernel takes is what its features are put on: a kernel for latents refuses a Llama's heads.
 _BASES: dict[str, tuple[Change, ...]] = {
     DENSE: ({**_PREFILL, "sizes_equal": True}, {**_PREFILL, **_DECODE}),
     PACKED: (_PREFILL,),
     PAGED: tuple(
-        {**_PREFILL, **more, **plan, "page_size": page}
+        {**_PREFILL, **more, **plan, **_WORKSPACE, "page_size": page}
         for plan in ({}, {"plan": "host"})
         for page in (64, 16, 128)
         for more in ({}, _DECODE, {**_DECODE, **_LATENT})
@@ -70,7 +74,9 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "attention_backward": (_BACKWARD,),
     "varlen_attention_backward": ({**_PREFILL, "grad": True},),
     MLA: tuple(
-        {**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in ({}, {"plan": "host"}) for more in ({}, _DECODE)
+        {**_SIZES, **_DEEPSEEK, **more, **plan, **_WORKSPACE, "causal": True}
+        for plan in ({}, {"plan": "host"})
+        for more in ({}, _DECODE, {**_DECODE, **_FLOAT8})
     ),
     "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
     SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),

@@ -65,7 +65,8 @@ def _latent(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: in
     def build(source: Source) -> Call:
         call = latent.mla(source, q_lens, seq_lens, page, f, **more)
         # As above; what FlashInfer's planner of latents asks for follows from the GPU alone.
-        buffers = torch.zeros(1 << 17, dtype=torch.int64), torch.zeros(1 << 25, dtype=torch.uint8, device=source.device)
+        size = 1 << (25 if source.device.type == "cuda" else 21)
+        buffers = torch.zeros(1 << 17, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8, device=source.device)
         return plan_call(call, kernels_of("plan_mla_attention")["reference"], buffers)
 
     return Case("plan_mla_attention", label, build)

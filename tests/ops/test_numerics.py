@@ -18,7 +18,15 @@ from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
 
 INF = float("inf")
-GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in CASES[k.op]]
+
+
+def points(kernel):
+    """The cases of its op; the first alone, for its text, where the machine is what the kernel refuses, and not the case."""
+    cases = CASES[kernel.op]
+    return cases[:1] if {r.field for r in kernel.refusals(cases[0].call().problem)} & {"package", "target"} else cases
+
+
+GRID = [pytest.param(k, c, id=f"{c.op}-{k.name}-{c.label}") for k in all_kernels() for c in points(k)]
 
 
 @pytest.mark.parametrize(("kernel", "case"), GRID)
@@ -252,11 +260,11 @@ def typical_mistakes():
     yield "write_kv", "float8", lambda k, v, kp, vp, slots, ks, vs, **kw: write(k, v, kp, vp, slots, ks * 1.07, vs, **kw)
     yield "merge_states", "some_empty", lambda o, z, **kw: (o.nan_to_num().mean(1), z.logsumexp(1))
     yield "merge_states", "all_empty", lambda o, z, **kw: (torch.einsum("tnhd,tnh->thd", o, z.softmax(1)), z.logsumexp(1))
-    index, sparse = OPS["vertical_slash_indexes"].reference, OPS["vertical_slash_attention"].reference
+    index, slashes = OPS["vertical_slash_indexes"].reference, OPS["vertical_slash_attention"].reference
     yield "vertical_slash_indexes", "ragged", lambda q, k, *a, **kw: index(q, k - (k > q).int(), *a, **kw)
     yield "vertical_slash_indexes", "counted", lambda q, k, v, s, *_, **kw: index(q, k, v, s, **kw)
-    yield "vertical_slash_attention", "plain", lambda *a, **kw: sparse(*a[:7], a[7] * 0, a[8], **kw)
-    yield "vertical_slash_attention", "many_slashes", lambda *a, **kw: sparse(*a[:5], (a[5] - 1).clamp(min=0), *a[6:], **kw)
+    yield "vertical_slash_attention", "plain", lambda *a, **kw: slashes(*a[:7], a[7] * 0, a[8], **kw)
+    yield "vertical_slash_attention", "many_slashes", lambda *a, **kw: slashes(*a[:5], (a[5] - 1).clamp(min=0), *a[6:], **kw)
     yield "merge_state", "plain", lambda oa, la, ob, lb, **kw: ((oa + ob) / 2, torch.logaddexp(la, lb))
     yield "cu_seqlens", "ragged-int32", lambda lengths, **kw: torch.cumsum(lengths, 0).to(torch.int32)
     yield "cu_seqlens", "ragged-int64", lambda lengths, **kw: torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
@@ -407,7 +415,10 @@ def test_nothing_is_written_when_all_is_skipped(kernel):
         k_pages, v_pages = torch.randn(3, 2, 1, 4).to(dtype), torch.full((3, 2, 1, 4), float("nan"), dtype=dtype)
         before = k_pages.clone()
         rows = torch.full((3, 1, 4), float("nan"), dtype=dtype)
-        attnops.write_kv(rows, rows, k_pages, v_pages, torch.tensor([-1, -1, -5]), kernel=kernel)
+        given = {"key": rows, "value": rows, "k_pages": k_pages, "v_pages": v_pages, "slots": torch.tensor([-1, -1, -5])}
+        if refused := kernels_of("write_kv")[kernel].refusals(Call("write_kv", given).problem):
+            pytest.skip("; ".join(map(str, refused)))
+        attnops.write_kv(**given, kernel=kernel)
         assert torch.equal(k_pages, before)
         assert v_pages.isnan().all()
 

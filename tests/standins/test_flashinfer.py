@@ -50,18 +50,36 @@ def paged(q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, f=LLAMA, seed=0,
 
 # Numerics -------------------------------------------------------------------------------------------------------------
 
+# Every feature on a shape for each path of sm90, and three that fit together, lse, sinks and a window, on all the other shapes.
+FIT = [name for name, f in FEATURES.items() if f.mask == "none" and f.kv_dtype is None]
+EVERYWHERE = ("plain", "lse_sinks", "causal_window")
+PATHS = {"main": "fa2", "decode": "decode", "extend": "fa3"}
 SHAPES = {"main": lambda s, f: builders.paged(s, (1, 4, 0, 2), (6, 4, 0, 21), 16, f), **PAGED_SHAPES}
-POINTS = [(shape, name) for shape in SHAPES for name, f in FEATURES.items() if f.mask == "none" and f.kv_dtype is None]
+SHAPES |= {"extend": lambda s, f: builders.paged(s, (40, 0, 70, 1), (45, 3, 90, 30), 16, f)}
 
 
-@pytest.mark.parametrize(("shape", "name"), POINTS, ids=lambda v: v)
-def test_grid(calls, shape, name):
+def points(shapes, full):
+    return [(shape, name) for shape in shapes for name in (FIT if shape in full else EVERYWHERE)]
+
+
+def narrow(name):
     f = FEATURES[name]
-    f = replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
-    figures = check_kernel(KERNEL, SHAPES[shape](Source(0), f))
+    return replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
+
+
+@pytest.mark.parametrize(("shape", "name"), points(SHAPES, PATHS), ids=lambda v: v)
+def test_grid(calls, shape, name):
+    figures = check_kernel(KERNEL, SHAPES[shape](Source(0), narrow(name)))
     if figures.refused:
+        assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "plan", "attention_chunk"}
     assert figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize("shape", PATHS)
+def test_the_grid_takes_every_path(sm90, shape):
+    check_kernel(KERNEL, SHAPES[shape](Source(0), narrow("causal")))
+    assert {c.partition(".")[0] for c in sm90} == {PATHS[shape]}
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
@@ -111,12 +129,11 @@ PACKED |= {"longer": lambda s, f: builders.varlen(s, (140, 3), (200, 130), f)}
 PACKED |= {"tall": lambda s, f: builders.varlen(s, (200, 90), (70, 80), f)}
 
 
-@pytest.mark.parametrize(("shape", "name"), [(s, n) for s in PACKED for n, f in FEATURES.items() if f.mask == "none" and not f.kv_dtype])
+@pytest.mark.parametrize(("shape", "name"), points(PACKED, ("main", "longer")), ids=lambda v: v)
 def test_packed_grid(calls, shape, name):
-    f = FEATURES[name]
-    f = replace(f, head_dim=64, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
-    figures = check_kernel(VARLEN, PACKED[shape](Source(0), f))
+    figures = check_kernel(VARLEN, PACKED[shape](Source(0), narrow(name)))
     if figures.refused:
+        assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "attention_chunk"}
     assert figures.worst <= 1.0, figures
 
