@@ -167,7 +167,8 @@ def _row(files: dict[str, Any]) -> list[str]:
     shown = [files[s] for s in PARTS if s in files]
     if not shown:
         return []
-    ran = [n for n in files.get("kernels", {}).get("numerics", {}).values() if n["cases"]]
+    numerics = {name: n for stem in files if stem.startswith("kernels") for name, n in files[stem].get("numerics", {}).items()}
+    ran = [n for n in numerics.values() if n["cases"]]
     good = sum(not n["wrong"] for n in ran)
     ratios = sorted(a["ratio"] for c in files.get("direct", {}).get("cases", {}).values() for a in c.get("against", {}).values())
     times = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {ratios[len(ratios) // 2]:.3f}" if ratios else "-"

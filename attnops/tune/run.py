@@ -48,11 +48,12 @@ def measure(
 ) -> tuple[Table, Report]:
     """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
 
-    Each shape gets its share of what is left of `budget_s`, by its number of points; points that come too late have no time, and
-    a table scales their smaller neighbour's. A shape that a single kernel answers is left out: there is nothing to choose.
+    Each shape gets its share of what is left of `budget_s`, by its number of points, slow first calls not counted; points that come
+    too late have no time, and a table scales their smaller neighbour's. A shape that a single kernel answers is left out: there is nothing to choose.
     progress: called with (shape, points done, points in all).
     """
     start, report = time.monotonic(), Report()
+    began = _timed_s(stopwatch)
     total = left = sum(sum(map(plan.allows, _points(plan))) for plan in plans)
     pool = Pool(device)
     if device.type == "cuda" and plans:
@@ -60,7 +61,7 @@ def measure(
     grids = []
     for plan in plans:
         mine = sum(map(plan.allows, _points(plan)))
-        share = (budget_s - (time.monotonic() - start)) * min(1.5 * mine / max(left, 1), 1.0)
+        share = (budget_s - (_timed_s(stopwatch) - began)) * min(1.5 * mine / max(left, 1), 1.0)
         grid = _measure(plan, stopwatch, pool, share, report, partial(_step, progress, plan.shape.op, total - left, total))
         if len(grid.us) > 1:
             grids.append(grid)
@@ -89,17 +90,22 @@ def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
     return [queries] * batch, [max(round(keys * (1 - i * step)), 1 if shape.kv_range else queries) for i in range(batch)]
 
 
+def _timed_s(stopwatch: Stopwatch) -> float:
+    """A clock that stands still while kernels are compiled: a slow first call must not cost a shape all its other points."""
+    return time.monotonic() - sum(stopwatch.spent_s.values())
+
+
 def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, report: Report, step: Callable[[int], None]) -> Grid:
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, shape, start, done = _points(plan), plan.shape, time.monotonic(), 0
+    points, shape, start, done = _points(plan), plan.shape, _timed_s(stopwatch), 0
     for index, at in enumerate(points):
         if not plan.allows(at):
             continue
         done += 1
         step(done)
-        if time.monotonic() - start > share_s:
+        if _timed_s(stopwatch) - start > share_s:
             report.late += 1
             continue
         batch, queries = int(at.batch), int(at.queries)

@@ -66,7 +66,7 @@ def test_the_log_base_of_sparse_prefill(found: dict[str, Any]) -> None:
     found["flashmla_sparse"]["prefill_max_logits"] = {"base": base_of(top, most)[0], "off": base_of(top, most)[1]}
     assert off[base] < 1e-3, f"lse fits neither base: off by {off}"
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
-    says = f"{_flashmla_sparse.PREFILL_LSE_BASE:g}" if _flashmla_sparse.PREFILL_LSE_BASE != math.e else "e"
+    says = f"{_flashmla_sparse.PREFILL_LSE_BASE:g}" if math.e != _flashmla_sparse.PREFILL_LSE_BASE else "e"
     assert base == says, f"sparse_prefill_fwd gives lse to base {base}: set PREFILL_LSE_BASE in attnops/kernels/_flashmla_sparse.py to it"
 
 

@@ -14,6 +14,8 @@ from attnops.problem import Target, pretend
 from attnops.select import select
 from attnops.testing import Source, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
+from attnops.tune import Pool, build, shapes
+from attnops.tune.timing import runner
 from tests.lowering.models import compiled_code
 from tests.standins import sgl_kernel_mla as standin
 
@@ -162,3 +164,12 @@ def test_parts_that_lie_side_by_side():
     for a, b in ((query[..., :512], other[..., 512:]), (query[..., 64:], query[..., :64]), (query[..., :512], query[..., 511:575])):
         assert not _decode.side_by_side(a, b)
         torch.testing.assert_close(_decode.whole(a, b), torch.cat([a, b], -1))
+
+
+def test_tune_times_it_compiled_with_its_bound_known():
+    """A bound on the queries that became symbolic would be refused, for the rows of a token are its own."""
+    shape = replace(shapes.MLA, q_heads=16, decode=True)
+    for requests in (1, 3):
+        call = build(shape, [1] * requests, [70] * requests, Pool("cpu"))
+        runner(KERNELS["flashmla"], call)()
+    assert len(standin.CALLS) == 2
