@@ -49,7 +49,8 @@ def measure(
     """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
 
     Each shape gets its share of what is left of `budget_s`, by its number of points, slow first calls not counted; points that come
-    too late have no time, and a table scales their smaller neighbour's. A shape that a single kernel answers is left out: there is nothing to choose.
+    too late have no time, and a table scales their smaller neighbour's. A shape that a single kernel answers is left out: there is
+    nothing to choose.
     progress: called with (shape, points done, points in all).
     """
     start, report = time.monotonic(), Report()
