@@ -1,1 +1,1 @@
-"""The Triton kernels behind `attnops.kernels.triton`. `plan` is plain Python; every other module here imports triton."""
+"""What is behind `attnops.kernels.triton`: `plan` (plain Python), `call` (the launches) and `device` (what runs there)."""

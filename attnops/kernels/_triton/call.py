@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnops.kernels._triton import plan
-from attnops.kernels._triton.attend import attend
-from attnops.kernels._triton.combine import combine
-from attnops.kernels._triton.merge import merge
+from attnops.kernels._triton.device.attend import attend
+from attnops.kernels._triton.device.combine import combine
+from attnops.kernels._triton.device.merge import merge
 
 LOG2E = 1.4426950408889634
 CHUNK = 64
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 @functools.cache
 def _device(index: int) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory a program may have)."""
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
@@ -76,8 +76,11 @@ def attention(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, outp
         keys.heads,
         heads // keys.heads,
         max(keys.dims, keys.v_dims),
+        block_d + (block_dr if keys.v is None else 0),
         block_d + (block_dr if keys.v is None else block_dv),
         query.dtype.itemsize,
+        keys.k.dtype.itemsize,
+        batch.mask is not None,
         batch.left,
     )
     fixed = _arguments(query, rope, keys, batch, output, lse)

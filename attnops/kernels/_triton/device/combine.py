@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.softmax import LN2, LOG2E, finite, share, with_sink
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, share, with_sink
 
 
 @triton.jit(do_not_specialize=["left", "width", "splits", "split_keys", "rows", "fewest", "most"])

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.softmax import LN2, LOG2E, finite, share, tanh, with_sink
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, share, tanh, with_sink
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.softmax import LN2, LOG2E, finite
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite
 
 
 @triton.jit(do_not_specialize=["rows"])
