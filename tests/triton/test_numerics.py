@@ -35,11 +35,13 @@ def mode(name):
         plan.LEAST_KEYS, call.INTERPRETED = 1, (16, call.INTERPRETED[1])
     if name == "deterministic":
         plan.SPLIT_KEYS = 128
+    call._launches.cache_clear()
     try:
         with pretend(SM90):
             yield
     finally:
         plan.LEAST_KEYS, plan.SPLIT_KEYS, call.INTERPRETED = before
+        call._launches.cache_clear()
 
 
 def check(call, name="as_is", refused=()):
@@ -63,7 +65,7 @@ def test_grid(op, label):
         pytest.skip(str(figures))
 
 
-TELLING = ("all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "deepseek-window", "window")
+TELLING = ("all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window")
 
 
 @pytest.mark.parametrize("name", MODES[1:])
@@ -177,9 +179,12 @@ def test_any_layout(op):
         "merge_state": lambda: builders.merge(source, 5, 4, 8, F16, 0.2, 0.2),
     }[op]()
     for n, t in call.tensors().items():
-        for change in (strided, transposed):
-            for dim in range(change is transposed, t.dim()):
-                check(call.with_(**{n: change(t, dim)}), "split", refused=("last_dim_contiguous",))
+        if t.numel() == 1:
+            continue
+        for dim in {0, t.dim() - 1}:
+            check(call.with_(**{n: strided(t, dim)}), "split", refused=("last_dim_contiguous",))
+        if t.dim() > 1:
+            check(call.with_(**{n: transposed(t, 1)}), "split")
 
 
 @interpreted

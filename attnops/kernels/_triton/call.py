@@ -18,6 +18,9 @@ LOG2E = 1.4426950408889634
 CHUNK = 64
 """Splits that stage two reads at once. One figure for all calls: another would be another order of summation."""
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Said outright, because Triton's default changes from release to release."""
+
 INTERPRETED = (4, 227 * 1024)
 """Multiprocessors and shared memory where there is none of either: few enough that small calls are split as large ones are."""
 
@@ -60,6 +63,9 @@ def _device(index: int) -> tuple[int, int]:
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
+_launches = functools.lru_cache(maxsize=4096)(plan.launches)
+
+
 def attention(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None) -> None:
     """Write attention of query `[T, H, D]` (and its rotated part) into output `[T, H, Dv]` and lse `[T, H]`."""
     tokens, heads = query.shape[:2]
@@ -86,7 +92,7 @@ def attention(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, outp
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
     with torch.cuda.device_of(query):
-        for launch in plan.launches(shape, batch.deterministic, sms, memory):
+        for launch in _launches(shape, batch.deterministic, sms, memory):
             _launch(launch, shape, keys, batch, fixed, constants, output, lse)
 
 
@@ -149,14 +155,14 @@ def _launch(
     attend[(at.blocks,)](
         **fixed, **constants, **shared, parts_ptr=parts, tiles=at.tiles, pads=at.pads, each=at.each,
         TILE_M=at.tile.rows, TILE_N=at.tile.keys, RAGGED=at.ragged, SPLIT=at.parts, PEEL=at.tile.rows >= 64 and batch.mask is None,
-        num_warps=at.tile.warps, num_stages=at.tile.stages,
+        num_warps=at.tile.warps, num_stages=at.tile.stages, **OPTIONS,
     )  # fmt: skip
     if parts is not None and rows:
         block = min(constants["BLOCK_DV"], 64)
         combine[(rows * -(-keys.v_dims // block),)](
             parts_ptr=parts, lengths_ptr=fixed["lengths_ptr"], starts_ptr=fixed["starts_ptr"], sinks_ptr=fixed["sinks_ptr"],
             left=batch.left, **shared, **_results(output, lse),
-            HEADS=heads, DV=keys.v_dims, BLOCK_DV=block, TILE_N=at.tile.keys, CHUNK=CHUNK, WINDOWED=batch.left >= 0, num_warps=4,
+            HEADS=heads, DV=keys.v_dims, BLOCK_DV=block, TILE_N=at.tile.keys, CHUNK=CHUNK, WINDOWED=batch.left >= 0, num_warps=4, **OPTIONS,
         )  # fmt: skip
 
 
@@ -180,5 +186,5 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
         merge[(-(-tokens * heads // block_r),)](
             output_a, lse_a, output_b, lse_b, output, lse, tokens * heads,
             *output_a.stride(), *lse_a.stride(), *output_b.stride(), *lse_b.stride(),
-            HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4,
+            HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4, **OPTIONS,
         )  # fmt: skip
