@@ -100,7 +100,7 @@ LONG = {
 BATCHES = {
     "mixed": ((70, 1, 33), (300, 129, 40), 16, "as_is"),
     "one": ((150,), (270,), 128, "as_is"),
-    "verify": ((3, 8), (700, 520), 48, "split"),
+    "verify": ((3, 8), (300, 220), 48, "split"),
     "deterministic": ((1, 9), (300, 40), 128, "deterministic"),
 }
 
@@ -127,12 +127,12 @@ def test_ragged(name):
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 3, "deterministic"), (128, 1, "as_is")]
+    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is")]
 )
 @interpreted
 def test_latents(heads, queries, name):
     f = replace(DEEPSEEK, q_heads=heads, window=(100, -1) if heads == 16 else (-1, -1), lse=True)
-    check(latent.mla(Source(0), (queries, queries), (140, queries), 64, f, 1), name)
+    check(latent.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
 
 
 @pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)
@@ -140,9 +140,9 @@ def test_latents(heads, queries, name):
 def test_stored_keys(kv):
     f = replace(WIDE, dtype=BF16, kv_dtype=kv, head_dim=128)
     for per_head in (True, False):
-        check(builders.paged(Source(5), (1, 2), (600, 33), 16, replace(f, scale_per_head=per_head)), "split")
+        check(builders.paged(Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
     if kv != torch.float8_e5m2:
-        check(latent.mla(Source(5), (1, 2), (600, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+        check(latent.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -151,6 +151,8 @@ def _launch(
     output: Tensor,
     lse: Tensor | None,
 ) -> None:
+    if at.blocks == 0:
+        return
     heads = output.shape[1]
     rows = shape.requests * at.queries * heads
     parts = output.new_empty(rows * at.splits * (keys.v_dims + 1), dtype=torch.float32) if at.parts else None
