@@ -13,7 +13,7 @@ import attnops
 from attnops import ops
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
-from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
+from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
 from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
 
@@ -315,6 +315,7 @@ def test_a_batch_invariant_kernel_gives_the_same_bits_alone(kernel):
         "attention": lambda: builders.dense(Source(4), 5, 3, 90, f),
         "varlen_attention": lambda: builders.varlen(Source(4), (3, 7, 1), (90, 200, 31), f, padding=(0, 0)),
         "paged_attention": lambda: builders.paged(Source(4), (3, 7, 1), (90, 200, 31), 16, f, padding=0),
+        "mla_attention": lambda: latent.mla(Source(4), (3, 7, 1), (90, 200, 31), 16, replace(f, head_dim=80, v_head_dim=64), padding=0),
     }[kernel.op]
     call = make()
     if refused := kernel.refusals(call.problem):
@@ -326,7 +327,8 @@ def test_a_batch_invariant_kernel_gives_the_same_bits_alone(kernel):
     else:
         rows = slice(*t["cu_seqlens_q"].tolist()[1:3])
         cu = Source().cumulative([7])
-        one = call.with_(query=t["query"][rows], cu_seqlens_q=cu, max_seqlen_q=7)
+        queries = {n: t[n][rows] for n in ("query", "q_nope", "q_pe") if n in t}
+        one = call.with_(**queries, cu_seqlens_q=cu, max_seqlen_q=7)
         if kernel.op == "varlen_attention":
             keys = slice(*t["cu_seqlens_k"].tolist()[1:3])
             one = one.with_(key=t["key"][keys], value=t["value"][keys], cu_seqlens_k=Source().cumulative([200]), max_seqlen_k=200)

@@ -1,0 +1,1 @@
+"""Device functions. Importing a module here imports triton; types and annotations are Triton's, not Python's."""

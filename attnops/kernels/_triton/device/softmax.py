@@ -1,0 +1,44 @@
+"""Device functions: the running softmax in base 2, log-sum-exps, and how a request's keys are shared out among programs."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finite(top):
+    """`top`, and 0 where it is -inf: what may be subtracted from logits when all of them are -inf."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32's precision. exp alone cancels near 0, so that a series (Abramowitz and Stegun, 4.5.64) serves there."""
+    y = x * x
+    near = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+    far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def with_sink(acc_factor, z, sink):
+    """(factor on the output, log-sum-exp) once a logit `sink` without a value has joined; all in base 2."""
+    top = tl.maximum(z, sink)
+    top = finite(top)
+    joined = tl.exp2(z - top) + tl.exp2(sink - top)
+    share = tl.where(joined > 0, tl.exp2(z - top) / joined, 0.0)
+    return acc_factor * share, top + tl.log2(joined)
+
+
+@triton.jit
+def share(length, queries, left, splits, split_keys, TILE: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first key, keys a split) of a request, both multiples of TILE. split_keys 0: as even a share as `splits` allow."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - queries - left, 0) // TILE * TILE
+    size = split_keys
+    if split_keys == 0:
+        size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), TILE), 1) * TILE
+    return first, size

@@ -1,0 +1,150 @@
+"""`triton`: attnops' own kernels, for any GPU that Triton compiles for, any page size and every feature of the ops.
+
+Two stages: a tile of queries attends over one split of its request's keys, then the splits are merged by their log-sum-exps;
+docs/triton.md has the picture. How many splits follows from shapes alone, so that a captured graph replays for other lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel, Need, Package, at_most, one_of, register
+from attnops.problem import Problem, Refusal
+
+PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.paged_attention`."""
+    from attnops.kernels._triton.call import Batch, Keys, attention
+
+    _, page, heads, dims = k_pages.shape
+    keys = Keys(k_pages, v_pages, dims, v_pages.shape[3], 0, heads, page, k_scale, v_scale)
+    rules = (scale, causal, window_left, window_right, softcap, _deterministic(policy))
+    attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse)
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.ops.mla_attention`. A latent is loaded once, for the scores and for the sum."""
+    from attnops.kernels._triton.call import Batch, Keys, attention
+
+    dims, rope = q_nope.shape[2], q_pe.shape[2]
+    # One head of keys that every query head shares.
+    keys = Keys(latent_pages[:, :, None], None, dims, dims, rope, 1, latent_pages.shape[1], kv_scale, kv_scale)
+    rules = (scale, causal, window_left, -1, softcap, _deterministic(policy))
+    attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse)
+
+
+def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
+    """See `attnops.merge_state`. An empty side is not multiplied, so `stale` makes no difference."""
+    from attnops.kernels._triton import call
+
+    output, lse = output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
+    call.merge_state(output_a, lse_a, output_b, lse_b, output, lse)
+    return output, lse
+
+
+def _deterministic(policy: str) -> bool:
+    return "deterministic" in policy.split(";")
+
+
+def _gpu(p: Problem) -> Refusal | None:
+    ok = p.target.device == "cuda" and p.target.arch >= 80
+    return None if ok else Refusal("target", p.target, "CUDA, sm80 or newer")
+
+
+def _stored(p: Problem) -> Refusal | None:
+    """Which dtypes keys and values may be stored in."""
+    if p.kv_dtype == torch.float8_e4m3fn and p.target.arch < 89:
+        return Refusal("kv_dtype", p.kv_dtype, "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)")
+    return None
+
+
+UNPROVEN_US = 1e6
+"""They have run in Triton's interpreter and been compiled for sm80 to sm100, and on no GPU yet: they are taken where they are asked for."""
+
+
+def _cost_us(p: Problem) -> float:
+    """Two launches, then bytes over a bandwidth or products over a throughput; both below what the vendors' kernels reach."""
+    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
+    context = max(p.context.hint, 1)
+    if p.window[0] >= 0:
+        context = min(context, p.window[0] + queries)
+    width = p.head_dim if p.rope_dim else p.head_dim + p.v_head_dim
+    size = tokens * p.q_heads * (p.head_dim + p.v_head_dim) * p.dtype.itemsize + batch * context * p.kv_heads * width * p.kv_dtype.itemsize
+    flops = 2.0 * tokens * context * p.q_heads * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
+    return UNPROVEN_US + 18.0 + max(size / 3.4e6, flops / 3e8)
+
+
+def _merge_cost_us(p: Problem) -> float:
+    return UNPROVEN_US + 5.0 + 3.0 * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+NEEDS: tuple[Need, ...] = (_gpu, one_of("dtype", *FLOATS), _stored)
+ATTENTION: tuple[Need, ...] = (*NEEDS, one_of("last_dim_contiguous", True))
+
+register(
+    Kernel(
+        "triton", "paged_attention", paged_attention, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True,
+        needs=(*ATTENTION, at_most("head_dim", 256), at_most("v_head_dim", 256)), about="attnops' own, decode and extend",
+    )
+)  # fmt: skip
+register(
+    Kernel(
+        "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True,
+        needs=(*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64)), about="attnops' own, decode and extend over latents",
+    )
+)  # fmt: skip
+register(
+    Kernel(
+        "triton", "merge_state", merge_state, needs=NEEDS, packages=(PACKAGE,), cost_us=_merge_cost_us, batch_invariant=True,
+        about="attnops' own",
+    )
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""`triton` on a GPU, beyond what every kernel is asked: long calls, a request's bits whatever its mates, what is compiled and how fast."""
+
+import os
+import sys
+from dataclasses import replace
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.testing import Features, Source, builders, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.triton.test_kernels import row_of
+
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
+SMALL = Features(dtype=F16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
+FIRST_USE_S = 3.0
+
+LONG = {
+    "decode": lambda s: builders.paged(s, (1,) * 4, (8192, 1, 70, 3000), 16, LLAMA),
+    "decode_page_64": lambda s: builders.paged(s, (1,), (20000,), 64, LLAMA, padding=0),
+    "decode_page_1": lambda s: builders.paged(s, (1, 1), (900, 2000), 1, LLAMA),
+    "verify": lambda s: builders.paged(s, (8, 5), (4000, 900), 16, LLAMA),
+    "extend": lambda s: builders.paged(s, (700,), (3000,), 16, LLAMA),
+    "mixed": lambda s: builders.paged(s, (700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA, padding=90),
+    "window": lambda s: builders.paged(s, (1, 300), (4000, 1500), 16, replace(LLAMA, window=(512, -1))),
+    "float8": lambda s: builders.paged(s, (1, 9), (3000, 200), 16, replace(LLAMA, kv_dtype=E4M3)),
+    "d256_softcap": lambda s: builders.paged(s, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
+    "tree": lambda s: builders.paged(s, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
+    "group_20": lambda s: builders.paged(s, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
+    "mla": lambda s: latent.mla(s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
+    "mla_128_heads": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "mla_float8": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long(name: str, found: dict[str, Any]) -> None:
+    call = LONG[name](Source(1, "cuda"))
+    figures = check_kernel(kernels_of(call.op)["triton"], call)
+    assert not figures.refused, figures
+    found.setdefault("triton_long", {})[name] = round(figures.worst, 4)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])
+def test_a_request_does_not_see_its_mates(op: str) -> None:
+    """Bit for bit, under a deterministic policy: other lengths, other counts, a wider table, a long mate that brings another launch."""
+    q_lens, lens = (1, 200, 1, 7, 1), (5000, 300, 90, 2100, 17)
+    call = {
+        "paged_attention": lambda: builders.paged(Source(4, "cuda"), q_lens, lens, 16, SMALL),
+        "mla_attention": lambda: latent.mla(Source(4, "cuda"), q_lens, lens, 64, replace(DEEPSEEK, lse=True)),
+    }[op]()
+    kernel = kernels_of(op)["triton"]
+    kernel.run(*call.args, **call.kwargs, policy="deterministic")
+    for b in range(len(lens)):
+        tokens, one = row_of(call, b, more=b)
+        kernel.run(*one.args, **one.kwargs, policy="deterministic")
+        for n in ("output", "lse"):
+            assert torch.equal(call.arguments[n][tokens], one.arguments[n]), f"request {b}: {n} differs when it is alone"
+
+
+FIRST_USE = """
+import time, torch
+from attnops.kernel import kernels_of
+from attnops.testing import Source
+from tests.gpu.test_triton import LONG
+torch.zeros(1, device="cuda")
+import attnops.kernels._triton.call
+for name in ("decode", "extend", "mla", "mla_128_heads"):
+    call = LONG[name](Source(1, "cuda"))
+    kernel = kernels_of(call.op)["triton"]
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        kernel.run(*call.args, **call.kwargs)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    print(name, times[0] - times[1])
+"""
+
+
+def test_first_use_is_quick(found: dict[str, Any], tmp_path: Any) -> None:
+    """A fresh process with an empty cache: seconds of the first call above the second's, compilation of both stages included."""
+    done = run([sys.executable, "-c", FIRST_USE], env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seconds = {name: float(s) for name, s in (line.split() for line in done.stdout.splitlines())}
+    found["triton_first_use_s"] = {n: round(s, 2) for n, s in seconds.items()}
+    assert max(seconds.values()) < FIRST_USE_S, seconds
+
+
+def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
+    from attnops.kernels._triton.device.attend import attend
+    from attnops.kernels._triton.device.combine import combine
+
+    device = torch.cuda.current_device()
+
+    def count(kernel: Any) -> int:
+        return len(kernel.device_caches[device][0])
+
+    before = count(attend), count(combine)
+    f = Features(dtype=BF16, head_dim=96, q_heads=6, kv_heads=2, causal=True)
+    for queries in (1, 2, 7, 8, 33, 65, 300):
+        for requests in (1, 2, 5, 16):
+            for keys in (300, 700, 1100, 4096):
+                call = builders.paged(Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
+                kernels_of("paged_attention")["triton"].run(*call.args, **call.kwargs)
+    found["triton_variants"] = {"attend": count(attend) - before[0], "combine": count(combine) - before[1]}
+    assert count(attend) - before[0] <= 12
+    assert count(combine) - before[1] <= 2

@@ -1,0 +1,91 @@
+"""Runs tests in processes of their own, because Triton decides when it is imported whether it interprets or compiles.
+
+The one process interprets: kernels run on CPU tensors. The other compiles and launches nothing. Neither sees a GPU. Every test process
+has at most one of each.
+"""
+
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'attnops[triton]'")
+
+
+@functools.cache
+def _process(interpret: bool) -> ProcessPoolExecutor:
+    ours = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": ""}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        pool = ProcessPoolExecutor(1, get_context("spawn"), _prepare, (interpret,))
+        pool.submit(int).result()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return pool
+
+
+def _prepare(interpret: bool) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if interpret:
+        import numpy
+        from triton.runtime import interpreter
+
+        numpy.seterr(all="ignore")  # log2(0) is what is meant
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor: Any, scope: Any) -> None:
+            # Triton 3.6 makes an int of an array of one number, which numpy no longer does.
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        interpreter._patch_lang_tensor = patched
+
+
+def _run(module: str, name: str, given: dict[str, Any]) -> tuple[str, str]:
+    import torch
+
+    torch.manual_seed(0)
+    test = getattr(import_module(module), name)
+    try:
+        test.__wrapped__(**given)
+    except pytest.skip.Exception as skipped:
+        return "skipped", str(skipped)
+    except BaseException:  # whatever it is, it is told as text: not every exception survives the way back
+        return "failed", traceback.format_exc()
+    return "passed", ""
+
+
+def _elsewhere(interpret: bool, test: Callable[..., None]) -> Callable[..., None]:
+    @needs_triton
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        outcome, text = _process(interpret).submit(_run, test.__module__, test.__name__, given).result()
+        if outcome == "skipped":
+            pytest.skip(text)
+        assert outcome == "passed", text
+
+    return run
+
+
+def interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test where Triton interprets. Its arguments go there pickled; it takes no fixtures."""
+    return _elsewhere(True, test)
+
+
+def compiled(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test where Triton compiles."""
+    return _elsewhere(False, test)

@@ -1,0 +1,159 @@
+"""The device functions through Triton's compiler and ptxas, for GPUs that are not there: what would be launched, compiled."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.testing import Features, Source, builders, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.triton.process import compiled
+
+BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
+TYPES = {
+    BF16: "bf16", F16: "fp16", F32: "fp32", E4M3: "fp8e4nv", torch.float8_e5m2: "fp8e5", INT8: "i8", torch.uint8: "u8", torch.int32: "i32",
+}  # fmt: skip
+MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
+V3 = replace(DEEPSEEK, q_heads=128)
+
+
+def paged(f, q_len, page=16, keys=2048, **more):
+    return lambda: builders.paged(Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more)
+
+
+def mla(f, page=64):
+    return lambda: latent.mla(Source(), (1,), (2048,), page, f, padding=0)
+
+
+# What is served most: the call, and the bytes of registers that may spill on SM90.
+CALLS = {
+    "decode": (paged(LLAMA, 1), 0),
+    "decode_page_64": (paged(LLAMA, 1, 64), 0),
+    "decode_page_1": (paged(LLAMA, 1, 1), 0),
+    "decode_d64": (paged(replace(LLAMA, head_dim=64), 1), 0),
+    "decode_d256": (paged(replace(LLAMA, head_dim=256), 1), 16),
+    "decode_float8": (paged(replace(LLAMA, kv_dtype=E4M3), 1), 0),
+    "decode_int8": (paged(replace(LLAMA, kv_dtype=INT8), 1), 0),
+    "decode_every_feature": (paged(replace(LLAMA, window=(512, -1), softcap=30.0, sinks=BF16, lse=True), 1), 0),
+    "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
+    "verify": (paged(LLAMA, 8), 0),
+    "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
+    "extend": (paged(LLAMA, 600), 0),
+    "extend_page_128": (paged(LLAMA, 600, 128), 0),
+    "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 0),
+    "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
+    "mla_16_heads": (mla(DEEPSEEK), 0),
+    "mla_128_heads": (mla(V3), 0),
+    "mla_128_heads_float8": (mla(replace(V3, kv_dtype=E4M3)), 0),
+}
+ELSEWHERE = [(80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "extend"), (100, "decode"), (100, "extend")]
+
+
+def launched(call, arch):
+    """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
+    from attnops.kernels._triton import call as host
+
+    found = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
+
+    names = ("attend", "combine", "merge")
+    before = {n: getattr(host, n) for n in names} | {"INTERPRETED": host.INTERPRETED}
+    for n in names:
+        setattr(host, n, Recorded(before[n]))
+    host.INTERPRETED = (132, MEMORY[arch])
+    try:
+        kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)
+    finally:
+        for n, value in before.items():
+            setattr(host, n, value)
+    return found
+
+
+def compile_for(arch, kernel, given, dtype):
+    """Triton's result for one launch. `dtype`: the query's, which a launch on the CPU would not compute in."""
+    import triton.language as tl
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {n: given.pop(n) for n in ("num_warps", "num_stages", "enable_fp_fusion") if n in given}
+    if "COMPUTE" in given:
+        given["COMPUTE"] = {BF16: tl.bfloat16, F16: tl.float16, F32: tl.float32}[dtype]
+    varying = {p.name for p in kernel.params if p.do_not_specialize}
+    signature, constants, divisible = {}, {}, []
+    for at, name in enumerate(kernel.arg_names):
+        x = given[name]
+        if isinstance(x, torch.Tensor):
+            signature[name] = "*" + TYPES[x.dtype]
+            divisible.append(at)
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        elif isinstance(x, int) and not isinstance(x, bool) and not name.isupper() and (name in varying or x != 1):
+            signature[name] = "i32" if -(2**31) <= x < 2**31 else "i64"
+            divisible += [at] if name not in varying and x % 16 == 0 else []
+        else:
+            signature[name] = "constexpr"
+            constants[(at,)] = x
+    source = ASTSource(kernel, signature, constants, {(at,): [["tt.divisibility", 16]] for at in divisible})
+    return triton_compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def spilled(binary, arch):
+    """Bytes, by ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(binary.asm["ptx"])
+        file.flush()
+        name = re.search(r"^\.target (\w+)", binary.asm["ptx"], re.MULTILINE)[1]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    print(binary.metadata.name, f"sm{arch}", re.search(r"Used \d+ registers", told)[0], f"{binary.metadata.shared} bytes shared")
+    return int(re.search(r"(\d+) bytes spill stores", told)[1])
+
+
+def check(name, arch, limit):
+    call = CALLS[name][0]()
+    found = launched(call, arch)
+    assert found
+    for kernel, given in found:
+        query = call.arguments.get("query", call.arguments.get("q_nope"))
+        binary = compile_for(arch, kernel, dict(given), query.dtype)
+        assert binary.metadata.shared <= MEMORY[arch]
+        assert spilled(binary, arch) <= limit
+        if kernel.__name__ == "attend" and query.dtype != F32:
+            ptx = binary.asm["ptx"]
+            assert "mma" in ptx, "no matrix unit is used"
+            assert "cp.async" in ptx, "keys are not loaded ahead"
+            assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@compiled
+def test_sm90(name):
+    check(name, 90, CALLS[name][1])
+
+
+@pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
+@compiled
+def test_other_gpus(arch, name):
+    check(name, arch, 512)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@compiled
+def test_merge(dtype):
+    [(kernel, given)] = launched(builders.merge(Source(), 64, 32, 128, dtype), 90)
+    assert spilled(compile_for(90, kernel, given, dtype), 90) == 0

@@ -1,0 +1,212 @@
+"""`triton` among the others: promises about batch mates, opcheck, compiled graphs, selection, what is refused, what is compiled."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.kernel import kernels_of
+from attnops.ops import OPS
+from attnops.problem import Extent, Problem, Target, pretend
+from attnops.select import Policy, select
+from attnops.testing import CASES, Features, Source, builders, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.helpers import fresh_process
+from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.triton.process import interpreted, needs_triton
+
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+SM90 = Target("cuda", 90, assume=("triton",))
+BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+OURS = ("paged_attention", "mla_attention", "merge_state")
+
+
+def triton(op):
+    return kernels_of(op)["triton"]
+
+
+# Promises about batch mates -------------------------------------------------------------------------------------------
+
+
+def row_of(call, b, more=0):
+    """Request b of a paged call alone, in a table `more` columns wider."""
+    t = call.arguments
+    tokens = slice(*t["cu_seqlens_q"].tolist()[b : b + 2])
+    queries = tokens.stop - tokens.start
+    table = torch.nn.functional.pad(t["page_table"][b : b + 1], (0, more), value=-1)
+    cu = Source(device=table.device).cumulative([queries])
+    names = ("query", "q_nope", "q_pe", "output", "lse")
+    one = {n: t[n][tokens].clone() for n in names if n in t}
+    return tokens, call.with_(
+        **one, page_table=table, seq_lens=t["seq_lens"][b : b + 1], cu_seqlens_q=cu, max_seqlen_q=queries
+    )
+
+
+@pytest.mark.parametrize("op", OURS[:2])
+@interpreted
+def test_a_request_does_not_see_its_mates(op):
+    from attnops.kernels._triton import call as host
+    from attnops.kernels._triton import plan
+
+    plan.SPLIT_KEYS, before = 128, plan.SPLIT_KEYS
+    host._launches.cache_clear()
+    try:
+        f = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True)
+        small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
+        q_lens, lens = (1, 20, 1, 7, 1), (400, 130, 90, 300, 17)
+        call = {
+            "paged_attention": lambda: builders.paged(Source(4), q_lens, lens, 16, f),
+            "mla_attention": lambda: latent.mla(Source(4), q_lens, lens, 16, small),
+        }[op]()
+        with pretend(SM90):
+            triton(op).run(*call.args, **call.kwargs, policy="deterministic")
+            for b in range(len(lens)):
+                tokens, one = row_of(call, b, more=b)
+                triton(op).run(*one.args, **one.kwargs, policy="deterministic")
+                for n in ("output", "lse"):
+                    assert torch.equal(call.arguments[n][tokens], one.arguments[n]), (b, n)
+    finally:
+        plan.SPLIT_KEYS = before
+        host._launches.cache_clear()
+
+
+def test_a_deterministic_policy_takes_it():
+    assert select(LLAMA, Policy(deterministic=True)).kernel.name == "triton"
+
+
+# In graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OURS)
+@interpreted
+def test_opcheck(op):
+    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",), "merge_state": ("plain",)}
+    with pretend(SM90):
+        for label in labels[op]:
+            call = next(c for c in CASES[op] if c.label == label).call()
+            checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
+            assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+@interpreted
+def test_a_compiled_model_calls_it(step):
+    model, given = PagedModel(2).eval(), {"prefill": prefill, "decode": decode}[step]()
+    with torch.no_grad():
+        with attnops.use("reference"):
+            want, pages = model(*given), model.pages()
+        model.clear()
+        with pretend(SM90), attnops.use({"paged_attention": "triton"}):
+            got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
+    assert kernel_calls(code) == ["paged_attention.triton"] * 2
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for after, before in zip(model.pages(), pages, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+def test_its_modules_do_not_import_triton_before_a_call():
+    code = "import sys, attnops.kernels.triton, attnops.kernels._triton.plan as p; print(p.TABLE is not None, 'triton' in sys.modules)"
+    assert fresh_process(code).split() == ["True", "False"]
+
+
+# Selection ------------------------------------------------------------------------------------------------------------
+
+LLAMA = Problem(
+    "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
+    tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
+)  # fmt: skip
+
+
+def test_it_is_what_runs_where_no_vendor_does():
+    many = Extent.of(2048)
+    for problem in (LLAMA, replace(LLAMA, tokens=many, queries=many, batch=Extent.of(1)), replace(LLAMA, kv_dtype=E4M3, kv_scales=True)):
+        assert select(problem).kernel.name == "triton"
+        assert "triton missing" in str(select(replace(problem, target=Target("cuda", 90, assume=()))).refused["triton"][0])
+    assert select(replace(LLAMA, target=Target("cpu", 0, assume=("triton",)))).kernel.name != "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"target": Target("cpu", 0, ("triton",))}, "target"),
+        ({"target": Target("cuda", 75, ("triton",))}, "target"),
+        ({"dtype": torch.float64, "kv_dtype": torch.float64}, "dtype"),
+        ({"kv_dtype": E4M3, "kv_scales": True, "target": Target("cuda", 80, ("triton",))}, "kv_dtype"),
+        ({"head_dim": 288, "v_head_dim": 128}, "head_dim"),
+        ({"v_head_dim": 512}, "v_head_dim"),
+        ({"last_dim_contiguous": False}, "last_dim_contiguous"),
+    ],
+)
+def test_refusals(change, field):
+    assert field in [r.field for r in triton("paged_attention").refusals(replace(LLAMA, **change))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_size": 1}, {"page_size": 48}, {"head_dim": 40, "v_head_dim": 200}, {"mask": "bool"}, {"sinks": True, "sinks_dtype": F32},
+        {"softcap": True, "lse": True, "window": (9, 3)}, {"target": Target("cuda", 120, ("triton",))}, {"plan": "host"},
+        {"kv_dtype": E5M2, "kv_scales": True, "target": Target("cuda", 80, ("triton",))}, {"q_heads": 56}, {"dtype": F32, "kv_dtype": F32},
+    ],
+)  # fmt: skip
+def test_taken(change):
+    assert not triton("paged_attention").refusals(replace(LLAMA, **change))
+
+
+# What is compiled -----------------------------------------------------------------------------------------------------
+
+
+def kind_of(x, varying):
+    """By what Triton tells one compiled kernel from another: see JITFunction in triton/runtime/jit.py."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int) and not isinstance(x, bool):
+        return ("i64" if x >= 2**31 else "i32",) if varying else (x == 1, x % 16 == 0)
+    return (type(x),)
+
+
+@interpreted
+def test_a_generate_run_compiles_few_kernels():
+    """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
+    from attnops.kernels._triton import call
+    from attnops.kernels._triton.device.attend import VARYING
+
+    seen = {"attend": set(), "combine": set()}
+
+    class Recorded:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(call, name)
+
+        def __getitem__(self, grid):
+            def run(**given):
+                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most")
+                key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
+                seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
+
+            return run
+
+    before = call.attend, call.combine, call.INTERPRETED
+    call.attend, call.combine, call.INTERPRETED = Recorded("attend"), Recorded("combine"), (132, 227 * 1024)
+    try:
+        for batch in (1, 2, 3, 8, 17, 64):
+            for queries in (1, 2, 5, 8, 17, 64, 100, 1000, 4097):
+                for pages in (1, 3, 16, 37, 256, 2000):
+                    tokens = batch * queries
+                    q = torch.empty(1, 32, 128, dtype=BF16).expand(tokens, -1, -1)
+                    kv = torch.empty(16 * 8 * 128, dtype=BF16).view(1, 16, 8, 128)
+                    table = torch.empty(batch, pages, dtype=torch.int32)
+                    lens, cu = torch.empty(batch, dtype=torch.int32), torch.empty(batch + 1, dtype=torch.int32)
+                    triton("paged_attention").run(q, kv, kv, table, lens, cu, max_seqlen_q=queries, scale=0.1, output=q)
+    finally:
+        call.attend, call.combine, call.INTERPRETED = before
+    print({n: len(found) for n, found in seen.items()})
+    assert len(seen["attend"]) <= 12
+    assert len(seen["combine"]) <= 2
+
+
+@needs_triton
+def test_versions_that_are_too_old_are_named(monkeypatch):
+    kernel = triton("merge_state")
+    monkeypatch.setattr(type(kernel.packages[0]), "version", lambda self: "3.1.0")
+    assert "triton 3.1.0" in str(kernel.absences(Target("cuda", 90))[0])

@@ -1,0 +1,201 @@
+"""`triton` through the interpreter, against the exact result: every feature, split and unsplit, long and ragged batches, any layout."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attnops.kernel import kernels_of
+from attnops.kernels._triton import plan
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.ops.strategies import CALLS
+from tests.triton.process import interpreted
+
+SM90 = Target("cuda", 90, assume=("triton",))
+OPS = ("paged_attention", "mla_attention", "merge_state")
+BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+
+# Small calls are not worth a split; in this mode they are split all the same.
+MODES = ("as_is", "split", "deterministic")
+
+
+@contextmanager
+def mode(name):
+    """What a mode changes, and back. In a process of one test at a time."""
+    from attnops.kernels._triton import call
+
+    before = plan.LEAST_KEYS, plan.SPLIT_KEYS, call.INTERPRETED
+    if name == "split":
+        plan.LEAST_KEYS, call.INTERPRETED = 1, (16, call.INTERPRETED[1])
+    if name == "deterministic":
+        plan.SPLIT_KEYS = 128
+    call._launches.cache_clear()
+    try:
+        with pretend(SM90):
+            yield
+    finally:
+        plan.LEAST_KEYS, plan.SPLIT_KEYS, call.INTERPRETED = before
+        call._launches.cache_clear()
+
+
+def check(call, name="as_is", refused=()):
+    kernel = kernels_of(call.op)["triton"]
+    if name == "deterministic":
+        kernel = replace(kernel, run=partial(kernel.run, policy="deterministic"))
+    with mode(name):
+        figures = check_kernel(kernel, call)
+    if figures.refused:
+        assert {r.field for r in figures.refused} <= set(refused), figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
+@interpreted
+def test_grid(op, label):
+    [case] = [c for c in CASES[op] if c.label == label]
+    figures = check(case.call(), refused=("dtype",))
+    if figures.refused:
+        pytest.skip(str(figures))
+
+
+TELLING = ("all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window")
+
+
+@pytest.mark.parametrize("name", MODES[1:])
+@pytest.mark.parametrize(
+    ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS[:2] for case in CASES[op] if case.label in TELLING]
+)
+@interpreted
+def test_splits(op, label, name):
+    [case] = [c for c in CASES[op] if c.label == label]
+    check(case.call(), name)
+
+
+WIDE = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, causal=True, lse=True)
+LONG = {
+    "plain": WIDE,
+    "all_keys": replace(WIDE, causal=False),
+    "window": replace(WIDE, window=(50, -1)),
+    "window_both": replace(WIDE, causal=False, window=(70, 40)),
+    "window_right": replace(WIDE, causal=False, window=(-1, 9)),
+    "softcap_sinks": replace(WIDE, softcap=3.0, sinks=torch.float32),
+    "mask": replace(WIDE, mask="bool"),
+    "mha": replace(WIDE, q_heads=2),
+    "mqa": replace(WIDE, q_heads=20, kv_heads=1),
+    "group_of_70": replace(WIDE, q_heads=70, kv_heads=1),
+    "odd_dims": replace(WIDE, head_dim=40, v_head_dim=24),
+    "float8": replace(WIDE, kv_dtype=E4M3),
+    "float32": replace(WIDE, dtype=torch.float32),
+    "d256": replace(WIDE, head_dim=256, q_heads=4, kv_heads=1),
+}
+
+
+BATCHES = {
+    "mixed": ((70, 1, 33), (300, 129, 40), 16, "as_is"),
+    "one": ((150,), (270,), 128, "as_is"),
+    "verify": ((3, 8), (300, 220), 48, "split"),
+    "deterministic": ((1, 9), (300, 40), 128, "deterministic"),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("features", LONG)
+@interpreted
+def test_long(features, batch):
+    """Tiles that are not masked, tiles that are, both launches of a mixed batch."""
+    *sizes, name = BATCHES[batch]
+    check(builders.paged(Source(1), *sizes, LONG[features]), name)
+
+
+@pytest.mark.parametrize("name", MODES)
+@interpreted
+def test_ragged(name):
+    """Many short requests and a long one: tiles look for their requests."""
+    q_lens = (1, 0, 90, 1, 1, 9, 1, 0, 1, 1, 64, 1, 1)
+    f = Features(head_dim=16, q_heads=4, kv_heads=1, causal=True, lse=True)
+    call = builders.paged(Source(3), q_lens, [n + 3 * i for i, n in enumerate(q_lens)], 16, f, padding=70)
+    shape = plan.Shape(sum(q_lens) + 70, len(q_lens), 90, 1024, 1, 4, 16, 16, 32, 4, 4)
+    assert plan.launches(shape, False, 4, 10**6)[1].ragged
+    check(call, name)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is")]
+)
+@interpreted
+def test_latents(heads, queries, name):
+    f = replace(DEEPSEEK, q_heads=heads, window=(100, -1) if heads == 16 else (-1, -1), lse=True)
+    check(latent.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
+
+
+@pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)
+@interpreted
+def test_stored_keys(kv):
+    f = replace(WIDE, dtype=BF16, kv_dtype=kv, head_dim=128)
+    for per_head in (True, False):
+        check(builders.paged(Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
+    if kv != torch.float8_e5m2:
+        check(latent.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+
+
+@pytest.mark.parametrize("op", OPS)
+@interpreted
+def test_random_calls(op):
+    @given(data=st.data())
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(data):
+        check(data.draw(CALLS[op]), data.draw(st.sampled_from(MODES)), refused=("dtype", "last_dim_contiguous"))
+
+    run()
+
+
+def strided(t, dim):
+    """Every second entry of a buffer along `dim`; float8 tensors can be viewed and little else."""
+    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
+    room = torch.stack([raw, raw], dim + 1).flatten(dim, dim + 1)
+    return room[(slice(None),) * dim + (slice(None, None, 2),)].view(t.dtype)
+
+
+def transposed(t, dim):
+    raw = t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype != torch.bool else t
+    return raw.transpose(dim, dim - 1).contiguous().transpose(dim, dim - 1).view(t.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+@interpreted
+def test_any_layout(op):
+    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4, causal=True, sinks=torch.float32, lse=True, mask="bool")
+    source = Source(7)
+    call = {
+        "paged_attention": lambda: builders.paged(source, (1, 3), (40, 21), 4, f),
+        "mla_attention": lambda: latent.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
+        "merge_state": lambda: builders.merge(source, 5, 4, 8, F16, 0.2, 0.2),
+    }[op]()
+    for n, t in call.tensors().items():
+        if t.numel() == 1:
+            continue
+        for dim in {0, t.dim() - 1}:
+            check(call.with_(**{n: strided(t, dim)}), "split", refused=("last_dim_contiguous",))
+        if t.dim() > 1:
+            check(call.with_(**{n: transposed(t, 1)}), "split")
+
+
+@interpreted
+def test_an_empty_side_of_a_merge_is_neutral():
+    import attnops
+
+    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
+    nothing, none = torch.full_like(out, float("nan")), torch.full_like(lse, -float("inf"))
+    with pretend(SM90):
+        for sides in ((out, lse, nothing, none), (nothing, none, out, lse)):
+            merged = attnops.merge_state(*sides, kernel="triton")
+            assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+        merged = attnops.merge_state(nothing, none, nothing, none, kernel="triton")
+    assert not merged[0].any() and torch.equal(merged[1], none)

@@ -1,0 +1,129 @@
+"""What is launched: from shapes alone, within the device, every token served once."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from attnops.kernels._triton import plan
+from attnops.kernels._triton.plan import DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
+
+H200 = (132, 227 * 1024)
+SMALL_GPU = (20, 99 * 1024)
+
+
+def llama(requests, queries, keys, tokens=None, **more) -> Shape:
+    tokens = requests * queries if tokens is None else tokens
+    return Shape(tokens, requests, queries, keys, 8, 4, 128, 128, 256, 2, 2)._replace(**more)
+
+
+def deepseek(requests, heads, keys, **more) -> Shape:
+    return Shape(requests, requests, 1, keys, 1, heads, 512, 576, 576, 2, 2)._replace(**more)
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        (llama(1, 1, 8192), 32),
+        (llama(1, 1, 32768), 33),
+        (llama(8, 1, 4096), 4),
+        (llama(64, 1, 4096), 1),
+        (llama(1, 1, 128), 1),
+        (llama(1, 1, 32768, left=1023), 4),
+        (llama(1, 2048, 10240), 1),
+        (deepseek(64, 16, 8192), 4),
+        (deepseek(64, 128, 8192), 1),
+        (deepseek(1, 16, 8192), 32),
+    ],
+    ids=str,
+)
+def test_splits_fill_the_device(shape, splits):
+    [launch] = launches(shape, False, *H200)
+    assert launch.splits == splits
+    assert launch.parts == (splits > 1)
+    assert launch.splits == 1 or launch.blocks <= 2.2 * H200[0]
+
+
+def test_a_fixed_split_does_not_follow_from_the_batch():
+    one = launches(llama(1, 1, 100_000), True, *H200)
+    for requests, queries, keys in ((64, 1, 300), (3, 8, 5000), (7, 900, 40_000)):
+        many = launches(llama(requests, queries, keys), True, *H200)
+        assert (many[0].tile, many[0].split_keys) == (one[0].tile, SPLIT_KEYS)
+        assert many[0].splits * SPLIT_KEYS >= keys
+        assert many[0].parts and not many[0].ragged
+    deep = [launches(llama(b, q, 4096), True, *H200)[1] for b, q in ((1, 9), (50, 9), (2, 4000))]
+    assert len({x.tile for x in deep}) == 1 and {x.splits for x in deep} == {1}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("queries", [1, 8, 9, 64, 65, 3000])
+@pytest.mark.parametrize("requests", [0, 1, 2, 40])
+def test_every_length_is_served_once(requests, queries, deterministic):
+    found = launches(llama(requests, queries, 4096), deterministic, *H200)
+    for length in range(queries + 1):
+        assert sum(x.fewest <= length <= x.most for x in found) == 1
+    assert all(x.queries >= min(queries, x.most) for x in found)
+    # Tokens of no request are the last launch's.
+    assert [x.pads > 0 or x.ragged for x in found] == [False] * (len(found) - 1) + [True]
+    assert found[0].queries <= DECODE_QUERIES or len(found) == 1
+
+
+def test_ragged_tiles_are_as_many_as_needed():
+    shape = llama(200, 4000, 8192, tokens=4000 + 199)
+    decode, extend = launches(shape, False, *H200)
+    assert extend.ragged and extend.tiles <= shape.tokens // 16 + 202
+    assert not decode.ragged and decode.queries == DECODE_QUERIES
+
+
+@dataclass
+class Tiled:
+    """What the device function makes of a launch: which tile begins where."""
+
+    launch: plan.Launch
+    starts: list[int]
+    block_q: int
+    tokens: int
+
+    def rows(self):
+        requests = len(self.starts) - 1
+        for tile in range(self.launch.tiles):
+            if self.launch.ragged:
+                request = max(b for b in range(requests + 1) if self.starts[b] // self.block_q + b <= tile)
+                origin = self.starts[request] // self.block_q + request
+            else:
+                request = min(tile // self.launch.each, requests)
+                origin = request * self.launch.each
+            if request < requests:
+                first = (tile - origin) * self.block_q
+                end = min(first + self.block_q, self.starts[request + 1] - self.starts[request])
+                yield from (self.starts[request] + i for i in range(first, max(first, end)))
+            else:
+                left, step = self.tokens - self.starts[-1], (self.launch.tiles - origin) * self.block_q
+                for first in range((tile - origin) * self.block_q, left, step):
+                    yield from (self.starts[-1] + i for i in range(first, min(first + self.block_q, left)))
+
+
+@pytest.mark.parametrize("padding", [0, 1, 63, 64, 300])
+@pytest.mark.parametrize("lens", [(), (0,), (5,), (1, 0, 90, 1, 1, 9), (70, 33, 64, 1), (1,) * 90 + (500,)], ids=len)
+def test_every_token_has_one_tile(lens, padding):
+    starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+    tokens = starts[-1] + padding
+    for queries in (max(lens, default=0), max(lens, default=0) + 40):
+        launch = launches(llama(len(lens), queries, 4096, tokens=tokens), False, *H200)[-1]
+        served = sorted(Tiled(launch, starts, launch.tile.rows // 4, tokens).rows())
+        assert served == list(range(tokens))
+
+
+@pytest.mark.parametrize("memory", [H200[1], 163 * 1024, SMALL_GPU[1]])
+def test_tiles_fit(memory):
+    widths = {64: (64, 64, 128), 128: (128, 128, 256), 256: (256, 256, 512), 512: (512, 576, 576)}
+    for kind, dim in TABLE:
+        size, stored = {"half": (2, 2), "quantised": (2, 1), "float32": (4, 4)}[kind]
+        shape = Shape(1, 1, 1, 4096, 1, 1, *widths[dim], size, stored)
+        for rows in (1, 16, 33, 128):
+            tile = pick(shape, rows, memory)
+            assert shared_bytes(tile, shape) <= memory, (kind, dim, rows)
+
+
+def test_a_head_dim_beyond_the_table_is_told():
+    with pytest.raises(ValueError, match="head_dim: got 1024, want <= 512"):
+        launches(llama(1, 1, 10, head_dim=1024), False, *H200)
