@@ -81,7 +81,9 @@ def mla_attention(
     attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse)
 
 
-def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_state(
+    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = ""
+) -> tuple[Tensor, Tensor]:
     """See `attnops.merge_state`. An empty side is not multiplied, so `stale` makes no difference."""
     from attnops.kernels._triton import call
 
