@@ -69,7 +69,7 @@ def test_schemas_are_the_wheels():
         "Tensor seq_lens, Tensor page_table, Tensor($1! -> ) workspace, float sm_scale, int num_kv_splits) -> ()"
     )
     assert str(ops.cutlass_mla_get_workspace_size.default._schema) == (
-        "sgl_kernel::cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int"
+        "sgl_kernel::cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int _0"
     )
 
 
