@@ -140,6 +140,8 @@ class Kernel:
     core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
     plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
         largest sizes; see `attnops.ops.plan`.
+    settled: takes one call's arguments and returns a `run` for all eager calls like it, whose tensors have its shapes, strides, dtypes
+        and device and whose other arguments are its own; what follows from those need not be worked out again. None: `run` serves.
 
     `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """
@@ -159,6 +161,7 @@ class Kernel:
     workspace_bytes: Callable[[Problem], int] | None = None
     core: Core | None = None
     plan_sizes: Callable[..., tuple[int, int]] | None = None
+    settled: Callable[..., Callable[..., Any] | None] | None = None
     contract: int = CONTRACT
     about: str = ""
 

@@ -236,5 +236,5 @@ def key_for(op: str, kernel: str | None) -> str:
     """The policy key of one call: the policy in force, with `kernel=` of the call put before what the region forces."""
     if kernel is None:
         return _ACTIVE.key
-    rest = ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel="))
+    rest = ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel=")) if _ACTIVE.key else ""
     return f"kernel={op}:{kernel}" + (f";{rest}" if rest else "")

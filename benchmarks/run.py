@@ -16,7 +16,7 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"overhead": 100, "tune": 240, "direct": 175, "regret": 200}
+LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180}
 DEFAULT = {"cuda": "overhead,direct,regret", "cpu": "overhead"}
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--grid", default="")
-    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--budget-s", type=float, default=250.0)
     parser.add_argument("--first-calls-s", type=float, default=20.0)
     parser.add_argument("--ops", default="")
     parser.add_argument("--kernels", default="")

@@ -69,13 +69,14 @@ def call(
     if sinks is not None:
         sinks = sinks.to(torch.bfloat16).contiguous()
     cu_q, cu_k = cu
+    max_q, max_k = longest
     q_scale = k_scale = v_scale = None
     if scales is not None:
         batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
         q_scale, k_scale, v_scale = (_expanded(s, batch, key.shape[-2]) for s in scales)
     found = fwd(
         query, key, value, None, None, q_v, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
-        None, None, ends, *longest, table, None, starts, None, None, None,
+        None, None, ends, max_q, max_k, table, None, starts, None, None, None,
         q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, 1 if deterministic(policy) else 0, None, 0,
         sinks, *tail,
     )  # fmt: skip

@@ -9,16 +9,21 @@ Data pointers must be 16-byte aligned, as torch allocates them: a view that star
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch, at_most, multiple_of, one_of, register, without
 from attnops.kernels import _fa3_mla
 from attnops.kernels._fa3 import (
+    FLOAT8,
     PACKAGE,
     bfloat16_sinks,
     call,
     chunk_rules,
+    deterministic,
     dtype_rules,
     left_padding,
     missing,
@@ -26,6 +31,7 @@ from attnops.kernels._fa3 import (
     part_of_plan,
     past,
     plan_rules,
+    raw_op,
     value_dim,
     with_sinks,
 )
@@ -171,6 +177,47 @@ def paged_attention(
         lse.copy_(packed_lse(raw, sinks, cu_seqlens_q, padded))
 
 
+def settled(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *others: Tensor | None,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    attention_chunk: int = 0,
+    padded: bool = True,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    **_: Any,
+) -> Callable[..., None] | None:
+    """The paged call that comes down to one call of the raw op on tensors as they are; None for any other."""
+    sizes = (query.numel(), k_pages.numel(), page_table.numel(), max_seqlen_q)
+    if padded or lse is not None or any(x is not None for x in others) or not all(sizes) or deterministic(policy):
+        return None
+    as_they_are = page_table.stride(1) == 1 and output.stride(2) == 1 and seq_lens.is_contiguous() and cu_seqlens_q.is_contiguous()
+    rows = max_seqlen_q * (query.shape[1] // k_pages.shape[2])
+    if query.dtype == FLOAT8 or not as_they_are or left_padding(k_pages.shape[1], rows, policy, seq_lens) is not None:
+        return None
+    fwd, tail = raw_op()
+    numbers = (scale, causal, window_left, window_right, attention_chunk, softcap, False, None, 0, None, 0, None, *tail)
+
+    def run(query: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, cu: Tensor, *_: None, output: Tensor, **__: Any) -> None:
+        fwd(
+            query, k, v, None, None, None, output, cu, None, None, None, lens, max_seqlen_q, None, table, None, None, None, None, None,
+            None, None, None, *numbers,
+        )  # fmt: skip
+
+    return run
+
+
 FEW = 64
 """Query rows of a key head and request up to which the kernel reads pages without TMA: no tile of its is smaller."""
 
@@ -225,6 +272,7 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             cost_us=_cost_us,
             # The tile size of a packed call follows from the longest request, and bits with it.
             batch_invariant=_op != "varlen_attention",
+            settled=settled if _op == "paged_attention" else None,
             about=ABOUT,
         )
     )

@@ -72,7 +72,8 @@ class Direct:
         if not (first.check(*a) and second.check(*b)):
             return  # one tensor given twice
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
-        run = choose(self.op.problem(*args, **asked), kwargs["policy"]).run
+        kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
+        run = (kernel.settled and kernel.settled(*args, **kwargs)) or kernel.run
         # The dispatcher drops what is at its default, so a kernel may not know such an argument.
         unknown = tuple(n for n in kwargs if not takes(run, n))
         if len(self.seen) >= KINDS:

@@ -41,8 +41,9 @@ def powers(low: int, high: int, step: int = 2) -> Axis:
 ONE = (1.0,)
 # Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more.
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
-FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), COARSE[1])
-FEW, SOME, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
+FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), powers(64, 65536))
+USUAL = (powers(1, 256), powers(64, 65536, 4))
+FEW, SOME, EACH, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(1, 64), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
 PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
 PASTS, STRIDES = powers(1, 4096, 4), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
@@ -50,6 +51,8 @@ DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
 MLA = Shape("mla_attention", q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64, page_size=64)
 D64: dict[str, Any] = {"q_heads": 64, "kv_heads": 8, "head_dim": 64, "v_head_dim": 64}
+D64_4: dict[str, Any] = D64 | {"q_heads": 32}
+D64_MHA: dict[str, Any] = D64 | {"q_heads": 16, "kv_heads": 16}
 D256: dict[str, Any] = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
 MHA: dict[str, Any] = {"q_heads": 32, "kv_heads": 32}
 ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
@@ -72,7 +75,7 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
 # Head dims of 128 first: kernels built ahead are built for them, and what has to be compiled for others may use up its account.
 FULL = (
     _decode(PAGED, *FINE),
-    _extend(PAGED),
+    _extend(PAGED, EACH),
     _decode(MLA, *FINE),
     _decode(replace(MLA, q_heads=16), *FINE),
     _prefill(DENSE, queries=LONG_PROMPTS),
@@ -81,18 +84,18 @@ FULL = (
     _prefill(replace(DENSE, kv_range=True, square=False)),
     _decode(replace(PAGED, page_size=64), *FINE),
     _extend(replace(PAGED, page_size=64)),
-    _decode(replace(PAGED, q_heads=64)),
-    _decode(replace(PAGED, **MHA)),
-    _decode(replace(PAGED, **ONE_KEY_HEAD)),
-    _decode(replace(PAGED, q_heads=4, kv_heads=1)),
-    _decode(replace(PAGED, q_heads=32, kv_heads=2)),
-    _decode(replace(PAGED, page_size=1)),
-    _decode(replace(PAGED, page_size=128)),
+    _decode(replace(PAGED, q_heads=64), *USUAL),
+    _decode(replace(PAGED, **MHA), *USUAL),
+    _decode(replace(PAGED, **ONE_KEY_HEAD), *USUAL),
+    _decode(replace(PAGED, q_heads=4, kv_heads=1), *USUAL),
+    _decode(replace(PAGED, q_heads=32, kv_heads=2), *USUAL),
+    _decode(replace(PAGED, page_size=1), *USUAL),
+    _decode(replace(PAGED, page_size=128), *USUAL),
     _extend(replace(PAGED, q_heads=64), FEW, STRIDES),
     _extend(replace(PAGED, **MHA), FEW, STRIDES),
     _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
-    _decode(replace(MLA, q_heads=32)),
-    _decode(replace(MLA, q_heads=64)),
+    _decode(replace(MLA, q_heads=32), *USUAL),
+    _decode(replace(MLA, q_heads=64), *USUAL),
     _decode(replace(MLA, page_size=16)),
     _decode(replace(MLA, q_heads=16, page_size=16)),
     _extend(MLA, FEW, VERIFY),
@@ -106,8 +109,13 @@ FULL = (
     _prefill(replace(DENSE, **D64, causal=False), SOME),
     _prefill(replace(DENSE, causal=False)),
     _prefill(replace(PACKED, **D64)),
-    _decode(replace(PAGED, **D64)),
+    _decode(replace(PAGED, **D64), *USUAL),
+    _decode(replace(PAGED, **D64_4), *USUAL),
+    _decode(replace(PAGED, **D64_MHA), *USUAL),
     _extend(replace(PAGED, **D64)),
+    _extend(replace(PAGED, **D64_MHA), FEW, STRIDES),
+    _decode(replace(PAGED, **MHA, page_size=1)),
+    _decode(replace(PAGED, **D64_4, page_size=1)),
     _prefill(replace(PACKED, **DEEPSEEK)),
     _prefill(replace(DENSE, **DEEPSEEK)),
     _decode(replace(PAGED, **D64, window=127, sinks=True)),

@@ -364,3 +364,16 @@ def test_the_stand_in_has_the_wheels_schema():
     fwd, tail = _fa3.raw_op()
     with_tail = SCHEMA_37 if tail else SCHEMA
     assert str(fwd._schema) == str(torch._C.parse_schema(f"sgl_kernel::{with_tail}"))
+
+
+@torch.no_grad()
+def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
+    """What a kernel settles for calls like an earlier one serves those calls, and no other."""
+    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=64), padding=0))
+    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
+    given = [call.arguments[n] for n in names]
+    first = fa3("paged_attention").settled(*given, max_seqlen_q=1, scale=0.125, padded=False, output=call.arguments["output"])
+    assert first is not None and first(*given, output=call.arguments["output"]) is None
+    for other in ({"padded": True}, {"lse": torch.empty(2, 4)}, {"policy": "deterministic"}, {"max_seqlen_q": 0}):
+        asked = {"max_seqlen_q": 1, "scale": 0.125, "padded": False, "output": call.arguments["output"]} | other
+        assert fa3("paged_attention").settled(*given, **asked) is None, other
