@@ -30,6 +30,13 @@ class Pool:
         """What was dealt out may be dealt out again."""
         self._used.clear()
 
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+        self.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def reserve(self, dtype: torch.dtype, numbers: int) -> None:
         """Have at least `numbers` of `dtype`. What was dealt out before keeps its memory but is no longer the pool's."""
         have = self._buffers.get(dtype)

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Report:
-    """What a measurement did. points, timings: how many. seconds: in all. late: shapes and points left out when the budget ended."""
+    """What a measurement did. points, timings: how many. seconds: in all. late: points left out, because the budget had ended or memory did not suffice."""
 
     points: int = 0
     timings: int = 0
@@ -110,7 +110,12 @@ def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, repor
             report.late += 1
             continue
         batch, queries = int(at.batch), int(at.queries)
-        call = build(shape, *lengths(shape, at), pool)
+        try:
+            call = build(shape, *lengths(shape, at), pool)
+        except torch.OutOfMemoryError:
+            pool.drop()
+            report.late += 1
+            continue
         candidates = stopwatch.candidates(call)
         if len(candidates) < 2:
             continue
