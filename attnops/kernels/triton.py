@@ -6,11 +6,16 @@ docs/triton.md has the picture. How many splits follows from shapes alone, so th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, Package, at_most, one_of, register
 from attnops.problem import Problem, Refusal
+
+if TYPE_CHECKING:
+    from attnops.kernels._triton.plan import Choice
 
 PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
 
@@ -38,14 +43,15 @@ def paged_attention(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    choice: Choice | None = None,
 ) -> None:
-    """See `attnops.paged_attention`."""
+    """See `attnops.paged_attention`. choice: what to launch, for those who measure it."""
     from attnops.kernels._triton.call import Batch, Keys, attention
 
     _, page, heads, dims = k_pages.shape
     keys = Keys(k_pages, v_pages, dims, v_pages.shape[3], 0, heads, page, k_scale, v_scale)
     rules = (scale, causal, window_left, window_right, softcap, _deterministic(policy))
-    attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse)
+    attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 
 def mla_attention(
@@ -70,6 +76,7 @@ def mla_attention(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    choice: Choice | None = None,
 ) -> None:
     """See `attnops.ops.mla_attention`. A latent is loaded once, for the scores and for the sum."""
     from attnops.kernels._triton.call import Batch, Keys, attention
@@ -78,7 +85,7 @@ def mla_attention(
     # One head of keys that every query head shares.
     keys = Keys(latent_pages[:, :, None], None, dims, dims, rope, 1, latent_pages.shape[1], kv_scale, kv_scale)
     rules = (scale, causal, window_left, -1, softcap, _deterministic(policy))
-    attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse)
+    attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 
 def merge_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ OPTIONS = {"enable_fp_fusion": True}
 
 INTERPRETED = (4, 227 * 1024)
 """Multiprocessors and shared memory where there is none of either: few enough that small calls are split as large ones are."""
+
+
+class Step(NamedTuple):
+    """One launch of a device function."""
+
+    kernel: Any
+    blocks: int
+    given: dict[str, Any]
 
 
 class Keys(NamedTuple):
@@ -69,8 +78,19 @@ def _device(index: int) -> tuple[int, int]:
 _launches = functools.lru_cache(maxsize=4096)(plan.launches)
 
 
-def attention(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None) -> None:
+def attention(
+    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None
+) -> None:
     """Write attention of query `[T, H, D]` (and its rotated part) into output `[T, H, Dv]` and lse `[T, H]`."""
+    with torch.cuda.device_of(query):
+        for step in steps(query, rope, keys, batch, output, lse, choice):
+            step.kernel[(step.blocks,)](**step.given)
+
+
+def steps(
+    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None
+) -> Iterator[Step]:
+    """What `attention` launches, in order; what lies between its stages is allocated on the way."""
     tokens, heads = query.shape[:2]
     if output.numel() == 0:
         return
@@ -94,9 +114,8 @@ def attention(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, outp
     )
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
-    with torch.cuda.device_of(query):
-        for launch in _launches(shape, batch.deterministic, sms, memory):
-            _launch(launch, shape, keys, batch, fixed, constants, output, lse)
+    for launch in _launches(shape, batch.deterministic, sms, memory, choice):
+        yield from _stages(launch, shape, keys, batch, fixed, constants, output, lse)
 
 
 def _arguments(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None) -> dict[str, Any]:
@@ -141,7 +160,7 @@ def _constants(query: Tensor, keys: Keys, batch: Batch, blocks: tuple[int, int, 
     }  # fmt: skip
 
 
-def _launch(
+def _stages(
     at: plan.Launch,
     shape: plan.Shape,
     keys: Keys,
@@ -150,25 +169,31 @@ def _launch(
     constants: dict[str, Any],
     output: Tensor,
     lse: Tensor | None,
-) -> None:
+) -> Iterator[Step]:
     if at.blocks == 0:
         return
     heads = output.shape[1]
     rows = shape.requests * at.queries * heads
     parts = output.new_empty(rows * at.splits * (keys.v_dims + 1), dtype=torch.float32) if at.parts else None
     shared = {"width": at.queries, "splits": at.splits, "split_keys": at.split_keys, "rows": rows, "fewest": at.fewest, "most": at.most}
-    attend[(at.blocks,)](
-        **fixed, **constants, **shared, parts_ptr=parts, tiles=at.tiles, pads=at.pads, each=at.each,
-        TILE_M=at.tile.rows, TILE_N=at.tile.keys, RAGGED=at.ragged, SPLIT=at.parts, PEEL=at.tile.rows >= 64 and batch.mask is None,
-        num_warps=at.tile.warps, num_stages=at.tile.stages, **OPTIONS,
-    )  # fmt: skip
+    yield Step(attend, at.blocks, {
+        **fixed, **constants, **shared, "parts_ptr": parts, "tiles": at.tiles, "pads": at.pads, "each": at.each,
+        "TILE_M": at.tile.rows, "TILE_N": at.tile.keys, "RAGGED": at.ragged, "SPLIT": at.parts,
+        "PEEL": at.tile.rows >= 64 and batch.mask is None,
+        **_options(at.tile),
+    })  # fmt: skip
     if parts is not None and rows:
         block = min(constants["BLOCK_DV"], 64)
-        combine[(rows * -(-keys.v_dims // block),)](
-            parts_ptr=parts, lengths_ptr=fixed["lengths_ptr"], starts_ptr=fixed["starts_ptr"], sinks_ptr=fixed["sinks_ptr"],
-            left=batch.left, **shared, **_results(output, lse),
-            HEADS=heads, DV=keys.v_dims, BLOCK_DV=block, TILE_N=at.tile.keys, CHUNK=CHUNK, WINDOWED=batch.left >= 0, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+        yield Step(combine, rows * -(-keys.v_dims // block), {
+            "parts_ptr": parts, "lengths_ptr": fixed["lengths_ptr"], "starts_ptr": fixed["starts_ptr"], "sinks_ptr": fixed["sinks_ptr"],
+            "left": batch.left, **shared, **_results(output, lse), "HEADS": heads, "DV": keys.v_dims, "BLOCK_DV": block,
+            "TILE_N": at.tile.keys, "CHUNK": CHUNK, "WINDOWED": batch.left >= 0, "num_warps": 4, **OPTIONS,
+        })  # fmt: skip
+
+
+def _options(tile: plan.Tile) -> dict[str, Any]:
+    capped = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **capped, **OPTIONS}
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

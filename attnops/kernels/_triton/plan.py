@@ -29,12 +29,23 @@ UNBOUNDED = 2**31 - 1
 
 
 class Tile(NamedTuple):
-    """Rows (queries times heads of a group) and keys of a program's step, its warps, and its loads in flight."""
+    """Rows (queries times heads of a group) and keys of a program's step, its warps, and its loads in flight.
+
+    registers: the most a thread may have, 0 for what the compiler makes of it.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
+
+
+class Choice(NamedTuple):
+    """A configuration to launch whatever the table and the rules say, for those who measure. splits: 0 for as the rules have it."""
+
+    tile: Tile
+    splits: int = 0
 
 
 class Shape(NamedTuple):
@@ -139,15 +150,15 @@ def shared_bytes(tile: Tile, s: Shape) -> int:
     return (tile.rows * s.q_width + in_flight * tile.keys * s.width + tile.rows * tile.keys) * s.itemsize + 2048
 
 
-def launches(s: Shape, deterministic: bool, sms: int, memory: int) -> tuple[Launch, ...]:
-    """What serves a call, in order. Tokens of no request belong to the last."""
+def launches(s: Shape, deterministic: bool, sms: int, memory: int, choice: Choice | None = None) -> tuple[Launch, ...]:
+    """What serves a call, in order. Tokens of no request belong to the last. choice: of every launch, where it is not the rules'."""
     deep = s.queries > DECODE_QUERIES
     if deep and (deterministic or (s.queries > PREFILL_QUERIES and s.requests > 1)):
         return (
-            _launch(s._replace(queries=DECODE_QUERIES), deterministic, sms, memory, most=DECODE_QUERIES, padding=False),
-            _launch(s, False, sms, memory, fewest=DECODE_QUERIES + 1, split=False),
+            _launch(s._replace(queries=DECODE_QUERIES), deterministic, sms, memory, choice, most=DECODE_QUERIES, padding=False),
+            _launch(s, False, sms, memory, choice, fewest=DECODE_QUERIES + 1, split=False),
         )
-    return (_launch(s, deterministic, sms, memory),)
+    return (_launch(s, deterministic, sms, memory, choice),)
 
 
 def _launch(
@@ -155,6 +166,7 @@ def _launch(
     deterministic: bool,
     sms: int,
     memory: int,
+    choice: Choice | None,
     fewest: int = 0,
     most: int = UNBOUNDED,
     split: bool = True,
@@ -164,7 +176,7 @@ def _launch(
     rows = UNBOUNDED if not split else s.group if deterministic else s.group * s.queries
     if s.masked:
         rows = min(rows, MASKED_ROWS)
-    tile = pick(s, rows, memory)
+    tile = choice.tile if choice else pick(s, rows, memory)
     heads = min(s.group, tile.rows)
     block_q = tile.rows // heads
     each = max(1, -(-s.queries // block_q))
@@ -177,7 +189,7 @@ def _launch(
         splits = max(1, -(-keys // SPLIT_KEYS))
     elif split:
         room = sms * max(1, min(BLOCKS_PER_SM, memory // shared_bytes(tile, s)))
-        splits = _splits(direct * across, keys, room)
+        splits = choice.splits if choice and choice.splits else _splits(direct * across, keys, room)
     # Tiles laid out for the longest request are mostly empty in a ragged batch; then each tile looks for its request.
     ragged = direct > 2 * packed and splits == 1 and not deterministic
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
