@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Report:
-    """What a measurement did. points, timings: how many. seconds: in all. late: points left out, because the budget had ended or memory did not suffice."""
+    """What a measurement did. points, timings: how many. seconds: in all. late: points left out for want of time or memory."""
 
     points: int = 0
     timings: int = 0
