@@ -22,6 +22,9 @@ from attnops.version import VERSION
 TOO_SLOW = 8.0
 """A kernel this many times slower than the best at a smaller size is not timed at a larger one."""
 
+LEAST_S, HARD = 5.0, 1.2
+"""Seconds that every shape gets, and how many budgets all may take with what is compiled on the way."""
+
 SHORTEST = 0.6
 """The shortest request of a timed batch that reads a cache, as a share of the longest."""
 
@@ -48,9 +51,9 @@ def measure(
 ) -> tuple[Table, Report]:
     """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
 
-    Each shape gets its share of what is left of `budget_s`, by its number of points, slow first calls not counted; points that come
-    too late have no time, and a table scales their smaller neighbour's. A shape that a single kernel answers is left out: there is
-    nothing to choose.
+    Each shape gets its share of what is left of `budget_s`, by its number of points and never less than LEAST_S, first calls not
+    counted; with them it all takes HARD budgets at most. Points that come too late have no time, and a table scales their smaller
+    neighbour's. A shape that a single kernel answers is left out: there is nothing to choose.
     progress: called with (shape, points done, points in all).
     """
     start, report = time.monotonic(), Report()
@@ -62,7 +65,8 @@ def measure(
     grids = []
     for plan in plans:
         mine = sum(map(plan.allows, _points(plan)))
-        share = (budget_s - (_timed_s(stopwatch) - began)) * min(1.5 * mine / max(left, 1), 1.0)
+        rest = budget_s - (_timed_s(stopwatch) - began)
+        share = min(max(rest * 1.5 * mine / max(left, 1), LEAST_S), rest, HARD * budget_s - (time.monotonic() - start))
         grid = _measure(plan, stopwatch, pool, share, report, partial(_step, progress, plan.shape.op, total - left, total))
         if len(grid.us) > 1:
             grids.append(grid)
@@ -92,8 +96,8 @@ def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
 
 
 def _timed_s(stopwatch: Stopwatch) -> float:
-    """A clock that stands still while kernels are compiled: a slow first call must not cost a shape all its other points."""
-    return time.monotonic() - sum(stopwatch.spent_s.values())
+    """A clock that stands still while kernels are called first: what they compile must not cost a shape its other points."""
+    return time.monotonic() - stopwatch.starting_s
 
 
 def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, report: Report, step: Callable[[int], None]) -> Grid:

@@ -40,13 +40,17 @@ def powers(low: int, high: int, step: int = 2) -> Axis:
 
 
 ONE = (1.0,)
-# Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more.
+# Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more: at 16 or at 17.
+BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 20, 24, 28, 32, 33, 40, 49, 64, 65, 81, 97, 128, 131, 160, 193, 256)
+KEYS = powers(64, 65536, 4)
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
-FINE = (tuple(sorted({*powers(1, 256), *powers(3, 192)})), powers(64, 65536))
-USUAL = (powers(1, 256), powers(64, 65536, 4))
-FEW, SOME, EACH, MANY, VERIFY = powers(1, 16, 4), powers(1, 64, 4), powers(1, 64), powers(2, 2048, 4), (2.0, 8.0, 64.0, 512.0)
+FINE = (tuple(map(float, BATCHES)), KEYS)
+USUAL = ((1.0, 2.0, 4.0, 8.0, 13.0, 17.0, 33.0, 65.0, 129.0, 256.0), KEYS)
+FEW, SOME, EACH = powers(1, 16, 4), powers(1, 64, 4), powers(1, 64)
+MANY, EACH_MANY = powers(2, 2048, 4), (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
+VERIFY = (2.0, 8.0, 64.0, 512.0)
 PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
-PASTS, STRIDES = powers(1, 4096, 4), powers(4, 2048, 8)
+PASTS, STRIDES = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
 DENSE = Shape("attention", square=True)
 PACKED = Shape("varlen_attention")
@@ -76,7 +80,7 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
 # Head dims of 128 first: kernels built ahead are built for them, and what has to be compiled for others may use up its account.
 FULL = (
     _decode(PAGED, *FINE),
-    _extend(PAGED, EACH),
+    _extend(PAGED, EACH, EACH_MANY),
     _decode(MLA, *FINE),
     _decode(replace(MLA, q_heads=16), *FINE),
     _prefill(DENSE, queries=LONG_PROMPTS),
@@ -113,7 +117,7 @@ FULL = (
     _decode(replace(PAGED, **D64), *USUAL),
     _decode(replace(PAGED, **D64_4), *USUAL),
     _decode(replace(PAGED, **D64_MHA), *USUAL),
-    _extend(replace(PAGED, **D64)),
+    _extend(replace(PAGED, **D64), SOME, EACH_MANY),
     _extend(replace(PAGED, **D64_MHA), FEW, STRIDES),
     _decode(replace(PAGED, **MHA, page_size=1)),
     _decode(replace(PAGED, **D64_4, page_size=1)),

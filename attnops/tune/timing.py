@@ -19,7 +19,7 @@ from attnops.tune.clock import Clock
 
 Equip = Callable[[Kernel, Call], Call]
 
-SLOW_FIRST_CALL_S = 2.0
+SLOW_FIRST_CALL_S = 0.5
 """A first call that takes longer has compiled something."""
 
 
@@ -79,7 +79,7 @@ class Stopwatch:
     `kind` is what a kernel compiles for, as far as a caller can tell. A kernel whose slow first calls have taken `first_calls_s` in
     all stops where its last two first calls were slow, and is not started on another kind unless most kinds began at once (what is
     built ahead goes on), nor at all after three times as long: flex_attention would compile all day.
-    names: only these kernels are timed; empty for all.
+    names: only these kernels are timed; empty for all. starting_s: what first calls have taken in all.
     """
 
     clock: Clock
@@ -87,6 +87,7 @@ class Stopwatch:
     names: tuple[str, ...] = ()
     equip: Equip = equip
     spent_s: dict[str, float] = field(default_factory=dict)
+    starting_s: float = 0.0
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
     _starts: dict[str, list[bool]] = field(default_factory=dict)
 
@@ -119,6 +120,7 @@ class Stopwatch:
                 run()
                 _wait(call)
                 first_s = time.perf_counter() - start
+                self.starting_s += first_s
                 if kernel.core is None:
                     self._account(kernel.name, kind, first_s)
                 return Timing(self.clock(kernel, call, run), plan_us=plan_us)
