@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs gpu-test gpu-bench gpu-tune
+.PHONY: help demo test lint docs gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ docs: .venv/.ready ## write the generated tables of README and docs
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3
 	$(PYTHON) tests/gpu/run.py
+
+gpu-sanitize: ## our own kernels on a CUDA device under compute-sanitizer
+	$(PYTHON) tests/gpu/sanitize.py
 
 gpu-bench: ## measurements on a CUDA device, with the system's python3
 	$(PYTHON) benchmarks/run.py --device cuda
