@@ -1,4 +1,4 @@
-"""Reference movement of rows: a copy between slots of all layers, and ragged queries to a rectangle and back. Plain, capturable torch ops."""
+"""Reference movement of rows: a copy between slots of all layers, ragged queries to a rectangle and back. Plain torch ops."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ def _bits(x: Tensor) -> Tensor:
 
 def write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Write two sets of rows: of each (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None)."""
-    (a, a_pages, _), (b, b_pages, _) = parts
+    (a, a_pages, _), (b, *_) = parts
     if slots.shape[0] == 0 or a_pages.shape[0] == 0:
         return
     sms, arch = _gpu(slots)
     heads, page = a.shape[1], a_pages.shape[1]
     columns = heads * a.shape[2], heads * b.shape[2]
-    tile = tiles.store_tile(slots.shape[0], sum(columns), a.dtype.itemsize, sms)
+    tile = tiles.store_tile(slots.shape[0], columns, a.dtype.itemsize, sms)
     blocks = [min(tile.columns, tiles.block(c)) for c in columns]
     given: dict[str, Any] = {}
     for name, (rows, pages, scale) in zip("ab", parts, strict=True):
@@ -85,7 +85,7 @@ def write_packed(latent: Tensor, k_pe: Tensor, pages: Tensor, slots: Tensor) -> 
         return
     sms, arch = _gpu(slots)
     (tokens, dims), rope = latent.shape, k_pe.shape[1]
-    rows = tiles.store_tile(tokens, GROUP, latent.dtype.itemsize, sms).rows
+    rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, sms).rows
     with torch.cuda.device_of(slots):
         pack[(-(-tokens // rows), dims // GROUP + 1)](
             slots, slots.stride(0), tokens, latent, k_pe, pages, *latent.stride(), *k_pe.stride(), *pages.stride(),
@@ -122,14 +122,14 @@ def copy_slots(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
 def _copy_through(pool: Tensor, index: dict[str, Any]) -> None:
     layers, _, page, heads, dim = pool.shape
     entries, columns = index["entries"], heads * dim
-    tile = tiles.store_tile(entries * layers, columns, pool.dtype.itemsize, _gpu(pool)[0])
+    tile = tiles.store_tile(entries * layers, [columns], pool.dtype.itemsize, _gpu(pool)[0])
     at_once = tiles.layers_at_once(layers, entries, columns * pool.dtype.itemsize)
     scratch = pool.new_empty(at_once * entries * columns)
     for first in range(0, layers, at_once):
         some = pool[first : first + at_once]
         for out in (True, False):
             through[(-(-entries // tile.rows), -(-columns // tile.columns), some.shape[0])](
-                **index, pages_ptr=some, scratch_ptr=scratch, **dict(zip("lpnhd", pool.stride(), strict=True)),
+                **index, pages_ptr=some, scratch_ptr=scratch, **dict(zip(("layer", *"pnhd"), pool.stride(), strict=True)),
                 PAGE=page, HEADS=heads, D=dim, BLOCK_N=tile.rows, BLOCK=tile.columns, OUT=out, num_warps=tile.warps, **OPTIONS,
             )  # fmt: skip
 
@@ -139,7 +139,7 @@ def pad_rows(query: Tensor, starts: Tensor, padded: Tensor) -> None:
     batch, width, heads, dim = padded.shape
     if padded.numel() == 0:
         return
-    tile = tiles.store_tile(batch * width, heads * dim, query.dtype.itemsize, _gpu(query)[0])
+    tile = tiles.store_tile(batch * width, [heads * dim], query.dtype.itemsize, _gpu(query)[0])
     with torch.cuda.device_of(query):
         pad[(-(-batch * width // tile.rows), -(-heads * dim // tile.columns))](
             starts, starts.stride(0), _bits(query), _bits(padded), batch * width, width, *query.stride(),
@@ -152,7 +152,7 @@ def unpad_rows(padded: Tensor, starts: Tensor, rows: Tensor) -> None:
     (batch, width), (tokens, heads, dim) = padded.shape[:2], rows.shape
     if rows.numel() == 0:
         return
-    tile = tiles.store_tile(tokens, heads * dim, rows.dtype.itemsize, _gpu(rows)[0])
+    tile = tiles.store_tile(tokens, [heads * dim], rows.dtype.itemsize, _gpu(rows)[0])
     with torch.cuda.device_of(rows):
         unpad[(-(-tokens // tile.rows), -(-heads * dim // tile.columns))](
             starts, starts.stride(0), _bits(padded), _bits(rows), tokens, width, batch, batch.bit_length(), *padded.stride(),

@@ -5,6 +5,7 @@ Nothing is tuned while serving: `BYTES` and `WARPS` are the committed table, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 WIDEST = 1024
@@ -47,11 +48,11 @@ def block(columns: int) -> int:
     return wide[0] if wide else min(power(columns), WIDEST)
 
 
-def store_tile(rows: int, columns: int, itemsize: int, sms: int) -> Tile:
-    """For `rows` rows of `columns` numbers of `itemsize` bytes, all sets together, on `sms` multiprocessors."""
-    total = rows * columns * itemsize
+def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Tile:
+    """For `rows` rows of sets of `columns` numbers of `itemsize` bytes, on `sms` multiprocessors."""
+    total = rows * sum(columns) * itemsize
     each = max((b for b in BYTES[1:] if total // b >= WAVE * sms), default=BYTES[0])
-    wide = block(columns)
+    wide = max(map(block, columns))
     return Tile(max(1, min(power(rows), each // (wide * itemsize))), wide, WARPS)
 
 

@@ -43,7 +43,7 @@ def copy(
 
 @triton.jit(do_not_specialize=["entries"])
 def through(
-    source_ptr, target_ptr, source_t, target_t, entries, pages_ptr, scratch_ptr, l, p, n, h, d,
+    source_ptr, target_ptr, source_t, target_t, entries, pages_ptr, scratch_ptr, layer, p, n, h, d,
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
@@ -51,17 +51,17 @@ def through(
     here = entry < entries
     source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
     target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
-    layer = tl.program_id(2).to(tl.int64)
+    at_layer = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None]
     if HEADS * D % BLOCK != 0:
         real = real & (column < HEADS * D)[None, :]
     at = ((column // D) * h + (column % D) * d)[None, :]
-    kept_ptr = scratch_ptr + ((layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
+    kept_ptr = scratch_ptr + ((at_layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
     if OUT:
-        tl.store(kept_ptr, tl.load(pages_ptr + layer * l + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
+        tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
     else:
-        tl.store(pages_ptr + layer * l + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
+        tl.store(pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def kv_indices(
             length = tl.load(lengths_ptr + request.to(tl.int64) * lengths_b)
             tl.store(last_ptr + request, tl.where(length > 0, (length - 1) % PAGE + 1, 0).to(tl.int32))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (column < width) & (request < batch)
+    inside = column < tl.where(request < batch, width, 0)
     real = inside & (column < count)
     page = tl.load(table_ptr + request.to(tl.int64) * table_b + column.to(tl.int64) * table_m, mask=real, other=0)
     # The zeros of the rows before this one come first among those past the end.
