@@ -18,6 +18,7 @@ from attnops.testing import CASES, Features, Source, builders, check_kernel, lat
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
+from tests.triton.test_kernels import OPTIONS, kind_of
 from tests.triton.test_numerics import strided, transposed
 
 SM90 = Target("cuda", 90, assume=("triton",))
@@ -216,7 +217,7 @@ def test_many_rows():
 @interpreted
 def test_long_tables():
     source = Source(5)
-    for batch, width, page in ((1, 3000, 1), (70, 5, 16), (1300, 2, 4), (3, 1025, 64)):
+    for batch, width, page in ((1, 3000, 1), (70, 5, 16), (520, 2, 4), (3, 1025, 64)):
         lens = source.ints([(i * 37) % (width * page + 1) for i in range(batch)])
         table = source.ints(source.permutation(batch * width)).reshape(batch, width)
         tokens = builders.token_table(source, 4, width * page, page)
@@ -269,7 +270,50 @@ def test_a_compiled_function_calls_them():
         assert torch.equal(a, b)
 
 
-# Tiles ----------------------------------------------------------------------------------------------------------------
+# What is compiled, and tiles ------------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_a_generate_run_compiles_few_kernels():
+    """Every number of tokens of one model. The bounds are in docs/triton.md."""
+    from attnops.kernels._triton import data as host
+
+    seen = {"store": set(), "pad": set(), "unpad": set()}
+
+    class Recorded:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(host, name)
+            self.varying = {p.name for p in self.kernel.params if p.do_not_specialize} if hasattr(self.kernel, "params") else VARYING
+
+        def __getitem__(self, grid):
+            def run(*args, **given):
+                given |= dict(zip(self.kernel.arg_names, args, strict=False))
+                key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in self.varying) for n, x in given.items()}
+                seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
+
+            return run
+
+    before = {n: getattr(host, n) for n in (*seen, "INTERPRETED")}
+    for n in seen:
+        setattr(host, n, Recorded(n))
+    host.INTERPRETED = (132, 90)
+    try:
+        pages = torch.empty(1, 16, 8, 128, dtype=BF16)
+        for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
+            slots, cu = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens + 1, dtype=torch.int32)
+            new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
+            kernels_of("write_kv")["triton"].run(new, new, pages, pages, slots)
+            kernels_of("pad_queries")["triton"].run(new, cu, max_seqlen_q=4)
+            padded = new[:, None].expand(-1, 4, -1, -1)
+            kernels_of("unpad_queries")["triton"].run(padded, cu, num_tokens=3 * tokens)
+    finally:
+        for n, value in before.items():
+            setattr(host, n, value)
+    print({n: len(found) for n, found in seen.items()})
+    assert {n: len(found) for n, found in seen.items()} == {"store": 3, "pad": 3, "unpad": 3}
+
+
+VARYING = ("tokens", "rows", "width", "requests", "steps")
 
 
 def test_tiles_fill_the_gpu_before_they_grow():

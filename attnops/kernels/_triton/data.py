@@ -32,7 +32,10 @@ OPTIONS = {"enable_fp_fusion": True}
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOAT8_ARCH = 89
-BLOCK = 1024
+COLUMNS = 1024
+"""Columns of a table that a program makes, at most; a table's width is the server's, and does not change from step to step."""
+REQUESTS = 512
+"""Requests whose lengths are added up at once: one figure for all batches, so that one kernel serves them."""
 
 
 @functools.cache
@@ -165,7 +168,7 @@ def make_page_table(token_table: Tensor, rows: Tensor, lengths: Tensor, page: in
     batch, width = out.shape
     if out.numel() == 0:
         return
-    block = min(BLOCK, tiles.power(width))
+    block = max(64, min(COLUMNS, tiles.power(width)))
     with torch.cuda.device_of(out):
         page_table[(batch, -(-width // block))](
             token_table, rows, lengths, out, batch, width, *token_table.stride(), rows.stride(0), lengths.stride(0),
@@ -176,11 +179,11 @@ def make_page_table(token_table: Tensor, rows: Tensor, lengths: Tensor, page: in
 def make_kv_indices(table: Tensor, lengths: Tensor, page: int, indptr: Tensor, indices: Tensor, last: Tensor) -> None:
     """Write the compressed rows of page table `[B, M]`."""
     batch, width = table.shape
-    block = min(BLOCK, tiles.power(width))
+    block = max(64, min(COLUMNS, tiles.power(width)))
     with torch.cuda.device_of(table):
         kv_indices[(max(batch, 1), max(-(-width // block), 1))](
             table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0),
-            PAGE=page, BLOCK_B=min(BLOCK, tiles.power(batch)), BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
+            PAGE=page, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
         )  # fmt: skip
 
 
@@ -189,8 +192,7 @@ def make_num_kv_splits(lengths: Tensor, rule: str, most: int, tile: int, fill: i
     batch = lengths.shape[0]
     if batch == 0:
         return
-    block = min(BLOCK, tiles.power(batch))
     with torch.cuda.device_of(lengths):
-        num_kv_splits[(-(-batch // block),)](
-            lengths, out, lengths.stride(0), batch, most, tile, fill, blocks, RULE=rule, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS
+        num_kv_splits[(-(-batch // REQUESTS),)](
+            lengths, out, lengths.stride(0), batch, most, tile, fill, blocks, RULE=rule, BLOCK=REQUESTS, num_warps=tiles.WARPS, **OPTIONS
         )  # fmt: skip
