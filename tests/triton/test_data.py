@@ -20,6 +20,7 @@ from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
 from tests.triton.test_kernels import OPTIONS, kind_of
 from tests.triton.test_numerics import strided, transposed
+from tests.triton.values import every_number
 
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -74,20 +75,6 @@ def check_bits(call):
 
 
 # Bit for bit ----------------------------------------------------------------------------------------------------------
-
-
-def every_number(dtype, heads, dim):
-    """Float numbers `[T, heads, dim]`: all of a two-byte dtype that are finite, or float32 between and on all edges of float8."""
-    if dtype != F32:
-        x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        x = x[x.isfinite()]
-    else:
-        edges = torch.cat([torch.arange(256, dtype=torch.uint8).view(d).float() for d in (E4M3, E5M2)])
-        edges = torch.cat([edges[edges.isfinite()], torch.arange(-130, 130).float()]).sort().values
-        x = torch.cat([edges, (edges[1:] + edges[:-1]) / 2])
-        x = torch.cat([x, torch.nextafter(x, x + 1), torch.nextafter(x, x - 1), x * 1e-30, torch.tensor([3e38, -3e38, 1e-45])])
-    rows = -(-x.numel() // (heads * dim))
-    return torch.nn.functional.pad(x.float(), (0, rows * heads * dim - x.numel())).to(dtype).reshape(rows, heads, dim)
 
 
 SCALES = {"one": (1.0,), "a_third": (1 / 3,), "by_head": (0.07, 3.0, 1.0, 1e-3)}
