@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
 
 def _copies() -> tuple[Case, ...]:
     mixed = PAIRS["skipped"]
-    plain: dict[str, Build] = {n: lambda s, p=p: copy(s, p, 2, 4, 3, Features()) for n, p in PAIRS.items()}
+    plain: dict[str, Build] = {n: partial(copy, pairs=p, layers=2, pages=4, page_size=3, f=Features()) for n, p in PAIRS.items()}
     more: dict[str, Build] = {
         "one_layer": lambda s: copy(s, mixed, 1, 4, 3, Features(dtype=BF16)),
         "no_layers": lambda s: copy(s, mixed, 0, 4, 3, Features()),

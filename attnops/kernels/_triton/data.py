@@ -99,24 +99,24 @@ def write_packed(latent: Tensor, k_pe: Tensor, pages: Tensor, slots: Tensor) -> 
 
 def copy_slots(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
     """Copy between slots of every pool `[L, P, page, H, D]`, of one dtype and shape up to D. One or two pools."""
-    pools = tuple(_bits(pool) for pool in pools if pool.numel())
+    filled = [_bits(pool) for pool in pools if pool.numel()]
     entries = source.shape[0]
-    if not pools or entries == 0:
+    if not filled or entries == 0:
         return
     index = {"source_ptr": source, "target_ptr": target, "source_t": source.stride(0), "target_t": target.stride(0), "entries": entries}
-    layers, _, page, heads, dim = pools[0].shape
+    layers, _, page, heads, dim = filled[0].shape
     with torch.cuda.device_of(source):
         if entries > tiles.WHOLE:
-            for pool in pools:
+            for pool in filled:
                 _copy_through(pool, index)
             return
-        widths = [heads * pool.shape[4] for pool in pools]
-        tile = tiles.copy_tile(entries, max(widths), pools[0].dtype.itemsize)
-        b = pools[1] if len(pools) > 1 else None
-        strides = [*pools[0].stride(), *(b.stride() if b is not None else (0,) * 5)]
+        widths = [heads * pool.shape[4] for pool in filled]
+        tile = tiles.copy_tile(entries, max(widths), filled[0].dtype.itemsize)
+        b = filled[1] if len(filled) > 1 else None
+        strides = [*filled[0].stride(), *(b.stride() if b is not None else (0,) * 5)]
         names = [f"{part}_{s}" for part in "ab" for s in "lpnhd"]
         copy[(sum(-(-w // tile.columns) for w in widths), layers)](
-            **index, a_ptr=pools[0], b_ptr=b, **dict(zip(names, strides, strict=True)),
+            **index, a_ptr=filled[0], b_ptr=b, **dict(zip(names, strides, strict=True)),
             PAGE=page, HEADS=heads, A_D=dim, B_D=1 if b is None else b.shape[4], BLOCK_N=tile.rows, BLOCK=tile.columns,
             num_warps=tile.warps, **OPTIONS,
         )  # fmt: skip
