@@ -1,8 +1,9 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite overhead,direct,regret] [--device cpu|cuda]
+    python benchmarks/run.py [--suite overhead,direct,regret,data] [--device cpu|cuda]
 
 overhead: what a call through attnops costs. direct: against the vendors' own calls. regret: the automatic choice against the best.
+data: the kernels that move data against plain torch ops and a copy.
 tune: the table of measured times, written as table.json beside the results; a regret suite in the same run goes by it.
 """
 
@@ -16,7 +17,7 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180}
+LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150}
 DEFAULT = {"cuda": "overhead,direct,regret", "cpu": "overhead"}
 
 

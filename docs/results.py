@@ -114,6 +114,19 @@ def regret(data: dict[str, Any]) -> str:
     return table(["calls", "how many", *(f"{what}, mean / worst" for _, what in WAYS), "the best was chosen"], rows)
 
 
+def data_kernels(data: dict[str, Any]) -> str:
+    """The kernels that move data, beside plain torch ops and a copy of as many bytes."""
+    rows = []
+    for case, found in {**data.get("append", {}), **data["cases"]}.items():
+        gpu = {**data.get("append", {}).get(case, {}).get("gpu", {}), **found["gpu"]}
+        shown = [gpu.get(n) for n in ("triton", "compiled", "eager", "flashinfer_append", "copy")]
+        counts = "/".join(str(len(found["device_kernels"].get(n, []))) for n in ("triton", "compiled", "eager"))
+        share = f"{gpu['triton']['of_copy']:.2f}" if "of_copy" in gpu.get("triton", {}) else "-"
+        rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
+    head = ["us", "triton", "compiled", "eager", "flashinfer_append", "copy", "triton, of copy", "device kernels of the first three"]
+    return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure."
+
+
 WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))
 
 
@@ -124,6 +137,7 @@ def cell(f: dict[str, Any] | None) -> str:
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels": ("Proven", proven),
     "direct": ("Against the vendors' own calls", direct),
+    "data": ("What moves data", data_kernels),
     "regret": ("The automatic choice against the best", regret),
     "overhead": ("What a call costs", overhead),
 }

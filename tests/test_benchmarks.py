@@ -14,7 +14,9 @@ import torch
 from attnops import kernel as registry
 from attnops.kernel import Kernel, Package, kernels_of
 from attnops.measured import MEASURED, Grid, Table, costs
+from attnops.ops import OPS
 from attnops.problem import Target
+from attnops.testing import Source
 from attnops.tune import Pool, Stopwatch, build
 from attnops.tune.run import lengths
 from attnops.tune.shapes import DENSE, FULL, MLA
@@ -29,7 +31,7 @@ def suites(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     yield
-    for name in ("common", "regret", "run", "tune", "overhead", "direct", "results"):
+    for name in ("common", "regret", "run", "tune", "overhead", "direct", "results", "data"):
         sys.modules.pop(name, None)
 
 
@@ -215,6 +217,35 @@ def test_direct_is_importable_and_its_amounts_are_right(suites):
         assert case.rate in ("TB/s", "TFLOP/s") and case.vendors
     call = build(replace(step.shape, dtype="float32", kv_dtype="float32"), [1, 1], [32, 32], Pool("cpu"))
     torch.testing.assert_close(direct.sdpa_contiguous(call)().shape, torch.Size([2, 32, 1, 128]))
+
+
+def test_data_is_measured(suites, monkeypatch):
+    """On a CPU: every case is a call in order, counted right, and `reference` and `scatter` are timed and compared."""
+    data = import_module("data")
+    calls = {c.name: c.make(Source(1)) for c in data.CASES if "2048" not in c.name and "256" not in c.name}
+    for call in calls.values():
+        OPS[call.op].check(*call.args, **call.kwargs)
+    row = 8 * 128 * 2
+    want = {
+        "write_kv 4096": 4 * 4096 * row, "write_kv 4096 float8": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
+        "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv 8 slots, 32 layers": 4 * 8 * 32 * row,
+        "pad_queries 64 requests": (160 + 256) * 4 * row, "unpad_queries 64 requests": 2 * 160 * 4 * row, "kv_indices 64": 0,
+    }  # fmt: skip
+    assert {n: data.moved_bytes(calls[n]) for n in want} == want
+    monkeypatch.setattr(data, "device_kernels", lambda run: [type(run()).__name__])
+
+    class Clock:
+        def in_turn(self, runs, rounds=25):
+            for run in runs.values():
+                run()
+            return {name: [10.0, 10.0, 12.0, 10.0] if name == "copy" else [20.0] * 4 for name in runs}
+
+    for name in ("write_kv 64", "page_table 64", "copy_kv 8 slots, 32 layers"):
+        case = replace(next(c for c in data.CASES if c.name == name), compiled=True)
+        found = data.measure(case, Clock(), ("triton", "reference", "compiled"), True, device="cpu")
+        assert "target" in found["left_out"]["triton"] and not found["differs"]
+        assert set(found["gpu"]) == {"eager", "compiled", *(["copy"] if "table" not in name else [])}
+        assert "table" in name or found["gpu"]["eager"]["of_copy"] == 0.5
 
 
 def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
-from attnops.reference import attention, data, mla, packed, sparse, vertical_slash
+from attnops.reference import attention, data, mla, moves, packed, sparse, vertical_slash
 
 
 def _cost_us(p: Problem) -> float:
@@ -47,6 +47,7 @@ _reference("mla_attention", mla.mla_attention)
 _reference("write_latent", mla.write_latent)
 _reference("sparse_mla_attention", sparse.sparse_mla_attention)
 _reference("write_latent_packed", sparse.write_latent_packed)
+_reference("copy_kv", moves.copy_kv)
 _reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes)
 _reference("vertical_slash_attention", vertical_slash.vertical_slash_attention)
 # Pointwise on small tensors: the compiler fuses these better than any call could.
@@ -59,5 +60,7 @@ _reference("page_table", data.page_table, inline=True)
 _reference("kv_indices", data.kv_indices, inline=True)
 _reference("decode_rows", data.decode_rows, inline=True)
 _reference("num_kv_splits", data.num_kv_splits, inline=True)
+_reference("pad_queries", moves.pad_queries, inline=True)
+_reference("unpad_queries", moves.unpad_queries, inline=True)
 _reference("plan_paged_attention", data.no_plan)
 _reference("plan_mla_attention", data.no_plan)

@@ -14,6 +14,9 @@ from attnops.ops.metadata import page_table as page_table
 from attnops.ops.metadata import slot_mapping as slot_mapping
 from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
+from attnops.ops.moves import copy_kv as copy_kv
+from attnops.ops.moves import pad_queries as pad_queries
+from attnops.ops.moves import unpad_queries as unpad_queries
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
 from attnops.ops.plan import PagedSpec as PagedSpec

@@ -12,6 +12,7 @@ from attnops.testing import builders
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.inputs import Call, Case, Features, Source
 from attnops.testing.latent import LATENT_CASES
+from attnops.testing.moves import MOVE_CASES
 from attnops.testing.plans import PLAN_CASES
 from attnops.testing.sparse import SPARSE_CASES
 from attnops.testing.vertical_slash import VERTICAL_SLASH_CASES
@@ -207,6 +208,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     **SPARSE_CASES,
     **PLAN_CASES,
     **DATA_CASES,
+    **MOVE_CASES,
     **VERTICAL_SLASH_CASES,
 }
 """The grid of every op by name."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from attnops.testing import CASES, Features, Source, builders, latent, sparse, vertical_slash
+from attnops.testing import CASES, Features, Source, builders, latent, moves, sparse, vertical_slash
 
 LENGTH = st.integers(0, 5)
 LENGTHS = st.lists(st.integers(0, 5), max_size=3)
@@ -152,6 +152,21 @@ def vertical_slash_attention(draw):
 
 
 @st.composite
+def copy(draw):
+    layers, pages, page = draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    slot = st.integers(-1, pages * page - 1)
+    target = draw(st.lists(slot, unique_by=lambda s: s if s >= 0 else object(), max_size=6))
+    pairs = [(draw(slot), to) for to in target]
+    return moves.copy(source(draw), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(st.booleans()))
+
+
+@st.composite
+def rows(draw, build):
+    slack = draw(st.sampled_from([0, 0, 1, -1]))
+    return build(source(draw), draw(LENGTHS), draw(features()), draw(st.integers(0, 2)), slack)
+
+
+@st.composite
 def metadata(draw, op):
     return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
 
@@ -189,6 +204,9 @@ CALLS = {
     "vertical_slash_indexes": vertical_slash_indexes(),
     "vertical_slash_attention": vertical_slash_attention(),
     **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
+    "copy_kv": copy(),
+    "pad_queries": rows(moves.pad),
+    "unpad_queries": rows(moves.unpad),
     "fa3_schedule": metadata("fa3_schedule"),
     **{op: metadata(op) for op in ("plan_paged_attention", "plan_mla_attention")},
 }

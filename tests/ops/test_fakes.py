@@ -181,6 +181,9 @@ DIMS = {
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "num_kv_splits": {"seq_lens": "B"},
+    "copy_kv": {"k_pages": "LP...", "v_pages": "LP...", "source": "N", "target": "N"},
+    "pad_queries": {"query": "T..", "cu_seqlens_q": "C", "max_seqlen_q": "Q"},
+    "unpad_queries": {"padded": "BQ..", "cu_seqlens_q": "+", "num_tokens": "T"},
     "fa3_schedule": {"seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q", "max_pages": "W"},
     **{
         f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}

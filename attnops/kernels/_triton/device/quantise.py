@@ -1,0 +1,67 @@
+"""Device functions: numbers rounded to what pages store, to the nearest and ties to even, saturated: the bits of `attnops.reference.data`.
+
+What is stored is returned as bits: pages are written through integers. HARDWARE: the GPU rounds to float8 itself (from SM89 on);
+elsewhere, and in the interpreter, whose conversions cut off, it is done in integers.
+"""
+
+import triton
+import triton.language as tl
+
+INF_BITS = tl.constexpr(0x7F800000)
+EVEN = tl.constexpr(12582912.0)
+"""1.5 * 2^23: a float32 nearer to 0 than 2^22 that it is added to keeps no fraction."""
+
+
+@triton.jit
+def saturated(x, TOP: tl.constexpr):
+    """Between -TOP and TOP; NaN stays."""
+    x = tl.where(x > TOP, TOP, x)
+    return tl.where(x < -TOP, -TOP, x)
+
+
+@triton.jit
+def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """uint8: float32, saturated already, as a float8 of MANTISSA bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Below the least normal number steps are all alike: those of a float32 that is large enough.
+    LARGE: tl.constexpr = (127 + 1 - BIAS + 23 - MANTISSA) << 23
+    large = tl.full(x.shape, LARGE, tl.int32).to(tl.float32, bitcast=True)
+    small = (size.to(tl.float32, bitcast=True) + large).to(tl.int32, bitcast=True) - LARGE
+    code = tl.where(size < ((127 - BIAS + 1) << 23), small, normal)
+    code = tl.where(size > INF_BITS, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """int16: float32 as bfloat16. An infinity stays, a NaN is quiet."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > INF_BITS, (bits >> 16) | 0x40, rounded).to(tl.int16)
+
+
+@triton.jit
+def stored_bits(x, AS: tl.constexpr, HARDWARE: tl.constexpr):
+    """float32 `x` as the bits of dtype AS: "float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16" or "float32"."""
+    if AS == "int8":
+        # Saturated first, so that it is near enough to 0; whole numbers round to themselves, so the order makes no difference.
+        return ((saturated(x, 127.0) + EVEN) - EVEN).to(tl.int8)
+    elif AS == "float8_e4m3fn":
+        if HARDWARE:
+            return saturated(x, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return float8_bits(saturated(x, 448.0), 3, 7)
+    elif AS == "float8_e5m2":
+        if HARDWARE:
+            return saturated(x, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            return float8_bits(saturated(x, 57344.0), 2, 15)
+    elif AS == "bfloat16":
+        return bfloat16_bits(x)
+    elif AS == "float16":
+        return x.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        return x.to(tl.int32, bitcast=True)

@@ -1,0 +1,78 @@
+"""Device functions: a batch's tables and counts, each in one launch."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["batch", "width"])
+def page_table(
+    tokens_ptr, rows_ptr, lengths_ptr, out_ptr, batch, width, tokens_r, tokens_n, rows_b, lengths_b,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch, cdiv(width, BLOCK)). tokens: `[R, N]` slots; out: int32 `[batch, width]`, contiguous."""
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(rows_ptr + request * rows_b).to(tl.int64)
+    first = column.to(tl.int64) * PAGE
+    used = inside & (first < tl.load(lengths_ptr + request * lengths_b))
+    slot = tl.load(tokens_ptr + row * tokens_r + first * tokens_n, mask=used, other=0)
+    # Rounded down, as the reference divides.
+    page = tl.where(slot < 0, (slot - (PAGE - 1)) // PAGE, slot // PAGE)
+    tl.store(out_ptr + request * width + column, page.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch", "width"])
+def kv_indices(
+    table_ptr, lengths_ptr, indptr_ptr, indices_ptr, last_ptr, batch, width, table_b, table_m, lengths_b,
+    PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (max(batch, 1), max(cdiv(width, BLOCK), 1)): a row of the table a program, and as much of the zeros that follow.
+
+    Every program adds up the lengths for itself: there are few, and they are in the cache.
+    """
+    request = tl.program_id(0)
+    before = tl.zeros([BLOCK_B], tl.int32)
+    own = tl.zeros([BLOCK_B], tl.int32)
+    total = tl.zeros([BLOCK_B], tl.int32)
+    for at in range(0, batch, BLOCK_B):
+        b = at + tl.arange(0, BLOCK_B)
+        pages = ((tl.load(lengths_ptr + b.to(tl.int64) * lengths_b, mask=b < batch, other=0) + (PAGE - 1)) // PAGE).to(tl.int32)
+        before += tl.where(b < request, pages, 0)
+        own += tl.where(b == request, pages, 0)
+        total += pages
+    start, count, end = tl.sum(before, 0), tl.sum(own, 0), tl.sum(total, 0)
+    if tl.program_id(1) == 0:
+        tl.store(indptr_ptr + request, start)
+        if request + 1 >= batch:
+            tl.store(indptr_ptr + batch, end)
+        if request < batch:
+            length = tl.load(lengths_ptr + request.to(tl.int64) * lengths_b)
+            tl.store(last_ptr + request, tl.where(length > 0, (length - 1) % PAGE + 1, 0).to(tl.int32))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < tl.where(request < batch, width, 0)
+    real = inside & (column < count)
+    page = tl.load(table_ptr + request.to(tl.int64) * table_b + column.to(tl.int64) * table_m, mask=real, other=0)
+    # The zeros of the rows before this one come first among those past the end.
+    at = tl.where(column < count, start + column, end + request * width - start + column - count)
+    tl.store(indices_ptr + at, page, mask=inside & (at < batch * width))
+
+
+@triton.jit(do_not_specialize=["batch", "most", "tile", "fill", "blocks"])
+def num_kv_splits(
+    lengths_ptr, out_ptr, lengths_b, batch, most, tile, fill, blocks, RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: cdiv(batch, BLOCK). fill: blocks the GPU shall be given; blocks: those of one split. See `attnops.ops.num_kv_splits`."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + b.to(tl.int64) * lengths_b, mask=b < batch, other=0).to(tl.int64)
+    splits = tl.zeros([BLOCK], tl.int64) + most
+    if RULE != "static":
+        splits = tl.minimum(tl.maximum((length + tile - 1) // tile, 1), splits)
+    if RULE == "balanced":
+        sums = tl.zeros([BLOCK], tl.int64)
+        for at in range(0, batch, BLOCK):
+            other = at + tl.arange(0, BLOCK)
+            sums += tl.load(lengths_ptr + other.to(tl.int64) * lengths_b, mask=other < batch, other=0).to(tl.int64)
+        of = tl.maximum(tl.sum(sums, 0), 1) * blocks
+        splits = tl.minimum(tl.maximum((length * fill + of - 1) // of, 1), splits)
+    tl.store(out_ptr + b, splits.to(tl.int32), mask=b < batch)

@@ -1,0 +1,67 @@
+"""How rows that are moved are cut into programs, from shapes alone. Plain Python: no triton, no device.
+
+Nothing is tuned while serving: `BYTES` and `WARPS` are the committed table, and benchmarks/data.py tries its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+WIDEST = 1024
+"""Columns of a program at most: 16 bytes a thread of four warps, in two-byte numbers."""
+
+WAVE = 4
+"""Programs a multiprocessor that there are to be before a program takes more rows: until then they lie idle."""
+
+BYTES = (2048, 4096, 8192)
+"""Bytes a program reads, by how many there are to read: the largest that leaves WAVE programs a multiprocessor, else the first."""
+
+WARPS = 4
+
+WHOLE = 256
+"""Up to this many entries, a copy between slots takes one launch, each program reading all of them before it writes."""
+
+HELD = 16384
+"""Bytes that such a program holds in registers: 32 of them a thread."""
+
+SCRATCH = 32 << 20
+"""Bytes of scratch of a longer copy: as many layers at once as fit, and the L2 cache holds them on the way."""
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def power(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def block(columns: int) -> int:
+    """Columns of a program: the widest power of two of which at most an eighth lies past the row's end, or the one that holds it."""
+    wide = [w for w in (1024, 512, 256, 128, 64) if w <= min(columns, WIDEST) and -columns % w * 8 <= columns]
+    return wide[0] if wide else min(power(columns), WIDEST)
+
+
+def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Tile:
+    """For `rows` rows of sets of `columns` numbers of `itemsize` bytes, on `sms` multiprocessors."""
+    total = rows * sum(columns) * itemsize
+    each = max((b for b in BYTES[1:] if total // b >= WAVE * sms), default=BYTES[0])
+    wide = max(map(block, columns))
+    return Tile(max(1, min(power(rows), each // (wide * itemsize))), wide, WARPS)
+
+
+def copy_tile(entries: int, columns: int, itemsize: int) -> Tile:
+    """For a copy of at most WHOLE entries in one launch: all of them, and as many columns as fit."""
+    rows = power(entries)
+    return Tile(rows, min(max(HELD // (rows * itemsize), 16), power(columns)), WARPS)
+
+
+def layers_at_once(layers: int, entries: int, row_bytes: int) -> int:
+    """Of a longer copy: how many layers go through the scratch together, at least one."""
+    return max(1, min(layers, SCRATCH // max(entries * row_bytes, 1)))

@@ -1,0 +1,129 @@
+"""Builders and problem grid of the ops that move rows: `copy_kv`, `pad_queries`, `unpad_queries`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnops.testing.builders import past
+from attnops.testing.inputs import Call, Case, Features, Source
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2, INT8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
+
+Build = Callable[[Source], Call]
+
+
+def copy(
+    source: Source,
+    pairs: Sequence[tuple[int, int]],
+    layers: int,
+    pages: int,
+    page_size: int,
+    f: Features,
+    index: torch.dtype = torch.int64,
+    latents: bool = False,
+) -> Call:
+    """`copy_kv`. pairs: (source slot, target slot). latents: pages without heads, and none of values."""
+    kv = f.kv_dtype or f.dtype
+    shape = (layers, pages, page_size, f.kv_heads)[: 3 if latents else 4]
+    arguments: dict[str, Any] = {"k_pages": _stored(source, *shape, f.head_dim, dtype=kv)}
+    if not latents:
+        arguments["v_pages"] = _stored(source, *shape, f.v_dim, dtype=kv)
+    arguments |= {"source": source.ints([a for a, _ in pairs], index), "target": source.ints([b for _, b in pairs], index)}
+    return Call("copy_kv", arguments)
+
+
+def _stored(source: Source, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == U8:
+        return source.stored(*shape, dtype=INT8).view(U8)
+    return source.stored(*shape, dtype=dtype)
+
+
+def pad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, slack: int = 0) -> Call:
+    """`pad_queries`. padding: tokens past the last request, free. slack: room past the longest request."""
+    tokens = sum(q_lens) + padding
+    arguments = {
+        "query": source.stored(tokens, f.q_heads, f.head_dim, dtype=f.dtype),
+        "cu_seqlens_q": source.cumulative(q_lens),
+        "max_seqlen_q": max(0, max(q_lens, default=0) + slack),
+    }
+    return Call("pad_queries", arguments, {"query": past(source, sum(q_lens), tokens, 3)})
+
+
+def unpad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, slack: int = 0) -> Call:
+    """`unpad_queries`, as `pad`; what lies past a request's end is free."""
+    # opcheck cannot copy a tensor with two sizes of 0.
+    width = max(0, max(q_lens, default=1) + slack)
+    beyond = torch.arange(width, device=source.device)[None] >= source.ints(q_lens)[:, None]
+    arguments = {
+        "padded": source.stored(len(q_lens), width, f.q_heads, f.head_dim, dtype=f.dtype),
+        "cu_seqlens_q": source.cumulative(q_lens),
+        "num_tokens": sum(q_lens) + padding,
+    }
+    return Call("unpad_queries", arguments, {"padded": beyond[..., None, None]})
+
+
+# Slots of 4 pages of 3: moved up, turned about, one to many, some of them skipped.
+PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
+    "apart": ((0, 7), (3, 8), (1, 11)),
+    "up": tuple((i + 1, i) for i in range(11)),
+    "down": tuple((i, i + 1) for i in range(11)),
+    "cycle": tuple((i, (i + 5) % 12) for i in range(12)),
+    "to_many": ((4, 0), (4, 1), (4, 9), (0, 4)),
+    "to_itself": ((4, 4), (5, 6), (6, 5)),
+    "skipped": ((-1, 3), (3, -1), (3, 5), (-1, -1), (5, 3), (11, 0)),
+    "first_skipped": ((-1, 0), (2, 1)),
+    "all_skipped": ((-1, 3), (3, -1)),
+    "none": (),
+}
+
+
+def _copies() -> tuple[Case, ...]:
+    mixed = PAIRS["skipped"]
+    plain: dict[str, Build] = {n: partial(copy, pairs=p, layers=2, pages=4, page_size=3, f=Features()) for n, p in PAIRS.items()}
+    more: dict[str, Build] = {
+        "one_layer": lambda s: copy(s, mixed, 1, 4, 3, Features(dtype=BF16)),
+        "no_layers": lambda s: copy(s, mixed, 0, 4, 3, Features()),
+        "no_pages": lambda s: copy(s, PAIRS["all_skipped"], 2, 0, 3, Features()),
+        "page_1": lambda s: copy(s, PAIRS["cycle"], 3, 12, 1, Features(dtype=F16, v_head_dim=8), torch.int32),
+        "page_16": lambda s: copy(s, ((0, 17), (17, 0), (30, 31)), 2, 2, 16, Features(dtype=BF16, head_dim=64), torch.int32),
+        "float64": lambda s: copy(s, mixed, 2, 4, 3, Features(dtype=F64)),
+        "float8": lambda s: copy(s, PAIRS["cycle"], 2, 4, 3, Features(kv_dtype=E4M3)),
+        "float8_e5m2": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=E5M2)),
+        "int8": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=INT8), torch.int32),
+        "latents": lambda s: copy(s, PAIRS["up"], 2, 4, 3, Features(dtype=BF16, head_dim=576), latents=True),
+        "latents_packed": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=U8, head_dim=656), latents=True),
+        "bfloat16_d128": lambda s: copy(s, mixed, 3, 4, 16, Features(dtype=BF16, head_dim=128, kv_heads=8)),
+        "many": lambda s: copy(s, tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, Features(dtype=BF16, head_dim=64)),
+        "odd_dims": lambda s: copy(s, PAIRS["cycle"], 2, 4, 3, Features(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
+    }
+    return tuple(Case("copy_kv", n, build) for n, build in (plain | more).items())
+
+
+LENGTHS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": (), "even": (2, 2, 2)}
+
+
+def _rows(op: str, build: Callable[..., Call]) -> tuple[Case, ...]:
+    def bound(*given: Any) -> Build:
+        return lambda source: build(source, *given)
+
+    points = {f"{n}-{padding}": bound(lens, Features(), padding) for n, lens in LENGTHS.items() for padding in (0, 3)}
+    ragged = LENGTHS["ragged"]
+    for name, f in {
+        "float16": Features(dtype=F16), "bfloat16_d128": Features(dtype=BF16, head_dim=128, q_heads=16), "float64": Features(dtype=F64),
+        "float8": Features(dtype=E4M3), "latent": Features(dtype=BF16, head_dim=576, q_heads=16), "odd": Features(head_dim=17, q_heads=3),
+    }.items():  # fmt: skip
+        points[name] = bound(ragged, f)
+    points |= {"wider": bound(ragged, Features(dtype=BF16), 2, 3), "cut": bound(ragged, Features(dtype=BF16), 2, -2)}
+    return tuple(Case(op, n, point) for n, point in points.items())
+
+
+MOVE_CASES: dict[str, tuple[Case, ...]] = {
+    "copy_kv": _copies(),
+    "pad_queries": _rows("pad_queries", pad),
+    "unpad_queries": _rows("unpad_queries", unpad),
+}

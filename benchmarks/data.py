@@ -1,0 +1,243 @@
+"""The kernels that move data against plain torch ops, a vendor's and a plain copy of as many bytes; writes data.json. CUDA only.
+
+    python benchmarks/data.py [--device cuda] [--budget-s 60] [--no-sweep]
+
+GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds, the start of a graph (`launch_us`)
+included, alike for all. Every result is compared with the reference's bits first; what differs is told (`differs`), and in `triton` it
+is a failure. `eager`: the reference's torch ops. `compiled`: the same ops by Inductor, lowered in place where the kernel says so, as a
+compiled graph holds them. `copy`: `copy_` of half the bytes that the case reads and writes, hence as many bytes in all; `of_copy` is the
+bandwidth reached over that one's. `sweep`: tiles beside those of the committed table (attnops/kernels/_triton/tiles.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from common import default_device, environment, spread, write
+from direct import device_kernels, why
+from torch import Tensor
+
+from attnops.kernel import kernels_of
+from attnops.ops import OPS
+from attnops.testing import Call, Features, Source, builders, latent, moves, sparse
+from attnops.testing.check import clone
+from attnops.tune.clock import GraphClock
+
+Run = Callable[[], Any]
+BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
+SWEEP = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8), (1, 2))
+"""(rows, warps) of a program."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point. compiled: with Inductor's code as well, which takes seconds to make. sweep: other tiles too."""
+
+    name: str
+    make: Callable[[Source], Call]
+    compiled: bool = False
+    sweep: bool = False
+
+
+def slots(source: Source, tokens: int, page: int) -> list[int]:
+    """Where tokens go: whole pages in random order, or a page each when they are few, as in a decode step."""
+    if tokens <= 64:
+        return [p * page + (7 * p) % page for p in source.permutation(tokens)]
+    return [p * page + i for p in source.permutation(-(-tokens // page)) for i in range(page)][:tokens]
+
+
+def kv(tokens: int, page: int = 16, **more: Any) -> Callable[[Source], Call]:
+    pages = max(2 * -(-tokens // page), 64)
+    return lambda s: builders.write(s, slots(s, tokens, page), pages, page, replace(LLAMA, **more))
+
+
+def mla(build: Any, tokens: int, **more: Any) -> Callable[[Source], Call]:
+    return lambda s: build(s, slots(s, tokens, 64), max(2 * -(-tokens // 64), 64), 64, replace(latent.DEEPSEEK, **more))
+
+
+def copies(entries: int, layers: int) -> Callable[[Source], Call]:
+    return lambda s: moves.copy(s, tuple(enumerate(s.permutation(entries))), layers, -(-entries // 16), 16, LLAMA)
+
+
+def tables(op: str, batch: int = 64, width: int = 512, page: int = 16) -> Callable[[Source], Call]:
+    def make(s: Source) -> Call:
+        lens = s.ints([(i * 7919) % (width * page) for i in range(batch)])
+        if op == "num_kv_splits":
+            return Call(op, {"seq_lens": lens, "rule": "balanced", "max_splits": 32, "q_heads": 32, "kv_heads": 8, "num_sms": 132})
+        if op == "kv_indices":
+            return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
+        return Call(
+            op, {"token_table": builders.token_table(s, batch, width * page, page), "rows": s.ints(s.permutation(batch)),
+                 "seq_lens": lens, "page_size": page},
+        )  # fmt: skip
+
+    return make
+
+
+DRAFTS = tuple(1 + i % 4 for i in range(64))
+CASES = (
+    Case("write_kv 4096", kv(4096), compiled=True, sweep=True),
+    Case("write_kv 1", kv(1)),
+    Case("write_kv 64", kv(64), compiled=True),
+    Case("write_kv 512", kv(512), sweep=True),
+    Case("write_kv 4096 float8", kv(4096, kv_dtype=E4M3), compiled=True, sweep=True),
+    Case("write_kv 64 float8", kv(64, kv_dtype=E4M3)),
+    Case("write_kv 4096 int8", kv(4096, kv_dtype=INT8)),
+    Case("write_latent 4096", mla(latent.write_latent, 4096), compiled=True),
+    Case("write_latent 64", mla(latent.write_latent, 64)),
+    Case("write_latent_packed 4096", mla(sparse.write_packed, 4096), compiled=True),
+    Case("write_latent_packed 64", mla(sparse.write_packed, 64)),
+    Case("copy_kv 64 slots, 32 layers", copies(64, 32), compiled=True),
+    Case("copy_kv 8 slots, 32 layers", copies(8, 32)),
+    Case("copy_kv 256 slots, 32 layers", copies(256, 32)),
+    Case("copy_kv 2048 slots, 8 layers", copies(2048, 8)),
+    Case("pad_queries 64 requests", lambda s: moves.pad(s, DRAFTS, LLAMA, 0), compiled=True),
+    Case("unpad_queries 64 requests", lambda s: moves.unpad(s, DRAFTS, LLAMA, 0), compiled=True),
+    *(Case(f"{op} 64", tables(op), compiled=True) for op in ("page_table", "kv_indices", "num_kv_splits")),
+)
+
+
+def moved_bytes(call: Call) -> int:
+    """What a case reads and writes at least, tables of a few kilobytes not counted; 0 for ops that make nothing else."""
+    t = call.arguments
+    if call.op in ("write_kv", "write_latent", "write_latent_packed"):
+        new = [t[n] for n in ("key", "value", "latent", "k_pe") if n in t]
+        pages = [t[n] for n in ("k_pages", "v_pages", "latent_pages") if n in t]
+        tokens = t["slots"].shape[0]
+        return sum(x.numel() * x.itemsize for x in new) + sum(tokens * x[0, 0].numel() * x.itemsize for x in pages)
+    if call.op == "copy_kv":
+        return sum(2 * t["source"].shape[0] * x[:, 0, 0].numel() * x.itemsize for x in (t["k_pages"], t["v_pages"]))
+    if call.op == "pad_queries":
+        query = t["query"]
+        return (query.shape[0] + (t["cu_seqlens_q"].shape[0] - 1) * t["max_seqlen_q"]) * query[0].numel() * query.itemsize
+    if call.op == "unpad_queries":
+        return 2 * t["num_tokens"] * t["padded"][0, 0].numel() * t["padded"].itemsize
+    return 0
+
+
+def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:
+    """The bits of what a call returns or writes; the call is left alone."""
+    mine = call.map(lambda _, t: clone(t))
+    returned = run(mine)
+    values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
+    return [x.contiguous().flatten().view(torch.uint8) for x in values]
+
+
+def way(name: str, like: Call) -> Callable[[Call], Any]:
+    """What makes calls through the kernel of this name, or `compiled`, the plain torch ops as a compiled graph has them."""
+    kernels = kernels_of(like.op)
+    if name != "compiled":
+        return lambda c: kernels[name].run(*c.args, **c.kwargs)
+    inline = [k for k in kernels.values() if k.inline and not k.refusals(like.problem)]
+    if not inline:
+        plain = torch.compile(kernels["reference"].run, fullgraph=True, dynamic=False)
+        return lambda c: plain(*c.args, **c.kwargs)
+    packet, policy = OPS[like.op].packet.default, f"kernel={like.op}:{inline[0].name}"
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def function(args: Any, kwargs: Any) -> Any:
+        return packet(*args, **kwargs, policy=policy)
+
+    return lambda c: function(c.args, c.kwargs)
+
+
+def tiled(call: Call, rows: int, warps: int) -> Run:
+    """`triton` with another tile than the table's."""
+    from attnops.kernels._triton import tiles
+
+    def run() -> None:
+        before = tiles.store_tile
+        tiles.store_tile = lambda *a: before(*a)._replace(rows=rows, warps=warps)
+        try:
+            kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)
+        finally:
+            tiles.store_tile = before
+
+    return run
+
+
+def measure(case: Case, clock: GraphClock, names: tuple[str, ...], sweep: bool, device: str = "cuda") -> dict[str, Any]:
+    """One case's figures."""
+    torch._dynamo.reset()
+    call = case.make(Source(1, device))
+    # What is timed is written again and again: what is compared is not.
+    timed = call.map(lambda _, t: clone(t))
+    want, runs = results(call, way("reference", call)), {}
+    out: dict[str, Any] = {"left_out": {}, "differs": {}, "device_kernels": {}}
+    for name in names:
+        kernel = kernels_of(call.op).get(name)
+        if (kernel is None and name != "compiled") or (name == "compiled" and not case.compiled):
+            continue
+        if kernel is not None and (refused := kernel.refusals(call.problem)):
+            out["left_out"][name] = "; ".join(map(str, refused))
+            continue
+        try:
+            make = way(name, call)
+            wrong = [int((a != b).sum()) for a, b in zip(results(call, make), want, strict=True)]
+            label = "eager" if name == "reference" else name
+            if any(wrong):
+                out["differs"][label] = f"{wrong} bytes of {[x.numel() for x in want]}"
+            runs[label] = lambda make=make: make(timed)
+            out["device_kernels"][label] = device_kernels(runs[label])
+        except Exception as error:  # the others stand
+            traceback.print_exc()
+            out["left_out"][name] = why(error)
+    if bytes_ := moved_bytes(call):
+        source, target = torch.zeros(2, bytes_ // 2, dtype=torch.uint8, device=device)
+        runs["copy"] = lambda: target.copy_(source)
+    if sweep and case.sweep and "triton" in runs:
+        runs |= {f"sweep.{rows}x{warps}": tiled(timed, rows, warps) for rows, warps in SWEEP}
+    out["gpu"] = {name: spread(us) for name, us in clock.in_turn(runs).items()}
+    if bytes_:
+        out["bytes"] = bytes_
+        for figures in out["gpu"].values():
+            figures["TB/s"] = round(bytes_ / figures["median_us"] / 1e6, 3)
+            figures["of_copy"] = round(out["gpu"]["copy"]["median_us"] / figures["median_us"], 3)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda",), default=default_device())
+    parser.add_argument("--budget-s", type=float, default=60.0)
+    parser.add_argument("--no-sweep", action="store_true")
+    given = parser.parse_args()
+    start, clock = time.monotonic(), GraphClock("cuda")
+    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "append": {}, "failed": {}}
+
+    def run(part: str, cases: tuple[Case, ...], names: tuple[str, ...], sweep: bool) -> None:
+        for case in cases:
+            if time.monotonic() - start > given.budget_s:
+                report["failed"][f"{part}: {case.name}"] = "left out: the budget was spent"
+                continue
+            try:
+                found = report[part][case.name] = measure(case, clock, names, sweep)
+                if "triton" in found["differs"] or "triton" in found["left_out"]:
+                    report["failed"][f"{part}: {case.name}"] = str({**found["differs"], **found["left_out"]})
+                print(case.name, json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()}), found["differs"])
+            except Exception as error:  # the other cases stand
+                traceback.print_exc()
+                report["failed"][f"{part}: {case.name}"] = why(error)
+
+    with torch.no_grad():
+        run("cases", CASES, ("triton", "reference", "compiled"), not given.no_sweep)
+        report["seconds"] = round(time.monotonic() - start, 1)
+        write(report, "data.json", "cuda")
+        # Last, because FlashInfer may compile a module first, which nothing can cut short.
+        some = tuple(c for c in CASES if c.name.startswith(("write_kv", "write_latent ")) and "int8" not in c.name)
+        run("append", some, ("triton", "flashinfer_append"), False)
+    report["seconds"] = round(time.monotonic() - start, 1)
+    print(report["failed"], write(report, "data.json", "cuda"))
+    return 1 if report["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,328 @@
+"""`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any layout, overlap, opcheck."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import attnops
+from attnops import ops
+from attnops.kernel import kernels_of
+from attnops.kernels._triton import tiles
+from attnops.ops import OPS
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, moves, sparse
+from attnops.testing.check import clone
+from tests.ops.strategies import CALLS
+from tests.triton.process import interpreted
+from tests.triton.test_kernels import OPTIONS, kind_of
+from tests.triton.test_numerics import strided, transposed
+from tests.triton.values import every_number
+
+SM90 = Target("cuda", 90, assume=("triton",))
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+WRITES = ("write_kv", "write_latent", "write_latent_packed")
+MOVES = ("copy_kv", "pad_queries", "unpad_queries")
+TABLES = ("page_table", "kv_indices", "num_kv_splits")
+DATA = (*WRITES, *MOVES, *TABLES)
+
+
+def check(call, refused=("dtype",)):
+    with pretend(SM90):
+        figures = check_kernel(kernels_of(call.op)["triton"], call)
+    assert {r.field for r in figures.refused} <= set(refused), figures
+    assert figures.worst <= 1.0, figures
+    return figures
+
+
+@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in DATA for case in CASES[op]])
+@interpreted
+def test_grid(op, label):
+    [case] = [c for c in CASES[op] if c.label == label]
+    figures = check(case.call())
+    if figures.refused:
+        pytest.skip(str(figures))
+
+
+@pytest.mark.parametrize("op", DATA)
+@interpreted
+def test_random_calls(op):
+    @given(data=st.data())
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def run(data):
+        check(data.draw(CALLS[op]))
+
+    run()
+
+
+def results(run, call):
+    """What a call returns or writes, by bits; the call is left alone."""
+    mine = call.map(lambda _, t: clone(t))
+    with pretend(SM90):
+        returned = run(*mine.args, **mine.kwargs)
+    values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
+    return [v.contiguous().view(torch.uint8) for v in values]
+
+
+def check_bits(call):
+    kernels = kernels_of(call.op)
+    for ours, theirs in zip(results(kernels["triton"].run, call), results(kernels["reference"].run, call), strict=True):
+        assert torch.equal(ours, theirs), call
+
+
+# Bit for bit ----------------------------------------------------------------------------------------------------------
+
+
+SCALES = {"one": (1.0,), "a_third": (1 / 3,), "by_head": (0.07, 3.0, 1.0, 1e-3)}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("stored", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@interpreted
+def test_quantised_bits(dtype, stored, scale):
+    """To the nearest, ties to even, saturated, subnormal: what the reference stores."""
+    x = every_number(dtype, 4, 64)
+    pages = torch.zeros(-(-x.shape[0] // 16), 16, 4, 64, dtype=stored)
+    slots = torch.arange(x.shape[0], dtype=torch.int32)
+    scales = torch.tensor(SCALES[scale])
+    call = builders.write(Source(), (0,), 1, 1, Features(kv_dtype=stored)).with_(
+        key=x, value=x.flip(0), k_pages=pages, v_pages=pages.clone(), slots=slots, k_scale=scales, v_scale=scales[:1].clone()
+    )
+    check_bits(call)
+
+
+@interpreted
+def test_float_pages_with_scales():
+    for dtype in (BF16, F16, F32):
+        x = Source(3).normal(40, 2, 16, dtype=dtype)
+        for k_scale, v_scale in ((torch.tensor([0.3]), None), (None, torch.tensor([0.7, 3.0]))):
+            call = builders.write(Source(), range(40), 3, 16, Features(dtype=dtype)).with_(key=x, value=x.clone())
+            check_bits(call.with_(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None}))
+
+
+@pytest.mark.parametrize("op", [*WRITES[1:], *MOVES])
+@interpreted
+def test_same_bits_as_the_reference(op):
+    for case in CASES[op]:
+        for seed in (1, 2):
+            call = case.call(seed)
+            if not {t.dtype for t in call.tensors().values()} & {torch.float64} or op in MOVES:
+                check_bits(call)
+
+
+@interpreted
+def test_what_is_not_finite_stays_so():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(4).reshape(1, 1, 16)
+    for stored in (E4M3, E5M2):
+        call = builders.write(Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
+        call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
+        with pretend(SM90):
+            kernels_of("write_kv")["triton"].run(*call.args)
+        top = torch.finfo(stored).max
+        got = call.arguments["k_pages"][0, 2, 0].float()
+        assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
+    packed = sparse.write_packed(Source(), (1,), 1, 2, sparse.PACKABLE)
+    packed.arguments["latent"][0, 5] = float("inf")
+    with pretend(SM90):
+        kernels_of("write_latent_packed")["triton"].run(*packed.args)
+    assert packed.arguments["latent_pages"][0, 1, :128].view(E4M3).float().isnan().all()
+
+
+# Layouts, sizes -------------------------------------------------------------------------------------------------------
+
+
+def spread(source):
+    f = Features(dtype=F16, kv_dtype=INT8, head_dim=16, q_heads=4)
+    small = replace(f, head_dim=20, v_head_dim=16)
+    return {
+        "write_kv": builders.write(source, (7, -1, 0, 11), 4, 3, f),
+        "write_latent": latent.write_latent(source, (7, -1, 0, 11), 4, 3, small),
+        "write_latent_packed": sparse.write_packed(source, (7, -1, 0, 11), 4, 3, sparse.PACKABLE),
+        "copy_kv": moves.copy(source, moves.PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
+        "pad_queries": moves.pad(source, (3, 0, 2), Features(dtype=F16)),
+        "unpad_queries": moves.unpad(source, (3, 0, 2), Features(dtype=F16)),
+        **{op: CASES[op][0].call() for op in TABLES},
+    }
+
+
+@pytest.mark.parametrize("op", DATA)
+@interpreted
+def test_any_layout(op):
+    call = spread(Source(7))[op]
+    for n, t in call.tensors().items():
+        if t.numel() == 1:
+            continue
+        for dim in {0, t.dim() - 1}:
+            check_bits(call.with_(**{n: strided(t, dim)}))
+        for dim in range(1, t.dim()):
+            check_bits(call.with_(**{n: transposed(t, dim)}))
+
+
+@pytest.mark.parametrize("op", WRITES)
+@interpreted
+def test_many_tokens(op):
+    """Tiles of several tokens, ragged ends, rows wider than a tile."""
+    slots = [i if i % 7 else -1 for i in Source(2).permutation(300)]
+    wide = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
+    call = {
+        "write_kv": lambda: builders.write(Source(2), slots, 20, 16, wide),
+        "write_latent": lambda: latent.write_latent(Source(2), slots, 20, 16, latent.DEEPSEEK),
+        "write_latent_packed": lambda: sparse.write_packed(Source(2), slots, 20, 16, latent.DEEPSEEK),
+    }[op]()
+    check(call)
+    check_bits(call)
+
+
+@pytest.mark.parametrize("entries", [1, 5, 256, 257, 600])
+@interpreted
+def test_copies_that_overlap(entries):
+    """On both sides of the change from one launch to a scratch, and with a scratch that holds one layer at a time."""
+    turned = Source(entries).permutation(entries)
+    call = moves.copy(Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3))
+    check_bits(call)
+    before, tiles.SCRATCH = tiles.SCRATCH, 1
+    try:
+        check_bits(call)
+    finally:
+        tiles.SCRATCH = before
+
+
+@interpreted
+def test_many_rows():
+    for lens in ((300, 0, 1, 77), (1,) * 50, (0,) * 9 + (4,)):
+        f = Features(dtype=BF16, head_dim=128, q_heads=6)
+        for build in (moves.pad, moves.unpad):
+            check(build(Source(4), lens, f))
+            check_bits(build(Source(4), lens, f, 0))
+
+
+@interpreted
+def test_long_tables():
+    source = Source(5)
+    for batch, width, page in ((1, 3000, 1), (70, 5, 16), (520, 2, 4), (3, 1025, 64)):
+        lens = source.ints([(i * 37) % (width * page + 1) for i in range(batch)])
+        table = source.ints(source.permutation(batch * width)).reshape(batch, width)
+        tokens = builders.token_table(source, 4, width * page, page)
+        with pretend(SM90):
+            for name, given in {
+                "kv_indices": ((table, lens), {"page_size": page}),
+                "page_table": ((tokens, source.ints([i % 4 for i in range(batch)]), lens), {"page_size": page}),
+                **{rule: ((lens,), {"rule": rule, "max_splits": 16, "q_heads": 32, "kv_heads": 8, "num_sms": 132}) for rule in RULES},
+            }.items():
+                kernels = kernels_of(name if name in OPS else "num_kv_splits")
+                ours, theirs = (kernels[k].run(*given[0], **given[1]) for k in ("triton", "reference"))
+                for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, theirs)), strict=True):
+                    assert torch.equal(a, b), name
+
+
+RULES = ("static", "deterministic", "balanced")
+
+# In graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", DATA)
+@interpreted
+def test_opcheck(op):
+    with pretend(SM90):
+        for case in CASES[op][:2]:
+            call = case.call()
+            if kernels_of(op)["triton"].refusals(call.problem):
+                continue
+            checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
+            assert set(checked.values()) == {"SUCCESS"}
+
+
+@interpreted
+def test_a_compiled_function_calls_them():
+    pages, source, target = torch.randn(2, 4, 3, 2, 8), torch.tensor([0, 1, 5]), torch.tensor([1, 2, 0])
+    query, cu = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def step(k, v, query, cu):
+        ops.copy_kv(k, v, source, target)
+        padded = ops.pad_queries(query * 2, cu, max_seqlen_q=3)
+        return ops.unpad_queries(padded + 1, cu, num_tokens=5)
+
+    with torch.no_grad():
+        want_k, want_v = pages.clone(), -pages
+        want = step(want_k, want_v, query, cu)
+        with pretend(SM90), attnops.use(dict.fromkeys(MOVES, "triton")):
+            k, v = pages.clone(), -pages
+            got = torch.compile(step, fullgraph=True)(k, v, query, cu)
+    for a, b in ((got, want), (k, want_k), (v, want_v)):
+        assert torch.equal(a, b)
+
+
+# What is compiled, and tiles ------------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_a_generate_run_compiles_few_kernels():
+    """Every number of tokens of one model. The bounds are in docs/triton.md."""
+    from attnops.kernels._triton import data as host
+
+    seen = {"store": set(), "pad": set(), "unpad": set()}
+
+    class Recorded:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(host, name)
+            self.varying = {p.name for p in self.kernel.params if p.do_not_specialize} if hasattr(self.kernel, "params") else VARYING
+
+        def __getitem__(self, grid):
+            def run(*args, **given):
+                given |= dict(zip(self.kernel.arg_names, args, strict=False))
+                key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in self.varying) for n, x in given.items()}
+                seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
+
+            return run
+
+    before = {n: getattr(host, n) for n in (*seen, "INTERPRETED")}
+    for n in seen:
+        setattr(host, n, Recorded(n))
+    host.INTERPRETED = (132, 90)
+    try:
+        pages = torch.empty(1, 16, 8, 128, dtype=BF16)
+        for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
+            slots, cu = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens + 1, dtype=torch.int32)
+            new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
+            kernels_of("write_kv")["triton"].run(new, new, pages, pages, slots)
+            kernels_of("pad_queries")["triton"].run(new, cu, max_seqlen_q=4)
+            padded = new[:, None].expand(-1, 4, -1, -1)
+            kernels_of("unpad_queries")["triton"].run(padded, cu, num_tokens=3 * tokens)
+    finally:
+        for n, value in before.items():
+            setattr(host, n, value)
+    print({n: len(found) for n, found in seen.items()})
+    assert {n: len(found) for n, found in seen.items()} == {"store": 3, "pad": 3, "unpad": 3}
+
+
+VARYING = ("tokens", "rows", "width", "requests", "steps")
+
+
+def test_tiles_fill_the_gpu_before_they_grow():
+    sizes = [tiles.store_tile(t, (1024, 1024), 2, 132) for t in (1, 64, 512, 4096, 65536)]
+    assert [s.rows for s in sizes] == [1, 1, 1, 4, 4]
+    assert {s.columns for s in sizes} == {1024}
+    for tokens, columns in ((1, (512, 64)), (4096, (512, 64)), (777, (640,)), (3, (17,)), (9, (4096, 4096))):
+        tile = tiles.store_tile(tokens, columns, 2, 132)
+        assert tile.rows >= 1 and tile.rows * tile.columns * 2 <= max(tiles.BYTES)
+        assert tile.columns <= tiles.WIDEST
+
+
+def test_blocks_waste_little():
+    for columns in range(1, 3000):
+        wide = tiles.block(columns)
+        assert wide == tiles.power(wide) and wide <= tiles.WIDEST
+        assert -columns % wide * 8 <= columns or wide == tiles.power(columns) or wide == tiles.WIDEST
+
+
+def test_a_copy_is_held_in_registers():
+    for (n, rows) in pairwise((0, 1, 2, 16, 100, tiles.WHOLE)):
+        for entries in (n + 1, rows):
+            tile = tiles.copy_tile(entries, 4096, 2)
+            assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
+    assert tiles.layers_at_once(80, 4096, 2048) == 4 and tiles.layers_at_once(3, 10**9, 2048) == 1

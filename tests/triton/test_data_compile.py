@@ -1,0 +1,135 @@
+"""The device functions that move data through Triton's compiler and ptxas: wide accesses, nothing spilled, the GPU's own float8."""
+
+import re
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.testing import Features, Source, builders, latent, moves, sparse
+from tests.triton.process import compiled
+from tests.triton.test_compile import MEMORY, TYPES, compile_for, spilled
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+TYPES |= {torch.int16: "i16", torch.int64: "i64"}
+NAMES = ("store", "pack", "copy", "through", "pad", "unpad", "page_table", "kv_indices", "num_kv_splits")
+
+LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
+
+
+def write(f, tokens=4096, page=16):
+    return lambda: builders.write(Source(), range(tokens), -(-tokens // page), page, f)
+
+
+def stored(dtype, tokens=4096):
+    return write(Features(dtype=BF16, head_dim=128, kv_heads=8, kv_dtype=dtype), tokens)
+
+
+def rows(build, f=LLAMA):
+    return lambda: build(Source(), (4, 3, 4, 1) * 16, f)
+
+
+def copy(entries, f=LLAMA, latents=False):
+    return lambda: moves.copy(Source(), tuple((i, entries - 1 - i) for i in range(entries)), 2, -(-entries // 16), 16, f, latents=latents)
+
+
+def tables(op):
+    def make():
+        source, batch, width = Source(), 64, 256
+        lens = source.ints([17 * i for i in range(batch)])
+        table = source.ints(range(batch * width)).reshape(batch, width)
+        return {
+            "page_table": lambda: (builders.token_table(source, batch, width * 16, 16), source.ints(range(batch)), lens),
+            "kv_indices": lambda: (table, lens),
+            "num_kv_splits": lambda: (lens,),
+        }[op]()
+
+    return lambda: (op, make(), {"rule": "balanced", "max_splits": 16, "num_sms": 132} if op == "num_kv_splits" else {"page_size": 16})
+
+
+# What is called, and the widest accesses that there are to be, in bits: (load, store).
+CALLS = {
+    "write_kv": (write(LLAMA), (128, 128)),
+    "write_kv_1": (write(LLAMA, 1), (128, 128)),
+    "write_kv_512": (write(LLAMA, 512), (128, 128)),
+    "write_kv_page_1": (write(LLAMA, page=1), (128, 128)),
+    "write_kv_d80": (write(Features(dtype=BF16, head_dim=80, kv_heads=8)), (128, 128)),
+    "write_kv_float32": (write(Features(dtype=F32, head_dim=128, kv_heads=8)), (128, 128)),
+    "write_kv_float8": (stored(E4M3), (128, 64)),
+    "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
+    "write_kv_int8": (stored(INT8), (128, 64)),
+    "write_latent": (lambda: latent.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
+    "write_latent_1": (lambda: latent.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
+    "write_latent_packed": (lambda: sparse.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
+    "copy_kv_4": (copy(4), (128, 128)),
+    "copy_kv_64": (copy(64), (128, 128)),
+    "copy_kv_256": (copy(256), (128, 128)),
+    "copy_kv_1000": (copy(1000), (128, 128)),
+    "copy_kv_latents": (copy(64, Features(dtype=BF16, head_dim=576), True), (128, 128)),
+    "pad_queries": (rows(moves.pad), (128, 128)),
+    "unpad_queries": (rows(moves.unpad), (128, 128)),
+    **{op: (tables(op), (32, 32)) for op in ("page_table", "kv_indices", "num_kv_splits")},
+}
+ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
+ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64"), (100, "unpad_queries")]
+
+
+def launched(made, arch):
+    """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
+    from attnops.kernels._triton import data as host
+
+    found = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
+
+    op, args, kwargs = made if isinstance(made, tuple) else (made.op, made.args, made.kwargs)
+    before = {n: getattr(host, n) for n in (*NAMES, "INTERPRETED")}
+    for n in NAMES:
+        setattr(host, n, Recorded(before[n]))
+    host.INTERPRETED = (132, arch)
+    try:
+        kernels_of(op)["triton"].run(*args, **kwargs)
+    finally:
+        for n, value in before.items():
+            setattr(host, n, value)
+    return found
+
+
+def width(ptx, word):
+    """Bits of the widest access of a kind: `ld` or `st`."""
+    found = re.findall(rf"{word}\.global[\w.:]*?(?:\.v(\d))?\.[bu](\d+)", ptx)
+    return max(int(n or 1) * int(bits) for n, bits in found)
+
+
+def check(name, arch, limit=0):
+    make, (load, store) = CALLS[name]
+    for kernel, given in launched(make(), arch):
+        binary = compile_for(arch, kernel, dict(given), BF16)
+        ptx = binary.asm["ptx"]
+        assert binary.metadata.shared <= MEMORY[arch]
+        assert spilled(binary, arch) <= limit
+        assert width(ptx, "ld") >= load and width(ptx, "st") >= store, (name, width(ptx, "ld"), width(ptx, "st"))
+        if "float8" in name:
+            assert ("cvt.rn.satfinite.e" in ptx) == (arch >= 89)
+        if "write_kv_float8" in name or "write_kv_int8" in name:
+            assert "div.rn.f32" in ptx and "div.full" not in ptx
+        if kernel.__name__ == "copy":
+            assert "bar.sync" in ptx, "writes may overtake reads"
+
+
+@pytest.mark.parametrize("name", CALLS)
+@compiled
+def test_sm90(name):
+    check(name, 90)
+
+
+@pytest.mark.parametrize(("arch", "name"), ELSEWHERE)
+@compiled
+def test_other_gpus(arch, name):
+    check(name, arch)
