@@ -40,17 +40,19 @@ WORKERS = 14
 COMPILING = 0.5
 """The share of the budget after which what is not compiled is left out."""
 
+LATE = "not compiled in time"
+
 OURS = Choice(Tile(0, 0, 0, 0))
 """Stands for what plan.py says now."""
 
 DECODE_TILES = [
     Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 7), Tile(16, 64, 2, 5), Tile(16, 64, 8, 5), Tile(16, 32, 4, 5),
     Tile(16, 32, 4, 7), Tile(16, 32, 4, 9), Tile(16, 32, 2, 5), Tile(16, 32, 2, 7), Tile(16, 128, 4, 3), Tile(16, 128, 4, 5),
-    Tile(16, 128, 8, 3), Tile(16, 128, 8, 5), Tile(16, 64, 4, 5, 128), Tile(16, 64, 4, 3, 128),
+    Tile(16, 128, 8, 3), Tile(16, 128, 8, 5), Tile(16, 64, 4, 3, 128), Tile(16, 16, 1, 9), Tile(16, 16, 2, 9), Tile(16, 64, 2, 3),
 ]  # fmt: skip
 LATENT_16 = [
     Tile(16, 32, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 8, 3), Tile(16, 32, 8, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 5),
-    Tile(16, 64, 8, 3), Tile(16, 64, 8, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 16, 2, 7),
+    Tile(16, 64, 8, 3), Tile(16, 64, 8, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 16, 2, 7), Tile(16, 64, 4, 3, 128),
 ]  # fmt: skip
 LATENT_128 = [
     Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(64, 32, 8, 4), Tile(64, 32, 8, 5), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3),
@@ -87,7 +89,9 @@ class Case:
         return build(self.shape, [q for q, _ in lens], [k for _, k in lens], pool).with_(**self.more)
 
     def choices(self) -> list[Choice]:
-        return [OURS, *(Choice(tile, n) for tile in self.tiles for n in self.splits)]
+        found = [OURS, *(Choice(tile, n) for tile in self.tiles for n in self.splits)]
+        # What launching stage two early is worth, once a size.
+        return [*found, *(Choice(self.tiles[0], n, overlap=False) for n in self.splits if n > 1)]
 
     def bytes(self) -> float:
         s = self.shape
@@ -111,8 +115,8 @@ FEW = [Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 
 FEW_8 = [*FEW, Tile(16, 64, 8, 3), Tile(16, 128, 4, 5), Tile(16, 64, 2, 3)]
 CASES: dict[str, Case] = {
     "decode_1x8192": Case(STEP, 1, 1, 8192, DECODE_TILES, (16, 32, 64, 128), vendors=PLAIN),
-    "decode_64x4096": Case(STEP, 64, 1, 4096, DECODE_TILES, (1, 2, 3, 4), vendors=PLAIN),
-    "mla16_64x8192": Case(H16, 64, 1, 8192, LATENT_16, (2, 4, 6, 8), vendors=LATENT, kernels=("fa3",)),
+    "decode_64x4096": Case(STEP, 64, 1, 4096, DECODE_TILES, (1, 2, 3, 4, 8), vendors=PLAIN),
+    "mla16_64x8192": Case(H16, 64, 1, 8192, LATENT_16, (2, 4, 6, 8, 16), vendors=LATENT, kernels=("fa3",)),
     "mla128_64x8192": Case(H128, 64, 1, 8192, LATENT_128, (1, 2, 4), vendors=LATENT, kernels=("fa3",)),
     "extend_2048_on_8192": Case(PAGED, 1, 2048, 10240, EXTEND_TILES, (1,), vendors=EXTEND, kernels=("fa3",)),
     "decode_8x4096": Case(STEP, 8, 1, 4096, DECODE_TILES, (2, 4, 6, 8, 16), vendors=PLAIN),
@@ -183,13 +187,15 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
     seen: dict[Any, Any] = {}
     for name in names:
         for vendor in set(CASES[name].kernels) - {"fa3"}:
-            kind = (CASES[name].shape, str(CASES[name].more), vendor)
+            kind = (*kind_of(CASES[name]), vendor)
             if kind not in seen:
-                seen[kind] = jobs[pool.submit(in_worker, name, None, vendor)] = (name, vendor)
+                seen[kind] = (name, vendor)
+                jobs[pool.submit(in_worker, name, None, vendor)] = kind
     for name in names:
         for choice in CASES[name].choices():
             # Sizes are not compiled for; whether there are splits is.
-            kind = (CASES[name].shape, str(CASES[name].more), choice.tile, min(choice.splits, 2), CASES[name].keys if choice == OURS else 0)
+            size = (CASES[name].batch, CASES[name].keys) if choice == OURS else ()
+            kind = (*kind_of(CASES[name]), choice.tile, (min(choice.splits, 2), choice.overlap), size)
             if kind not in seen:
                 seen[kind] = (name, choice)
                 jobs[pool.submit(in_worker, name, choice)] = kind
@@ -197,13 +203,13 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
     pool.shutdown(wait=False, cancel_futures=True)
     for process in list((getattr(pool, "_processes", None) or {}).values()):
         process.kill()  # what still compiles would disturb the clock
-    failed = {jobs[f]: "not compiled in time" for f in late}
+    failed = dict.fromkeys((jobs[f] for f in late), LATE)
     built = {}
     for f in done:
         if error := f.exception():
             failed[jobs[f]] = why(error if isinstance(error, Exception) else RuntimeError(str(error)))
-        elif len(jobs[f]) == 2:
-            built["{} {}".format(*jobs[f])] = round(f.result(), 1)
+        elif len(jobs[f]) == 3:
+            built[" ".join(seen[jobs[f]])] = round(f.result(), 1)
     return failed, built
 
 
@@ -212,7 +218,9 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
 
 def label(choice: Choice) -> str:
     t = choice.tile
-    return "as in plan.py" if choice == OURS else f"{t.rows}x{t.keys} w{t.warps} s{t.stages} r{t.registers} n{choice.splits}"
+    if choice == OURS:
+        return "as in plan.py"
+    return f"{t.rows}x{t.keys} w{t.warps} s{t.stages} r{t.registers} n{choice.splits}{'' if choice.overlap else ' in turn'}"
 
 
 def vendors_of(case: Case, call: Call, missing: set[str]) -> tuple[dict[str, Run], dict[str, str]]:
@@ -256,21 +264,22 @@ def expected_of(case: Case, call: Call) -> torch.Tensor | None:
     return None
 
 
-def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str], missing: set[str]) -> dict[str, Any]:
+def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str]) -> dict[str, Any]:
     case = CASES[name]
     call, little = case.call(pool), case.small(small)
+    missing = {kind[2] for kind in failed if len(kind) == 3 and kind[:2] == kind_of(case)}
     runs, left_out = vendors_of(case, call, missing)
     want = expected_of(case, call)
-    late = {tile for (shape, more, tile, *_), _ in ((k, v) for k, v in failed.items() if len(k) == 5) if (shape, more) == kind_of(case)}
+    late = {kind[2] for kind, reason in failed.items() if kind[:2] == kind_of(case) and reason == LATE}
     output, checked, compiled = call.arguments["output"], {}, {}
     for choice in case.choices():
         who = label(choice)
         if choice.tile in late:
-            left_out[who] = "not compiled in time, or not at all"
+            left_out[who] = LATE
             continue
         try:
             compiled[who] = figures_of(compile_choice(call, choice))
-            kind = (choice.tile, choice.splits > 1)
+            kind = (choice.tile, choice.splits > 1, choice.overlap)
             if kind not in checked:
                 few = choice if choice == OURS else choice._replace(splits=min(choice.splits, 5))
                 checked[kind] = check_kernel(chosen(little, few), little)
@@ -325,11 +334,10 @@ def main() -> int:
     if unknown := set(names) - CASES.keys():
         parser.error(f"case: got {', '.join(sorted(unknown))}, want {', '.join(CASES)}")
     failed, built = compile_all(names, start + COMPILING * given.budget_s)
-    missing = {k[1] for k in failed if len(k) == 2}
     compiled_s = round(time.monotonic() - start, 1)
     print(f"compiled in {compiled_s} s; vendors' builds {built}; {len(failed)} failed or late", flush=True)
     for kind, reason in list(failed.items())[:40]:
-        print("  ", *kind[1:], reason)
+        print("  ", kind[0].op, *kind[1:], reason)
     clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
     report: dict[str, Any] = {**environment("cuda"), "compiled_s": compiled_s, "cases": {}, "failed": {}}
@@ -341,7 +349,7 @@ def main() -> int:
                 report["failed"][name] = "left out: the budget was spent"
                 continue
             try:
-                report["cases"][name] = measure(name, pool, small, clock, failed, missing)
+                report["cases"][name] = measure(name, pool, small, clock, failed)
                 show(name, report["cases"][name], given.top)
             except Exception as error:  # the other cases stand
                 traceback.print_exc()

@@ -16,7 +16,7 @@ from tests.helpers import fresh_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.triton.process import interpreted, needs_triton
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 OURS = ("paged_attention", "mla_attention", "merge_state")
@@ -181,7 +181,7 @@ def test_a_generate_run_compiles_few_kernels():
 
         def __getitem__(self, grid):
             def run(**given):
-                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most")
+                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most", "tile")
                 key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
                 seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
 
