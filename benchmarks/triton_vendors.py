@@ -155,10 +155,9 @@ def build_ahead(limit_s: float) -> set[Any]:
     """Have the vendors' modules built side by side. Those (kind of case, vendor) that took too long or failed."""
     todo = {(case.kind, vendor): name for name, case in CASES.items() for vendor in case.kernels if vendor in BUILDS}
     start = time.monotonic()
-    running = {
-        kind: subprocess.Popen([sys.executable, __file__, "--only", f"{name}:{kind[1]}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for kind, name in todo.items()
-    }
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, __file__, "--only"]
+    running = {kind: subprocess.Popen([*command, f"{name}:{kind[1]}"], **quiet) for kind, name in todo.items()}
     late = set()
     for kind, process in running.items():
         try:

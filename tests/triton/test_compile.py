@@ -75,7 +75,7 @@ def launched(call, arch):
         def __getitem__(self, grid):
             return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
 
-    names = ("attend", "combine", "merge")
+    names = ("attend", "combine", "merge", "merge_all")
     before = {n: getattr(host, n) for n in (*names, "INTERPRETED", "_overlaps")}
     for n in names:
         setattr(host, n, Recorded(before[n]))
@@ -173,5 +173,6 @@ def test_stage_two_begins_early():
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @compiled
 def test_merge(dtype):
-    [(kernel, given)] = launched(builders.merge(Source(), 64, 32, 128, dtype), 90)
-    assert spilled(compile_for(90, kernel, given, dtype), 90) == 0
+    for call in (builders.merge(Source(), 64, 32, 128, dtype), builders.merge_states(Source(), 64, 5, 32, 128, dtype)):
+        [(kernel, given)] = launched(call, 90)
+        assert spilled(compile_for(90, kernel, given, dtype), 90) == 0

@@ -19,7 +19,7 @@ from tests.triton.process import interpreted, needs_triton
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-OURS = ("paged_attention", "mla_attention", "merge_state")
+OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
 
 
 def triton(op):
@@ -81,9 +81,9 @@ def test_a_deterministic_policy_takes_it():
 @pytest.mark.parametrize("op", OURS)
 @interpreted
 def test_opcheck(op):
-    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",), "merge_state": ("plain",)}
+    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",)}
     with pretend(SM90):
-        for label in labels[op]:
+        for label in labels.get(op, ("plain",)):
             call = next(c for c in CASES[op] if c.label == label).call()
             checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
             assert set(checked.values()) == {"SUCCESS"}

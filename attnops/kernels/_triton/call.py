@@ -14,10 +14,12 @@ from attnops.kernels._triton import plan
 from attnops.kernels._triton.device.attend import attend as _attend
 from attnops.kernels._triton.device.combine import combine as _combine
 from attnops.kernels._triton.device.merge import merge as _merge
+from attnops.kernels._triton.device.merge import merge_all as _merge_all
 
 attend: Any = _attend
 combine: Any = _combine
 merge: Any = _merge
+merge_all: Any = _merge_all
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 """Said outright, because Triton's default changes from release to release."""
@@ -227,5 +229,19 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
         merge[(-(-tokens * heads // block_r),)](
             output_a, lse_a, output_b, lse_b, output, lse, tokens * heads,
             *output_a.stride(), *lse_a.stride(), *output_b.stride(), *lse_b.stride(),
+            HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+
+
+def merge_states(outputs: Tensor, lses: Tensor, output: Tensor, lse: Tensor) -> None:
+    """Write the merge over dim 1 of `[T, N, H, D]` and `[T, N, H]` into contiguous output and lse."""
+    tokens, parts, heads, dim = outputs.shape
+    if outputs.numel() == 0:
+        return
+    block_d = plan.padded(dim)
+    block_r = max(1, 1024 // block_d)
+    with torch.cuda.device_of(outputs):
+        merge_all[(-(-tokens * heads // block_r),)](
+            outputs, lses, output, lse, tokens * heads, parts, *outputs.stride(), *lses.stride(),
             HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4, **OPTIONS,
         )  # fmt: skip
