@@ -221,6 +221,11 @@ def attend(
     start = tl.maximum(start, low // TILE_N * TILE_N)
     high = tl.maximum(high, start)
 
+    row_ptr = table_ptr + request.to(tl.int64) * table_b
+    if SPLIT:
+        # The first page ids are on their way while the query is awaited; the loop below asks for them after it.
+        first_keys = start + tl.arange(0, TILE_N)
+        tl.load(row_ptr + first_keys // PAGE, mask=first_keys < high, other=0, volatile=True)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
@@ -234,7 +239,6 @@ def attend(
         factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
     k_ptr += kv_head.to(tl.int64) * k_h
     v_ptr += kv_head.to(tl.int64) * v_h
-    row_ptr = table_ptr + request.to(tl.int64) * table_b
     mask_row = token * mask_t
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     if TILE_M <= LATE_ROWS and not LATENT:
