@@ -18,27 +18,28 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from common import environment, write
-from direct import Run, fa3_paged, flashinfer_decode, flashinfer_mla, flashinfer_prefill, flashmla, why
+from direct import why
+from triton_cases import CASES, FEATURES, NEAR, error_of, expected_of, is_vendor, vendors_of
 
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels._triton.plan import Choice, Tile
-from attnops.measured import Shape
 from attnops.testing import Call, check_kernel
-from attnops.tune import Pool, Stopwatch, build
+from attnops.tune import Pool, Stopwatch
 from attnops.tune.clock import GraphClock
-from attnops.tune.shapes import FP8, MLA, PAGED
 from attnops.tune.timing import runner
 
 WORKERS = 14
 COMPILING = 0.5
 """The share of the budget after which what is not compiled is left out."""
+
+LATE = "not compiled in time"
 
 OURS = Choice(Tile(0, 0, 0, 0))
 """Stands for what plan.py says now."""
@@ -46,11 +47,11 @@ OURS = Choice(Tile(0, 0, 0, 0))
 DECODE_TILES = [
     Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 7), Tile(16, 64, 2, 5), Tile(16, 64, 8, 5), Tile(16, 32, 4, 5),
     Tile(16, 32, 4, 7), Tile(16, 32, 4, 9), Tile(16, 32, 2, 5), Tile(16, 32, 2, 7), Tile(16, 128, 4, 3), Tile(16, 128, 4, 5),
-    Tile(16, 128, 8, 3), Tile(16, 128, 8, 5), Tile(16, 64, 4, 5, 128), Tile(16, 64, 4, 3, 128),
+    Tile(16, 128, 8, 3), Tile(16, 128, 8, 5), Tile(16, 64, 4, 3, 128), Tile(16, 16, 1, 9), Tile(16, 16, 2, 9), Tile(16, 64, 2, 3),
 ]  # fmt: skip
 LATENT_16 = [
     Tile(16, 32, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 8, 3), Tile(16, 32, 8, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 5),
-    Tile(16, 64, 8, 3), Tile(16, 64, 8, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 16, 2, 7),
+    Tile(16, 64, 8, 3), Tile(16, 64, 8, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 16, 2, 7), Tile(16, 64, 4, 3, 128),
 ]  # fmt: skip
 LATENT_128 = [
     Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(64, 32, 8, 4), Tile(64, 32, 8, 5), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3),
@@ -64,65 +65,31 @@ EXTEND_TILES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """One shape at one size. vendors: makers of direct calls. kernels: names of registered ones, those that can answer are timed."""
-
-    shape: Shape
-    batch: int
-    queries: int
-    keys: int
-    tiles: list[Tile]
-    splits: tuple[int, ...]
-    more: dict[str, Any] = field(default_factory=dict)
-    vendors: dict[str, Any] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ("fa3", "flashinfer", "xqa")
-
-    def call(self, pool: Pool) -> Call:
-        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**self.more)
-
-    def small(self, pool: Pool) -> Call:
-        """The same kind: what is compiled for it serves `call` too."""
-        lens = [(1, 900), (1, 70)] if self.queries == 1 else [(300, 300 + min(self.keys - self.queries, 400))]
-        return build(self.shape, [q for q, _ in lens], [k for _, k in lens], pool).with_(**self.more)
-
-    def choices(self) -> list[Choice]:
-        return [OURS, *(Choice(tile, n) for tile in self.tiles for n in self.splits)]
-
-    def bytes(self) -> float:
-        s = self.shape
-        keys = min(self.keys, s.window + self.queries) if s.window >= 0 else self.keys
-        size = getattr(torch, s.kv_dtype).itemsize
-        return self.batch * keys * size * (s.head_dim if s.rope_dim else s.kv_heads * (s.head_dim + s.v_head_dim))
-
-
-STEP = replace(PAGED, decode=True)
-H16, H128 = replace(MLA, q_heads=16, decode=True), replace(MLA, decode=True)
-PLAIN = {"fa3": fa3_paged, "flashinfer_cores": flashinfer_decode(False), "flashinfer_tensor": flashinfer_decode(True)}
-LATENT = {"flashmla": flashmla, "flashinfer_fa3": flashinfer_mla("fa3")}
-EXTEND = {"fa3": fa3_paged, "flashinfer_fa3": flashinfer_prefill("fa3")}
-FEATURES: dict[str, tuple[Shape, dict[str, Any]]] = {
-    "softcap": (STEP, {"softcap": 30.0}),
-    "sinks": (replace(STEP, sinks=True), {}),
-    "window": (replace(STEP, window=1023), {}),
-    "fp8": (replace(STEP, **FP8), {}),
-}
 FEW = [Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 4, 7), Tile(16, 128, 4, 3), Tile(16, 128, 8, 3)]
 FEW_8 = [*FEW, Tile(16, 64, 8, 3), Tile(16, 128, 4, 5), Tile(16, 64, 2, 3)]
-CASES: dict[str, Case] = {
-    "decode_1x8192": Case(STEP, 1, 1, 8192, DECODE_TILES, (16, 32, 64, 128), vendors=PLAIN),
-    "decode_64x4096": Case(STEP, 64, 1, 4096, DECODE_TILES, (1, 2, 3, 4), vendors=PLAIN),
-    "mla16_64x8192": Case(H16, 64, 1, 8192, LATENT_16, (2, 4, 6, 8), vendors=LATENT, kernels=("fa3",)),
-    "mla128_64x8192": Case(H128, 64, 1, 8192, LATENT_128, (1, 2, 4), vendors=LATENT, kernels=("fa3",)),
-    "extend_2048_on_8192": Case(PAGED, 1, 2048, 10240, EXTEND_TILES, (1,), vendors=EXTEND, kernels=("fa3",)),
-    "decode_8x4096": Case(STEP, 8, 1, 4096, DECODE_TILES, (2, 4, 6, 8, 16), vendors=PLAIN),
-    "decode_1x32768": Case(STEP, 1, 1, 32768, DECODE_TILES, (16, 33, 49, 66, 128), vendors=PLAIN),
-    "extend_8192_on_0": Case(PAGED, 1, 8192, 8192, EXTEND_TILES, (1,), vendors=EXTEND, kernels=("fa3",)),
-    "mla16_1x8192": Case(H16, 1, 1, 8192, LATENT_16, (32, 64, 128), vendors=LATENT, kernels=("fa3",)),
-    "mla128_1x8192": Case(H128, 1, 1, 8192, LATENT_128, (16, 33, 66), vendors=LATENT, kernels=("fa3",)),
-    **{f"{n}_8x4096": Case(s, 8, 1, 4096, FEW_8 if n == "fp8" else FEW, (2, 4, 8), more) for n, (s, more) in FEATURES.items()},
-    **{f"{n}_64x4096": Case(s, 64, 1, 4096, FEW_8 if n == "fp8" else FEW, (1, 2, 4), more) for n, (s, more) in FEATURES.items()},
+TRIED: dict[str, tuple[list[Tile], tuple[int, ...]]] = {
+    "decode_1x8192": (DECODE_TILES, (16, 32, 64, 128)),
+    "decode_64x4096": (DECODE_TILES, (1, 2, 3, 4, 8)),
+    "mla16_64x8192": (LATENT_16, (2, 4, 6, 8, 16)),
+    "mla128_64x8192": (LATENT_128, (1, 2, 4)),
+    "extend_2048_on_8192": (EXTEND_TILES, (1,)),
+    "decode_8x4096": (DECODE_TILES, (2, 4, 6, 8, 16)),
+    "decode_1x32768": (DECODE_TILES, (16, 33, 49, 66, 128)),
+    "extend_8192_on_0": (EXTEND_TILES, (1,)),
+    "mla16_1x8192": (LATENT_16, (32, 64, 128)),
+    "mla128_1x8192": (LATENT_128, (16, 33, 66)),
+    **{f"{n}_8x4096": (FEW_8 if n == "fp8" else FEW, (2, 4, 8)) for n in FEATURES},
+    **{f"{n}_64x4096": (FEW_8 if n == "fp8" else FEW, (1, 2, 4)) for n in FEATURES},
 }
+"""Tiles and numbers of splits, each with each."""
+
+
+def choices_of(name: str) -> list[Choice]:
+    """What is tried for a case."""
+    tiles, splits = TRIED[name]
+    found = [OURS, *(Choice(tile, n) for tile in tiles for n in splits)]
+    # What launching stage two early is worth, once a size.
+    return [*found, *(Choice(tiles[0], n, overlap=False) for n in splits if n > 1)]
 
 
 # Compiling ------------------------------------------------------------------------------------------------------------
@@ -166,7 +133,9 @@ def in_worker(name: str, choice: Choice | None, vendor: str = "") -> float:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ptxas prints a whole module where it fails
     os.dup2(2, 1)
-    start, call = time.perf_counter(), CASES[name].small(Pool("cuda"))
+    start, pool = time.perf_counter(), Pool("cuda")
+    # What plan.py says follows from the sizes.
+    call = CASES[name].call(pool) if choice == OURS else CASES[name].small(pool)
     if choice is not None:
         compile_choice(call, choice)
     for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=(vendor,)).candidates(call) if vendor else ():
@@ -183,13 +152,15 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
     seen: dict[Any, Any] = {}
     for name in names:
         for vendor in set(CASES[name].kernels) - {"fa3"}:
-            kind = (CASES[name].shape, str(CASES[name].more), vendor)
+            kind = (*CASES[name].kind, vendor)
             if kind not in seen:
-                seen[kind] = jobs[pool.submit(in_worker, name, None, vendor)] = (name, vendor)
+                seen[kind] = (name, vendor)
+                jobs[pool.submit(in_worker, name, None, vendor)] = kind
     for name in names:
-        for choice in CASES[name].choices():
+        for choice in choices_of(name):
             # Sizes are not compiled for; whether there are splits is.
-            kind = (CASES[name].shape, str(CASES[name].more), choice.tile, min(choice.splits, 2), CASES[name].keys if choice == OURS else 0)
+            size = (CASES[name].batch, CASES[name].keys) if choice == OURS else ()
+            kind = (*CASES[name].kind, choice.tile, (min(choice.splits, 2), choice.overlap), size)
             if kind not in seen:
                 seen[kind] = (name, choice)
                 jobs[pool.submit(in_worker, name, choice)] = kind
@@ -197,13 +168,13 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
     pool.shutdown(wait=False, cancel_futures=True)
     for process in list((getattr(pool, "_processes", None) or {}).values()):
         process.kill()  # what still compiles would disturb the clock
-    failed = {jobs[f]: "not compiled in time" for f in late}
+    failed = dict.fromkeys((jobs[f] for f in late), LATE)
     built = {}
     for f in done:
         if error := f.exception():
             failed[jobs[f]] = why(error if isinstance(error, Exception) else RuntimeError(str(error)))
-        elif len(jobs[f]) == 2:
-            built["{} {}".format(*jobs[f])] = round(f.result(), 1)
+        elif len(jobs[f]) == 3:
+            built[" ".join(seen[jobs[f]])] = round(f.result(), 1)
     return failed, built
 
 
@@ -212,28 +183,9 @@ def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[st
 
 def label(choice: Choice) -> str:
     t = choice.tile
-    return "as in plan.py" if choice == OURS else f"{t.rows}x{t.keys} w{t.warps} s{t.stages} r{t.registers} n{choice.splits}"
-
-
-def vendors_of(case: Case, call: Call, missing: set[str]) -> tuple[dict[str, Run], dict[str, str]]:
-    runs: dict[str, Run] = {}
-    left_out: dict[str, str] = {}
-
-    def attempt(name: str, make: Any) -> None:
-        try:
-            run = make()
-            run()
-            torch.cuda.synchronize()
-            runs[name] = run
-        except Exception as error:
-            left_out[name] = why(error)
-
-    for name, make in case.vendors.items():
-        attempt(f"direct.{name}", partial(make, call))
-    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=tuple(set(case.kernels) - missing)).candidates(call):
-        # Not `call`'s own output: ours are compared with it.
-        attempt(f"op.{kernel.name}", partial(runner, kernel, mine.with_(output=torch.empty_like(mine.arguments["output"]))))
-    return runs, left_out
+    if choice == OURS:
+        return "as in plan.py"
+    return f"{t.rows}x{t.keys} w{t.warps} s{t.stages} r{t.registers} n{choice.splits}{'' if choice.overlap else ' in turn'}"
 
 
 def figures_of(compiled: list[Any]) -> dict[str, Any]:
@@ -245,65 +197,47 @@ def figures_of(compiled: list[Any]) -> dict[str, Any]:
     return out
 
 
-def expected_of(case: Case, call: Call) -> torch.Tensor | None:
-    """What a registered vendor kernel, else our own as plan.py has it, makes of `call`."""
-    for names in (("fa3",), ("flashinfer",), ("triton",)):
-        for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=names).candidates(call):
-            with contextlib.suppress(Exception):
-                mine = mine.with_(output=torch.empty_like(mine.arguments["output"]))
-                runner(kernel, mine)()
-                return mine.arguments["output"].float()
-    return None
-
-
-def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str], missing: set[str]) -> dict[str, Any]:
+def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str]) -> dict[str, Any]:
     case = CASES[name]
     call, little = case.call(pool), case.small(small)
+    missing = {kind[2] for kind in failed if len(kind) == 3 and kind[:2] == case.kind}
     runs, left_out = vendors_of(case, call, missing)
-    want = expected_of(case, call)
-    late = {tile for (shape, more, tile, *_), _ in ((k, v) for k, v in failed.items() if len(k) == 5) if (shape, more) == kind_of(case)}
-    output, checked, compiled = call.arguments["output"], {}, {}
-    for choice in case.choices():
+    expected = expected_of(call)
+    late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.kind and reason == LATE}
+    checked, compiled = {}, {}
+    for choice in choices_of(name):
         who = label(choice)
         if choice.tile in late:
-            left_out[who] = "not compiled in time, or not at all"
+            left_out[who] = LATE
             continue
         try:
             compiled[who] = figures_of(compile_choice(call, choice))
-            kind = (choice.tile, choice.splits > 1)
+            kind = (choice.tile, choice.splits > 1, choice.overlap)
             if kind not in checked:
                 few = choice if choice == OURS else choice._replace(splits=min(choice.splits, 5))
                 checked[kind] = check_kernel(chosen(little, few), little)
             run = partial(chosen(call, choice).run, *call.args, **call.kwargs)
-            output.fill_(float("nan"))
-            run()
-            if want is not None:
-                error = float((output.float() - want).abs().max() / want.abs().max())
-                if not error < 0.02:
-                    left_out[who] = f"WRONG by {error:.3f} of the largest value"
-                    continue
+            if expected and not (error := error_of(call, run, expected[1])) < NEAR:
+                left_out[who] = f"WRONG: {error:.3f} of the largest value from {expected[0]}"
+                continue
             runs[who] = run
         except torch.AcceleratorError:  # the device is lost
             raise
         except Exception as error:
             left_out[who] = why(error)
     times = {n: round(median(us), 2) for n, us in clock.in_turn(runs).items()}
-    rows = [{"name": n, "us": us, "tb_s": round(case.bytes() / us / 1e6, 3), **compiled.get(n, {})} for n, us in times.items()]
+    rows = [{"name": n, "us": us, "tb_s": round(case.bytes / us / 1e6, 3), **compiled.get(n, {})} for n, us in times.items()]
     worst = {str(kind): round(figures.worst, 3) for kind, figures in checked.items()}
     return {"rows": sorted(rows, key=lambda r: r["us"]), "left_out": left_out, "worst": worst}
 
 
-def kind_of(case: Case) -> tuple[Shape, str]:
-    return case.shape, str(case.more)
-
-
 def show(name: str, found: dict[str, Any], top: int) -> None:
     rows = found["rows"]
-    vendor = min((r["us"] for r in rows if r["name"].startswith(("direct.", "op."))), default=float("nan"))
+    vendor = min((r["us"] for r in rows if is_vendor(r["name"])), default=float("nan"))
     print(f"\n== {name}: best vendor {vendor:.2f} us")
     shown = 0
     for r in rows:
-        ours = not r["name"].startswith(("direct.", "op."))
+        ours = not is_vendor(r["name"])
         shown += ours
         if ours and shown > top and r["name"] != label(OURS):
             continue
@@ -325,11 +259,10 @@ def main() -> int:
     if unknown := set(names) - CASES.keys():
         parser.error(f"case: got {', '.join(sorted(unknown))}, want {', '.join(CASES)}")
     failed, built = compile_all(names, start + COMPILING * given.budget_s)
-    missing = {k[1] for k in failed if len(k) == 2}
     compiled_s = round(time.monotonic() - start, 1)
     print(f"compiled in {compiled_s} s; vendors' builds {built}; {len(failed)} failed or late", flush=True)
     for kind, reason in list(failed.items())[:40]:
-        print("  ", *kind[1:], reason)
+        print("  ", kind[0].op, *kind[1:], reason)
     clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
     report: dict[str, Any] = {**environment("cuda"), "compiled_s": compiled_s, "cases": {}, "failed": {}}
@@ -341,7 +274,7 @@ def main() -> int:
                 report["failed"][name] = "left out: the budget was spent"
                 continue
             try:
-                report["cases"][name] = measure(name, pool, small, clock, failed, missing)
+                report["cases"][name] = measure(name, pool, small, clock, failed)
                 show(name, report["cases"][name], given.top)
             except Exception as error:  # the other cases stand
                 traceback.print_exc()

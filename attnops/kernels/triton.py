@@ -99,6 +99,15 @@ def merge_state(
     return output, lse
 
 
+def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
+    """See `attnops.ops.merge_states`. An empty part is not read."""
+    from attnops.kernels._triton import call
+
+    output, lse = outputs.new_empty((outputs.shape[0], *outputs.shape[2:])), lses.new_empty((lses.shape[0], lses.shape[2]))
+    call.merge_states(outputs, lses, output, lse)
+    return output, lse
+
+
 def _deterministic(policy: str) -> bool:
     return "deterministic" in policy.split(";")
 
@@ -132,7 +141,8 @@ def _cost_us(p: Problem) -> float:
 
 
 def _merge_cost_us(p: Problem) -> float:
-    return UNPROVEN_US + 5.0 + 3.0 * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
+    parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
+    return UNPROVEN_US + 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -151,9 +161,9 @@ register(
         needs=(*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64)), about="attnops' own, decode and extend over latents",
     )
 )  # fmt: skip
-register(
-    Kernel(
-        "triton", "merge_state", merge_state, needs=NEEDS, packages=(PACKAGE,), cost_us=_merge_cost_us, batch_invariant=True,
-        about="attnops' own",
-    )
-)  # fmt: skip
+for _op, _run in (("merge_state", merge_state), ("merge_states", merge_states)):
+    register(
+        Kernel(
+            "triton", _op, _run, needs=NEEDS, packages=(PACKAGE,), cost_us=_merge_cost_us, batch_invariant=True, about="attnops' own",
+        )
+    )  # fmt: skip

@@ -17,6 +17,7 @@ BF16, F16, F32, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float32, torch
 TYPES = {
     BF16: "bf16", F16: "fp16", F32: "fp32", E4M3: "fp8e4nv", torch.float8_e5m2: "fp8e5", INT8: "i8", torch.uint8: "u8", torch.int32: "i32",
 }  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
@@ -55,6 +56,12 @@ CALLS = {
 ELSEWHERE = [(80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "extend"), (100, "decode"), (100, "extend")]
 
 
+def launches_overlap():
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__
+
+
 def launched(call, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
     from attnops.kernels._triton import call as host
@@ -68,11 +75,12 @@ def launched(call, arch):
         def __getitem__(self, grid):
             return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
 
-    names = ("attend", "combine", "merge")
-    before = {n: getattr(host, n) for n in names} | {"INTERPRETED": host.INTERPRETED}
+    names = ("attend", "combine", "merge", "merge_all")
+    before = {n: getattr(host, n) for n in (*names, "INTERPRETED", "_overlaps")}
     for n in names:
         setattr(host, n, Recorded(before[n]))
     host.INTERPRETED = (132, MEMORY[arch])
+    host._overlaps = lambda device: arch >= 90 and launches_overlap()
     try:
         kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)
     finally:
@@ -88,7 +96,7 @@ def compile_for(arch, kernel, given, dtype):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {n: given.pop(n) for n in ("num_warps", "num_stages", "enable_fp_fusion") if n in given}
+    options = {n: given.pop(n) for n in OPTIONS if n in given}
     if "COMPUTE" in given:
         given["COMPUTE"] = {BF16: tl.bfloat16, F16: tl.float16, F32: tl.float32}[dtype]
     varying = {p.name for p in kernel.params if p.do_not_specialize}
@@ -133,6 +141,7 @@ def check(name, arch, limit):
         binary = compile_for(arch, kernel, dict(given), query.dtype)
         assert binary.metadata.shared <= MEMORY[arch]
         assert spilled(binary, arch) <= limit
+        assert ("griddepcontrol" in binary.asm["ptx"]) == given["OVERLAP"]
         if kernel.__name__ == "attend" and query.dtype != F32:
             ptx = binary.asm["ptx"]
             assert "mma" in ptx, "no matrix unit is used"
@@ -152,8 +161,18 @@ def test_other_gpus(arch, name):
     check(name, arch, 512)
 
 
+@compiled
+def test_stage_two_begins_early():
+    both = launched(CALLS["decode"][0](), 90)
+    assert [k.__name__ for k, _ in both] == ["attend", "combine"]
+    assert all(given["OVERLAP"] == launches_overlap() for _, given in both)
+    assert [given.get("launch_pdl", False) for _, given in both] == [False, launches_overlap()]
+    assert not any(given["OVERLAP"] for _, given in launched(CALLS["decode"][0](), 80))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @compiled
 def test_merge(dtype):
-    [(kernel, given)] = launched(builders.merge(Source(), 64, 32, 128, dtype), 90)
-    assert spilled(compile_for(90, kernel, given, dtype), 90) == 0
+    for call in (builders.merge(Source(), 64, 32, 128, dtype), builders.merge_states(Source(), 64, 5, 32, 128, dtype)):
+        [(kernel, given)] = launched(call, 90)
+        assert spilled(compile_for(90, kernel, given, dtype), 90) == 0

@@ -16,10 +16,10 @@ from tests.helpers import fresh_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.triton.process import interpreted, needs_triton
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-OURS = ("paged_attention", "mla_attention", "merge_state")
+OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
 
 
 def triton(op):
@@ -81,9 +81,9 @@ def test_a_deterministic_policy_takes_it():
 @pytest.mark.parametrize("op", OURS)
 @interpreted
 def test_opcheck(op):
-    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",), "merge_state": ("plain",)}
+    labels = {"paged_attention": ("bfloat16_lse", "all_mask"), "mla_attention": ("sinks",)}
     with pretend(SM90):
-        for label in labels[op]:
+        for label in labels.get(op, ("plain",)):
             call = next(c for c in CASES[op] if c.label == label).call()
             checked = torch.library.opcheck(OPS[op].packet.triton, call.args, call.kwargs)
             assert set(checked.values()) == {"SUCCESS"}
@@ -181,7 +181,7 @@ def test_a_generate_run_compiles_few_kernels():
 
         def __getitem__(self, grid):
             def run(**given):
-                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most")
+                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most", "tile")
                 key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
                 seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
 

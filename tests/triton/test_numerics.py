@@ -18,7 +18,7 @@ from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
-OPS = ("paged_attention", "mla_attention", "merge_state")
+OPS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
 BF16, F16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
 # Small calls are not worth a split; in this mode they are split all the same.
@@ -127,7 +127,7 @@ def test_ragged(name):
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is")]
+    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is"), (32, 8, "split")]
 )
 @interpreted
 def test_latents(heads, queries, name):
@@ -143,6 +143,25 @@ def test_stored_keys(kv):
         check(builders.paged(Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
     if kv != torch.float8_e5m2:
         check(latent.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+
+
+@interpreted
+def test_temperature_by_position():
+    """What docs/triton.md says: a query times its temperature is a logit times it."""
+    source, length, dim = Source(6), 40, 16
+    t = builders.paged(source, (3, 1), (length, 9), 4, Features(dtype=F16, head_dim=dim, q_heads=4, causal=True), padding=0).arguments
+    positions = torch.tensor([length - 3, length - 2, length - 1, 8])
+    temperature = torch.where(positions > 16, torch.log2(positions.clamp(min=1).float()) / 4.0, 1.0)
+    pages = {n: t[n][t["page_table"][0].long()].flatten(0, 1)[:length].float() for n in ("k_pages", "v_pages")}
+    with pretend(SM90):
+        tempered = t | {"query": (t["query"] * temperature[:, None, None]).to(F16)}
+        kernels_of("paged_attention")["triton"].run(**tempered)
+    for i in range(3):
+        seen = slice(0, int(positions[i]) + 1)
+        k, v = (x[seen].repeat_interleave(2, 1) for x in pages.values())
+        logits = torch.einsum("hd,khd->hk", t["query"][i].float(), k) * t["scale"] * temperature[i]
+        want = torch.einsum("hk,khd->hd", logits.softmax(-1), v)
+        torch.testing.assert_close(t["output"][i].float(), want, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -177,6 +196,7 @@ def test_any_layout(op):
         "paged_attention": lambda: builders.paged(source, (1, 3), (40, 21), 4, f),
         "mla_attention": lambda: latent.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
         "merge_state": lambda: builders.merge(source, 5, 4, 8, F16, 0.2, 0.2),
+        "merge_states": lambda: builders.merge_states(source, 5, 3, 4, 8, F16, 0.2),
     }[op]()
     for n, t in call.tensors().items():
         if t.numel() == 1:

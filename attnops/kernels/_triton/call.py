@@ -14,14 +14,13 @@ from attnops.kernels._triton import plan
 from attnops.kernels._triton.device.attend import attend as _attend
 from attnops.kernels._triton.device.combine import combine as _combine
 from attnops.kernels._triton.device.merge import merge as _merge
+from attnops.kernels._triton.device.merge import merge_all as _merge_all
 
 attend: Any = _attend
 combine: Any = _combine
 merge: Any = _merge
+merge_all: Any = _merge_all
 LOG2E = 1.4426950408889634
-CHUNK = 64
-"""Splits that stage two reads at once. One figure for all calls: another would be another order of summation."""
-
 OPTIONS = {"enable_fp_fusion": True}
 """Said outright, because Triton's default changes from release to release."""
 
@@ -73,6 +72,18 @@ def _device(index: int) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory a program may have)."""
     properties: Any = torch.cuda.get_device_properties(index)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Can a kernel be launched while the one before it runs (programmatic dependent launch), by this Triton on this device?"""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
 _launches = functools.lru_cache(maxsize=4096)(plan.launches)
@@ -176,18 +187,20 @@ def _stages(
     rows = shape.requests * at.queries * heads
     parts = output.new_empty(rows * at.splits * (keys.v_dims + 1), dtype=torch.float32) if at.parts else None
     shared = {"width": at.queries, "splits": at.splits, "split_keys": at.split_keys, "rows": rows, "fewest": at.fewest, "most": at.most}
+    overlap = at.parts and at.overlap and _overlaps(output.device)
     yield Step(attend, at.blocks, {
         **fixed, **constants, **shared, "parts_ptr": parts, "tiles": at.tiles, "pads": at.pads, "each": at.each,
         "TILE_M": at.tile.rows, "TILE_N": at.tile.keys, "RAGGED": at.ragged, "SPLIT": at.parts,
-        "PEEL": at.tile.rows >= 64 and batch.mask is None,
+        "PEEL": at.tile.rows >= 64 and batch.mask is None, "OVERLAP": overlap,
         **_options(at.tile),
     })  # fmt: skip
     if parts is not None and rows:
-        block = min(constants["BLOCK_DV"], 64)
+        block = min(constants["BLOCK_DV"], 4096 // at.chunk)
+        launched = {"num_warps": 4, **({"launch_pdl": True} if overlap else {}), **OPTIONS}
         yield Step(combine, rows * -(-keys.v_dims // block), {
             "parts_ptr": parts, "lengths_ptr": fixed["lengths_ptr"], "starts_ptr": fixed["starts_ptr"], "sinks_ptr": fixed["sinks_ptr"],
             "left": batch.left, **shared, **_results(output, lse), "HEADS": heads, "DV": keys.v_dims, "BLOCK_DV": block,
-            "TILE_N": at.tile.keys, "CHUNK": CHUNK, "WINDOWED": batch.left >= 0, "num_warps": 4, **OPTIONS,
+            "tile": at.tile.keys, "CHUNK": at.chunk, "WINDOWED": batch.left >= 0, "OVERLAP": overlap, **launched,
         })  # fmt: skip
 
 
@@ -216,5 +229,19 @@ def merge_state(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
         merge[(-(-tokens * heads // block_r),)](
             output_a, lse_a, output_b, lse_b, output, lse, tokens * heads,
             *output_a.stride(), *lse_a.stride(), *output_b.stride(), *lse_b.stride(),
+            HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+
+
+def merge_states(outputs: Tensor, lses: Tensor, output: Tensor, lse: Tensor) -> None:
+    """Write the merge over dim 1 of `[T, N, H, D]` and `[T, N, H]` into contiguous output and lse."""
+    tokens, parts, heads, dim = outputs.shape
+    if outputs.numel() == 0:
+        return
+    block_d = plan.padded(dim)
+    block_r = max(1, 1024 // block_d)
+    with torch.cuda.device_of(outputs):
+        merge_all[(-(-tokens * heads // block_r),)](
+            outputs, lses, output, lse, tokens * heads, parts, *outputs.stride(), *lses.stride(),
             HEADS=heads, D=dim, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=4, **OPTIONS,
         )  # fmt: skip

@@ -22,6 +22,9 @@ BLOCKS_PER_SM = 2
 LEAST_KEYS = 256
 """A split of fewer keys costs more to merge than it saves."""
 
+CHUNK, FEW_SPLITS = 64, 16
+"""Parts that stage two reads at once. Under a deterministic policy always CHUNK: another would be another order of summation."""
+
 MASKED_ROWS = 64
 """More rows than this leave no registers for a tile of the mask."""
 
@@ -42,10 +45,14 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A configuration to launch whatever the table and the rules say, for those who measure. splits: 0 for as the rules have it."""
+    """A configuration to launch whatever the table and the rules say, for those who measure. splits: 0 for as the rules have it.
+
+    overlap: stage two is launched while stage one runs, where the device can.
+    """
 
     tile: Tile
     splits: int = 0
+    overlap: bool = True
 
 
 class Shape(NamedTuple):
@@ -75,6 +82,7 @@ class Launch(NamedTuple):
     """One launch of stage one, and one of stage two where it leaves parts. Requests of fewest..most queries are served.
 
     blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0 for an even share.
+    chunk: parts that a program of stage two reads at once. overlap: as in Choice.
     """
 
     tile: Tile
@@ -88,6 +96,8 @@ class Launch(NamedTuple):
     queries: int
     fewest: int
     most: int
+    chunk: int
+    overlap: bool
 
     @property
     def parts(self) -> bool:
@@ -195,7 +205,9 @@ def _launch(
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
     tiles = packed if ragged else direct + pads
     blocks = across * ((tiles - pads) * splits + pads)
-    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most)
+    chunk = CHUNK if deterministic or splits > FEW_SPLITS else FEW_SPLITS
+    overlap = choice is None or choice.overlap
+    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, chunk, overlap)
 
 
 def _splits(blocks: int, keys: int, room: int) -> int:

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, share, tanh, with_sink
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, let_next_begin, share, tanh, with_sink
 
 
 @triton.jit
@@ -97,7 +97,10 @@ def attend_tile(
     base = finite(higher)
     weights = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * fade[:, None] + weights
+    else:
+        total = total * fade + tl.sum(weights, 1)
     acc = acc * fade[:, None]
     if LATENT:
         v = k
@@ -108,6 +111,8 @@ def attend_tile(
     return acc, higher, total
 
 
+# Warps share the keys of so few rows. A sum over them waits for all, so it is made once, at the end, where registers allow.
+LATE_ROWS = tl.constexpr(16)
 VARYING = [
     "left", "right", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows", "fewest", "most",
     "table_b", "mask_t",
@@ -123,17 +128,20 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
-    LATENT: tl.constexpr, RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr,
+    LATENT: tl.constexpr, RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
     tiles: tiles of queries in all, the last `pads` of them for tokens of no request, as are those after the requests' where RAGGED.
     each: tiles of one request where not RAGGED. width: queries of one request, an upper bound.
     fewest, most: requests with another number of queries are another launch's. PEEL: tiles that every row sees are not masked.
-    cap: soft cap in base 2; `scale` then holds scale / cap. `k_ptr` holds the value too where LATENT.
+    OVERLAP: stage two is launched while this runs. cap: soft cap in base 2; `scale` then holds scale / cap.
+    `k_ptr` holds the value too where LATENT.
     """
     HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
     BLOCK_Q: tl.constexpr = TILE_M // HEADS
+    if OVERLAP:
+        let_next_begin()
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     at = tl.program_id(0)
     head_tile = at % (KV_HEADS * HEAD_TILES)
@@ -153,6 +161,9 @@ def attend(
         begin = tl.load(starts_ptr + request)
         origin = request * each
 
+    # Asked for at once: one after the other, each would wait for memory anew.
+    end = tl.load(starts_ptr + tl.minimum(request + 1, requests))
+    length = tl.load(lengths_ptr + request, mask=request < requests, other=0)
     row = tl.arange(0, TILE_M)
     group_head = head_tile % HEAD_TILES * HEADS + row % HEADS
     kv_head = head_tile // HEAD_TILES
@@ -172,13 +183,12 @@ def attend(
                     tl.store(lse_ptr + token * lse_t + head * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
         return
 
-    queries = tl.load(starts_ptr + request + 1) - begin
+    queries = end - begin
     first_q = (tile - origin) * BLOCK_Q
     if first_q >= queries:
         return
     if (queries < fewest) | (queries > most):
         return
-    length = tl.load(lengths_ptr + request)
     start = 0
     size = length
     if SPLIT:
@@ -211,6 +221,11 @@ def attend(
     start = tl.maximum(start, low // TILE_N * TILE_N)
     high = tl.maximum(high, start)
 
+    row_ptr = table_ptr + request.to(tl.int64) * table_b
+    if SPLIT:
+        # The first page ids are on their way while the query is awaited; the loop below asks for them after it.
+        first_keys = start + tl.arange(0, TILE_N)
+        tl.load(row_ptr + first_keys // PAGE, mask=first_keys < high, other=0, volatile=True)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
@@ -224,10 +239,12 @@ def attend(
         factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
     k_ptr += kv_head.to(tl.int64) * k_h
     v_ptr += kv_head.to(tl.int64) * v_h
-    row_ptr = table_ptr + request.to(tl.int64) * table_b
     mask_row = token * mask_t
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
+    if TILE_M <= LATE_ROWS and not LATENT:
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    else:
+        total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     stop = start
     if PEEL:
@@ -254,6 +271,8 @@ def attend(
             COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, True,
         )  # fmt: skip
 
+    if TILE_M <= LATE_ROWS and not LATENT:
+        total = tl.sum(total, 1)
     factor_v = tl.where(total > 0, 1.0 / total, 0.0)
     z = finite(top) + tl.log2(total)
     if not SPLIT and sinks_ptr is not None:

@@ -3,17 +3,20 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, share, with_sink
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, await_previous, finite, share, with_sink
 
 
-@triton.jit(do_not_specialize=["left", "width", "splits", "split_keys", "rows", "fewest", "most"])
+@triton.jit(do_not_specialize=["left", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"])
 def combine(
     parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
-    left, width, splits, split_keys, rows, fewest, most,
+    left, width, splits, split_keys, rows, fewest, most, tile,
     out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse."""
+    """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
+
+    tile: keys of a step of stage one. OVERLAP: it is launched while stage one runs.
+    """
     at = tl.program_id(0)
     DV_TILES: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
     row = at // DV_TILES
@@ -23,12 +26,14 @@ def combine(
     i = slot % width
     begin = tl.load(starts_ptr + request)
     queries = tl.load(starts_ptr + request + 1) - begin
+    length = tl.load(lengths_ptr + request)
+    if OVERLAP:
+        await_previous()
     if i >= queries:
         return
     if (queries < fewest) | (queries > most):
         return
-    length = tl.load(lengths_ptr + request)
-    first, size = share(length, queries, left, splits, split_keys, TILE_N, WINDOWED)
+    first, size = share(length, queries, left, splits, split_keys, tile, WINDOWED)
     count = tl.minimum(tl.cdiv(length - first, size), splits)
 
     dims = (at % DV_TILES) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -38,7 +43,7 @@ def combine(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    # Chunks of one size, whatever the number of splits: the order of summation follows from the request alone.
+    # In chunks: where their size is the same for every batch, the order of summation follows from the request alone.
     for at_split in range(0, count, CHUNK):
         n = at_split + tl.arange(0, CHUNK)
         real = n < count

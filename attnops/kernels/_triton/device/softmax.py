@@ -33,12 +33,24 @@ def with_sink(acc_factor, z, sink):
 
 
 @triton.jit
-def share(length, queries, left, splits, split_keys, TILE: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first key, keys a split) of a request, both multiples of TILE. split_keys 0: as even a share as `splits` allow."""
+def share(length, queries, left, splits, split_keys, tile, WINDOWED: tl.constexpr):
+    """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: as even a share as `splits` allow."""
     first = 0
     if WINDOWED:
-        first = tl.maximum(length - queries - left, 0) // TILE * TILE
+        first = tl.maximum(length - queries - left, 0) // tile * tile
     size = split_keys
     if split_keys == 0:
-        size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), TILE), 1) * TILE
+        size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), tile), 1) * tile
     return first, size
+
+
+@triton.jit
+def let_next_begin():
+    """Programs of the next kernel may be placed once all of this one have come here (PTX: griddepcontrol, sm90)."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def await_previous():
+    """What the kernel before wrote is there. Needed before every exit too: who comes next takes it that both are done."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
