@@ -142,7 +142,7 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     if page_table.numel() == 0:
         return indptr.to(torch.int32), page_table.new_zeros(batch * width, dtype=torch.int32), last.to(torch.int32)
     at = torch.arange(batch * width, device=lens.device)
-    row = torch.searchsorted(indptr[1:].contiguous(), at, right=True)
+    row = torch.searchsorted(indptr[1:] - 1, at)  # as in rows_of
     real = row < batch
     safe = torch.where(real, row, 0)
     column = torch.where(real, at - indptr[safe], 0).clamp(0, width - 1)
