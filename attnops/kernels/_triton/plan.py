@@ -25,8 +25,11 @@ LEAST_KEYS = 256
 CHUNK, FEW_SPLITS = 64, 16
 """Parts that stage two reads at once. Under a deterministic policy always CHUNK: another would be another order of summation."""
 
+MOST_ROUNDS, MERGE_COST = 4, 0.1
+"""Splits where a device is filled without: at most so many, and only if they save more than this share of a round."""
+
 MASKED_ROWS = 64
-"""More rows than this leave no registers for a tile of the mask."""
+"""More rows than this leave no registers for a tile of the mask, as many only in eight warps."""
 
 UNBOUNDED = 2**31 - 1
 
@@ -105,13 +108,13 @@ class Launch(NamedTuple):
         return self.splits > 1 or self.split_keys > 0
 
 
-# (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). Loads follow a page id,
-# so that it takes two stages more to have one more tile of keys in flight.
+# (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). A tile of keys less than
+# `stages` is in flight. Eight warps on 64 rows would each make the same scores twice, unless there is no room for four.
 TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("half", 64): (Tile(16, 128, 4, 5), Tile(32, 128, 4, 5), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 256): (Tile(16, 32, 4, 5), Tile(32, 32, 4, 5), Tile(64, 32, 8, 3)),
-    ("half", 512): (Tile(16, 32, 4, 5), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+    ("half", 64): (Tile(16, 128, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 128): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 256): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
+    ("half", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2), Tile(64, 64, 8, 2)),
     # Converted keys pass through registers; 64 rows of a latent leave no room for them.
     ("quantised", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2)),
     # Without matrix units.
@@ -143,8 +146,8 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
     tile = next((t for t in table if t.rows >= rows), table[-1])
     while shared_bytes(tile, s) > memory:
         smaller = [t for t in table if t.rows < tile.rows]
-        if tile.stages > 3:
-            tile = tile._replace(stages=tile.stages - 2)
+        if tile.stages > 2:
+            tile = tile._replace(stages=tile.stages - 1)
         elif tile.keys > 16:
             tile = tile._replace(keys=tile.keys // 2)
         elif smaller:
@@ -156,7 +159,7 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
 
 def shared_bytes(tile: Tile, s: Shape) -> int:
     """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of every load in flight."""
-    in_flight = max(1, (tile.stages - 1) // 2) + (tile.rows >= 64)
+    in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and s.head_dim <= 256)
     return (tile.rows * s.q_width + in_flight * tile.keys * s.width + tile.rows * tile.keys) * s.itemsize + 2048
 
 
@@ -187,6 +190,8 @@ def _launch(
     if s.masked:
         rows = min(rows, MASKED_ROWS)
     tile = choice.tile if choice else pick(s, rows, memory)
+    if s.masked and tile.rows >= MASKED_ROWS:
+        tile = tile._replace(warps=8)
     heads = min(s.group, tile.rows)
     block_q = tile.rows // heads
     each = max(1, -(-s.queries // block_q))
@@ -211,7 +216,14 @@ def _launch(
 
 
 def _splits(blocks: int, keys: int, room: int) -> int:
-    """How many splits fill a device that has room for `room` programs, when each of `blocks` is split alike."""
-    if blocks == 0 or blocks > room // 2:
+    """How many splits serve a device that has room for `room` programs at once best, when each of `blocks` is split alike."""
+    if blocks == 0:
         return 1
-    return max(1, min(room // blocks, keys // LEAST_KEYS))
+    if blocks <= room // 2:
+        return max(1, min(room // blocks, keys // LEAST_KEYS))
+
+    # Few more programs than there is room for would take twice as long as one round; of shorter ones the last round is shorter.
+    def cost(n: int) -> float:
+        return -(-blocks * n // room) / n + MERGE_COST * (n > 1)
+
+    return min(range(1, max(1, min(MOST_ROUNDS, keys // SPLIT_KEYS)) + 1), key=cost)

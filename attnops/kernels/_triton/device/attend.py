@@ -49,23 +49,27 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl
 
 
 @triton.jit
+def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+    """Ids of the pages of a tile: of the one that holds it, or of each key's."""
+    if PAGE % TILE_N == 0:
+        return tl.load(row_ptr + key // PAGE, mask=key < high, other=0)
+    else:
+        keys = key + tl.arange(0, TILE_N)
+        return tl.load(row_ptr + keys // PAGE, mask=keys < high, other=0)
+
+
+@triton.jit
 def attend_tile(
-    acc, top, total, q, q_rope, key, low, high, length, position,
+    acc, top, total, page, q, q_rope, key, low, high, length, position,
     k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, left, right,
     k_p, k_n, v_p, v_n, mask_n,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step over TILE_N keys. MASKED: some of them may be hidden from some row."""
+    """One step over TILE_N keys, which lie in `page`; returns the next step's too. MASKED: some keys may be hidden from some row."""
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
-    if PAGE % TILE_N == 0:
-        page = tl.load(row_ptr + key // PAGE)
-    elif MASKED:
-        page = tl.load(row_ptr + keys // PAGE, mask=seen, other=0)
-    else:
-        page = tl.load(row_ptr + keys // PAGE)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
@@ -108,7 +112,8 @@ def attend_tile(
         v_at = slots_of(page, key, keys, v_p, v_n, PAGE, TILE_N)
         v = load_keys(v_ptr, v_at, tl.arange(0, BLOCK_DV), seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
     acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
-    return acc, higher, total
+    page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
+    return acc, higher, total, page
 
 
 # Warps share the keys of so few rows. A sum over them waits for all, so it is made once, at the end, where registers allow.
@@ -222,10 +227,8 @@ def attend(
     high = tl.maximum(high, start)
 
     row_ptr = table_ptr + request.to(tl.int64) * table_b
-    if SPLIT:
-        # The first page ids are on their way while the query is awaited; the loop below asks for them after it.
-        first_keys = start + tl.arange(0, TILE_N)
-        tl.load(row_ptr + first_keys // PAGE, mask=first_keys < high, other=0, volatile=True)
+    # Page ids are always a step ahead of the keys they lead to, the first ahead of the query.
+    page = pages_of(row_ptr, start, high, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
@@ -253,20 +256,20 @@ def attend(
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
         if LEFT:
             for key in range(start, middle, TILE_N):
-                acc, top, total = attend_tile(
-                    acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+                acc, top, total, page = attend_tile(
+                    acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
                     factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
                     COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, True,
                 )  # fmt: skip
         for key in range(middle, stop, TILE_N):
-            acc, top, total = attend_tile(
-                acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+            acc, top, total, page = attend_tile(
+                acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
                 factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
                 COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, False,
             )  # fmt: skip
     for key in range(stop, high, TILE_N):
-        acc, top, total = attend_tile(
-            acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+        acc, top, total, page = attend_tile(
+            acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
             factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
             COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, True,
         )  # fmt: skip
