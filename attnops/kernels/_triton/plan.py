@@ -22,8 +22,8 @@ BLOCKS_PER_SM = 2
 LEAST_KEYS = 256
 """A split of fewer keys costs more to merge than it saves."""
 
-CHUNK, FEW_SPLITS = 64, 16
-"""Parts that stage two reads at once. Under a deterministic policy always CHUNK: another would be another order of summation."""
+MANY_SPLITS, FEW_SPLITS = 64, 16
+"""Parts that stage two reads at once. Under a deterministic policy always MANY_SPLITS: another would be another order of summation."""
 
 MOST_ROUNDS, MERGE_COST = 4, 0.1
 """Splits where a device is filled without: at most so many, and only if they save more than this share of a round."""
@@ -63,7 +63,8 @@ class Shape(NamedTuple):
 
     tokens, requests: of the batch. queries: an upper bound of one request's. capacity: keys the page table has room for.
     q_width, width: numbers of one query, and of one key and its value, padded as they lie in shared memory. itemsize: bytes of a
-    number that is multiplied; stored: of one in the pages. masked: there is a mask. left: the window, -1 for none.
+    number that is multiplied; stored: of one in the pages. masked: there is a mask. left: keys before its own that a query
+    may see, -1 for all.
     """
 
     tokens: int
@@ -85,7 +86,7 @@ class Launch(NamedTuple):
     """One launch of stage one, and one of stage two where it leaves parts. Requests of fewest..most queries are served.
 
     blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0 for an even share.
-    chunk: parts that a program of stage two reads at once. overlap: as in Choice.
+    at_once: parts that a program of stage two reads at once. overlap: as in Choice.
     """
 
     tile: Tile
@@ -99,7 +100,7 @@ class Launch(NamedTuple):
     queries: int
     fewest: int
     most: int
-    chunk: int
+    at_once: int
     overlap: bool
 
     @property
@@ -210,9 +211,9 @@ def _launch(
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
     tiles = packed if ragged else direct + pads
     blocks = across * ((tiles - pads) * splits + pads)
-    chunk = CHUNK if deterministic or splits > FEW_SPLITS else FEW_SPLITS
+    at_once = MANY_SPLITS if deterministic or splits > FEW_SPLITS else FEW_SPLITS
     overlap = choice is None or choice.overlap
-    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, chunk, overlap)
+    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, at_once, overlap)
 
 
 def _splits(blocks: int, keys: int, room: int) -> int:
