@@ -39,6 +39,7 @@ def paged_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    attention_chunk: int = 0,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -50,7 +51,7 @@ def paged_attention(
 
     _, page, heads, dims = k_pages.shape
     keys = Keys(k_pages, v_pages, dims, v_pages.shape[3], 0, heads, page, k_scale, v_scale)
-    rules = (scale, causal, window_left, window_right, softcap, _deterministic(policy))
+    rules = (scale, causal, window_left, window_right, attention_chunk, softcap, _deterministic(policy))
     attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 
@@ -84,7 +85,7 @@ def mla_attention(
     dims, rope = q_nope.shape[2], q_pe.shape[2]
     # One head of keys that every query head shares.
     keys = Keys(latent_pages[:, :, None], None, dims, dims, rope, 1, latent_pages.shape[1], kv_scale, kv_scale)
-    rules = (scale, causal, window_left, -1, softcap, _deterministic(policy))
+    rules = (scale, causal, window_left, -1, 0, softcap, _deterministic(policy))
     attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 

@@ -50,7 +50,7 @@ CALLS = {
     "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 0),
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
     "mla_16_heads": (mla(DEEPSEEK), 0),
-    "mla_128_heads": (mla(V3), 0),
+    "mla_128_heads": (mla(V3), 256),
     "mla_128_heads_float8": (mla(replace(V3, kv_dtype=E4M3)), 0),
 }
 ELSEWHERE = [(80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "extend"), (100, "decode"), (100, "extend")]

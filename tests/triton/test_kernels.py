@@ -171,7 +171,7 @@ def kind_of(x, varying):
 def test_a_generate_run_compiles_few_kernels():
     """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
     from attnops.kernels._triton import call
-    from attnops.kernels._triton.device.attend import VARYING
+    from attnops.kernels._triton.device import attend, combine
 
     seen = {"attend": set(), "combine": set()}
 
@@ -181,7 +181,7 @@ def test_a_generate_run_compiles_few_kernels():
 
         def __getitem__(self, grid):
             def run(**given):
-                varying = VARYING if self.name == "attend" else ("left", "width", "splits", "split_keys", "rows", "fewest", "most", "tile")
+                varying = {"attend": attend.VARYING, "combine": combine.VARYING}[self.name]
                 key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
                 seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
 

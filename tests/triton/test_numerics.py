@@ -65,7 +65,9 @@ def test_grid(op, label):
         pytest.skip(str(figures))
 
 
-TELLING = ("all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window")
+TELLING = (
+    "all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window", "chunk_window",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODES[1:])
@@ -85,6 +87,8 @@ LONG = {
     "window": replace(WIDE, window=(50, -1)),
     "window_both": replace(WIDE, causal=False, window=(70, 40)),
     "window_right": replace(WIDE, causal=False, window=(-1, 9)),
+    "chunk": replace(WIDE, chunk=60),
+    "chunk_all_keys": replace(WIDE, chunk=100, causal=False, window=(70, 40)),
     "softcap_sinks": replace(WIDE, softcap=3.0, sinks=torch.float32),
     "mask": replace(WIDE, mask="bool"),
     "mha": replace(WIDE, q_heads=2),

@@ -63,8 +63,14 @@ class Batch(NamedTuple):
     causal: bool
     left: int
     right: int
+    chunk: int
     softcap: float
     deterministic: bool
+
+    @property
+    def behind(self) -> int:
+        """How many keys before its own a query may see, -1 for all."""
+        return min((n for n in (self.left, self.chunk - 1) if n >= 0), default=-1)
 
 
 @functools.cache
@@ -121,7 +127,7 @@ def steps(
         query.dtype.itemsize,
         keys.k.dtype.itemsize,
         batch.mask is not None,
-        batch.left,
+        batch.behind,
     )
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
@@ -140,7 +146,7 @@ def _arguments(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, out
         "q_ptr": query, "r_ptr": rope, "k_ptr": k, "v_ptr": v, "table_ptr": table, "mask_ptr": mask,
         "lengths_ptr": batch.lengths.contiguous(), "starts_ptr": batch.starts.contiguous(),
         "sinks_ptr": _flat(batch.sinks), "k_scale_ptr": _flat(keys.k_scale), "v_scale_ptr": _flat(keys.v_scale),
-        "scale": scale, "cap": cap, "left": batch.left, "right": batch.right,
+        "scale": scale, "cap": cap, "left": batch.left, "right": batch.right, "chunk": batch.chunk,
         "requests": table.shape[0], "tokens": query.shape[0], "steps": table.shape[0].bit_length(),
         "q_t": query.stride(0), "q_h": query.stride(1),
         "r_t": 0 if rope is None else rope.stride(0), "r_h": 0 if rope is None else rope.stride(1),
@@ -166,7 +172,7 @@ def _constants(query: Tensor, keys: Keys, batch: Batch, blocks: tuple[int, int, 
         "D": keys.dims, "DV": keys.v_dims, "DR": keys.rope, "BLOCK_D": blocks[0], "BLOCK_DV": blocks[1], "BLOCK_DR": blocks[2],
         "PAGE": keys.page, "KV_HEADS": keys.heads, "GROUP": query.shape[1] // keys.heads,
         "COMPUTE": tl.float32 if wide else tl.float16 if query.dtype == torch.float16 else tl.bfloat16,
-        "CAUSAL": batch.causal, "LEFT": batch.left >= 0, "RIGHT": batch.right >= 0 and not batch.causal,
+        "CAUSAL": batch.causal, "LEFT": batch.left >= 0, "RIGHT": batch.right >= 0 and not batch.causal, "CHUNKED": batch.chunk > 0,
         "CAP": batch.softcap > 0, "MASK": mask, "LATENT": keys.v is None,
     }  # fmt: skip
 
@@ -195,12 +201,13 @@ def _stages(
         **_options(at.tile),
     })  # fmt: skip
     if parts is not None and rows:
-        block = min(constants["BLOCK_DV"], 4096 // at.chunk)
+        block = min(constants["BLOCK_DV"], 4096 // at.at_once)
         launched = {"num_warps": 4, **({"launch_pdl": True} if overlap else {}), **OPTIONS}
         yield Step(combine, rows * -(-keys.v_dims // block), {
             "parts_ptr": parts, "lengths_ptr": fixed["lengths_ptr"], "starts_ptr": fixed["starts_ptr"], "sinks_ptr": fixed["sinks_ptr"],
-            "left": batch.left, **shared, **_results(output, lse), "HEADS": heads, "DV": keys.v_dims, "BLOCK_DV": block,
-            "tile": at.tile.keys, "CHUNK": at.chunk, "WINDOWED": batch.left >= 0, "OVERLAP": overlap, **launched,
+            "left": batch.left, "chunk": batch.chunk, **shared, **_results(output, lse), "tile": at.tile.keys,
+            "HEADS": heads, "DV": keys.v_dims, "BLOCK_DV": block, "AT_ONCE": at.at_once,
+            "LEFT": batch.left >= 0, "CHUNKED": batch.chunk > 0, "OVERLAP": overlap, **launched,
         })  # fmt: skip
 
 

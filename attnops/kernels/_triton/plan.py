@@ -22,11 +22,14 @@ BLOCKS_PER_SM = 2
 LEAST_KEYS = 256
 """A split of fewer keys costs more to merge than it saves."""
 
-CHUNK, FEW_SPLITS = 64, 16
-"""Parts that stage two reads at once. Under a deterministic policy always CHUNK: another would be another order of summation."""
+MANY_SPLITS, FEW_SPLITS = 64, 16
+"""Parts that stage two reads at once. Under a deterministic policy always MANY_SPLITS: another would be another order of summation."""
+
+MOST_ROUNDS, MERGE_COST = 4, 0.1
+"""Splits where a device is filled without: at most so many, and only if they save more than this share of a round."""
 
 MASKED_ROWS = 64
-"""More rows than this leave no registers for a tile of the mask."""
+"""More rows than this leave no registers for a tile of the mask, as many only in eight warps."""
 
 UNBOUNDED = 2**31 - 1
 
@@ -60,7 +63,8 @@ class Shape(NamedTuple):
 
     tokens, requests: of the batch. queries: an upper bound of one request's. capacity: keys the page table has room for.
     q_width, width: numbers of one query, and of one key and its value, padded as they lie in shared memory. itemsize: bytes of a
-    number that is multiplied; stored: of one in the pages. masked: there is a mask. left: the window, -1 for none.
+    number that is multiplied; stored: of one in the pages. masked: there is a mask. left: keys before its own that a query
+    may see, -1 for all.
     """
 
     tokens: int
@@ -82,7 +86,7 @@ class Launch(NamedTuple):
     """One launch of stage one, and one of stage two where it leaves parts. Requests of fewest..most queries are served.
 
     blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0 for an even share.
-    chunk: parts that a program of stage two reads at once. overlap: as in Choice.
+    at_once: parts that a program of stage two reads at once. overlap: as in Choice.
     """
 
     tile: Tile
@@ -96,7 +100,7 @@ class Launch(NamedTuple):
     queries: int
     fewest: int
     most: int
-    chunk: int
+    at_once: int
     overlap: bool
 
     @property
@@ -105,13 +109,13 @@ class Launch(NamedTuple):
         return self.splits > 1 or self.split_keys > 0
 
 
-# (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). Loads follow a page id,
-# so that it takes two stages more to have one more tile of keys in flight.
+# (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). A tile of keys less than
+# `stages` is in flight. Eight warps on 64 rows would each make the same scores twice, unless there is no room for four.
 TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("half", 64): (Tile(16, 128, 4, 5), Tile(32, 128, 4, 5), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    ("half", 256): (Tile(16, 32, 4, 5), Tile(32, 32, 4, 5), Tile(64, 32, 8, 3)),
-    ("half", 512): (Tile(16, 32, 4, 5), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+    ("half", 64): (Tile(16, 128, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 128): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 256): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
+    ("half", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2), Tile(64, 64, 8, 2)),
     # Converted keys pass through registers; 64 rows of a latent leave no room for them.
     ("quantised", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2)),
     # Without matrix units.
@@ -143,8 +147,8 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
     tile = next((t for t in table if t.rows >= rows), table[-1])
     while shared_bytes(tile, s) > memory:
         smaller = [t for t in table if t.rows < tile.rows]
-        if tile.stages > 3:
-            tile = tile._replace(stages=tile.stages - 2)
+        if tile.stages > 2:
+            tile = tile._replace(stages=tile.stages - 1)
         elif tile.keys > 16:
             tile = tile._replace(keys=tile.keys // 2)
         elif smaller:
@@ -156,7 +160,7 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
 
 def shared_bytes(tile: Tile, s: Shape) -> int:
     """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of every load in flight."""
-    in_flight = max(1, (tile.stages - 1) // 2) + (tile.rows >= 64)
+    in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and s.head_dim <= 256)
     return (tile.rows * s.q_width + in_flight * tile.keys * s.width + tile.rows * tile.keys) * s.itemsize + 2048
 
 
@@ -187,6 +191,8 @@ def _launch(
     if s.masked:
         rows = min(rows, MASKED_ROWS)
     tile = choice.tile if choice else pick(s, rows, memory)
+    if s.masked and tile.rows >= MASKED_ROWS:
+        tile = tile._replace(warps=8)
     heads = min(s.group, tile.rows)
     block_q = tile.rows // heads
     each = max(1, -(-s.queries // block_q))
@@ -205,13 +211,20 @@ def _launch(
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
     tiles = packed if ragged else direct + pads
     blocks = across * ((tiles - pads) * splits + pads)
-    chunk = CHUNK if deterministic or splits > FEW_SPLITS else FEW_SPLITS
+    at_once = MANY_SPLITS if deterministic or splits > FEW_SPLITS else FEW_SPLITS
     overlap = choice is None or choice.overlap
-    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, chunk, overlap)
+    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, at_once, overlap)
 
 
 def _splits(blocks: int, keys: int, room: int) -> int:
-    """How many splits fill a device that has room for `room` programs, when each of `blocks` is split alike."""
-    if blocks == 0 or blocks > room // 2:
+    """How many splits serve a device that has room for `room` programs at once best, when each of `blocks` is split alike."""
+    if blocks == 0:
         return 1
-    return max(1, min(room // blocks, keys // LEAST_KEYS))
+    if blocks <= room // 2:
+        return max(1, min(room // blocks, keys // LEAST_KEYS))
+
+    # Few more programs than there is room for would take twice as long as one round; of shorter ones the last round is shorter.
+    def cost(n: int) -> float:
+        return -(-blocks * n // room) / n + MERGE_COST * (n > 1)
+
+    return min(range(1, max(1, min(MOST_ROUNDS, keys // SPLIT_KEYS)) + 1), key=cost)

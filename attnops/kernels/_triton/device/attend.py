@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels._triton.device.softmax import LN2, LOG2E, finite, let_next_begin, share, tanh, with_sink
+from attnops.kernels._triton.device.softmax import LN2, LOG2E, chunk_of, finite, let_next_begin, share, tanh, with_sink
 
 
 @triton.jit
@@ -49,23 +49,27 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl
 
 
 @triton.jit
+def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+    """Ids of the pages of a tile: of the one that holds it, or of each key's."""
+    if PAGE % TILE_N == 0:
+        return tl.load(row_ptr + key // PAGE, mask=key < high, other=0)
+    else:
+        keys = key + tl.arange(0, TILE_N)
+        return tl.load(row_ptr + keys // PAGE, mask=keys < high, other=0)
+
+
+@triton.jit
 def attend_tile(
-    acc, top, total, q, q_rope, key, low, high, length, position,
-    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, left, right,
+    acc, top, total, page, q, q_rope, key, low, high, length, position,
+    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, left, right, chunk,
     k_p, k_n, v_p, v_n, mask_n,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step over TILE_N keys. MASKED: some of them may be hidden from some row."""
+    """One step over TILE_N keys, which lie in `page`; returns the next step's too. MASKED: some keys may be hidden from some row."""
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
-    if PAGE % TILE_N == 0:
-        page = tl.load(row_ptr + key // PAGE)
-    elif MASKED:
-        page = tl.load(row_ptr + keys // PAGE, mask=seen, other=0)
-    else:
-        page = tl.load(row_ptr + keys // PAGE)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
@@ -92,6 +96,9 @@ def attend_tile(
             visible = visible & (keys[None, :] >= position[:, None] - left)
         if RIGHT:
             visible = visible & (keys[None, :] <= position[:, None] + right)
+        if CHUNKED:
+            begun = chunk_of(position, chunk)[:, None]
+            visible = visible & (keys[None, :] >= begun) & (keys[None, :] < begun + chunk)
         s = tl.where(visible, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1))
     base = finite(higher)
@@ -108,27 +115,29 @@ def attend_tile(
         v_at = slots_of(page, key, keys, v_p, v_n, PAGE, TILE_N)
         v = load_keys(v_ptr, v_at, tl.arange(0, BLOCK_DV), seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
     acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
-    return acc, higher, total
+    page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
+    return acc, higher, total, page
 
 
 # Warps share the keys of so few rows. A sum over them waits for all, so it is made once, at the end, where registers allow.
 LATE_ROWS = tl.constexpr(16)
 VARYING = [
-    "left", "right", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows", "fewest", "most",
-    "table_b", "mask_t",
+    "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
+    "fewest", "most", "table_b", "mask_t",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
     q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    out_ptr, lse_ptr, parts_ptr, scale, cap, left, right,
+    out_ptr, lse_ptr, parts_ptr, scale, cap, left, right, chunk,
     requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most,
     q_t, q_h, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, k_scale_h, v_scale_h, table_b, mask_t, mask_n, out_t, out_h, out_d, lse_t, lse_h,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
-    LATENT: tl.constexpr, RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
+    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
+    CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
+    RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
@@ -192,7 +201,7 @@ def attend(
     start = 0
     size = length
     if SPLIT:
-        start, size = share(length, queries, left, splits, split_keys, TILE_N, LEFT)
+        start, size = share(length, queries, left, chunk, splits, split_keys, TILE_N, LEFT, CHUNKED)
         start += split * size
         if start >= length:
             return
@@ -216,16 +225,19 @@ def attend(
     if LEFT:
         low = tl.maximum(lowest - left, 0)
         all_low = tl.maximum(highest - left, 0)
+    if CHUNKED:
+        low = tl.maximum(low, chunk_of(lowest, chunk))
+        high = tl.minimum(high, chunk_of(highest, chunk) + chunk)
+        all_low = tl.maximum(all_low, chunk_of(highest, chunk))
+        all_high = tl.minimum(all_high, chunk_of(lowest, chunk) + chunk)
     if SPLIT:
         high = tl.minimum(high, start + size)
     start = tl.maximum(start, low // TILE_N * TILE_N)
     high = tl.maximum(high, start)
 
     row_ptr = table_ptr + request.to(tl.int64) * table_b
-    if SPLIT:
-        # The first page ids are on their way while the query is awaited; the loop below asks for them after it.
-        first_keys = start + tl.arange(0, TILE_N)
-        tl.load(row_ptr + first_keys // PAGE, mask=first_keys < high, other=0, volatile=True)
+    # Page ids are always a step ahead of the keys they lead to, the first ahead of the query.
+    page = pages_of(row_ptr, start, high, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
@@ -251,24 +263,24 @@ def attend(
         # What all rows see: whole tiles, from the first that begins at or after all_low to the last that ends by all_high.
         middle = tl.minimum(tl.maximum(start, tl.cdiv(all_low, TILE_N) * TILE_N), high)
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
-        if LEFT:
+        if LEFT or CHUNKED:
             for key in range(start, middle, TILE_N):
-                acc, top, total = attend_tile(
-                    acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                    factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-                    COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, True,
+                acc, top, total, page = attend_tile(
+                    acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+                    factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
+                    COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, True,
                 )  # fmt: skip
         for key in range(middle, stop, TILE_N):
-            acc, top, total = attend_tile(
-                acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-                COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, False,
+            acc, top, total, page = attend_tile(
+                acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+                factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
+                COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, False,
             )  # fmt: skip
     for key in range(stop, high, TILE_N):
-        acc, top, total = attend_tile(
-            acc, top, total, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-            factor, cap, left, right, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-            COMPUTE, CAUSAL, LEFT, RIGHT, CAP, MASK, LATENT, True,
+        acc, top, total, page = attend_tile(
+            acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+            factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
+            COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, True,
         )  # fmt: skip
 
     if TILE_M <= LATE_ROWS and not LATENT:

@@ -5,17 +5,20 @@ import triton.language as tl
 
 from attnops.kernels._triton.device.softmax import LN2, LOG2E, await_previous, finite, share, with_sink
 
+VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
-@triton.jit(do_not_specialize=["left", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"])
+
+@triton.jit(do_not_specialize=VARYING)
 def combine(
     parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr,
-    left, width, splits, split_keys, rows, fewest, most, tile,
+    left, chunk, width, splits, split_keys, rows, fewest, most, tile,
     out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
+    LEFT: tl.constexpr, CHUNKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
 
-    tile: keys of a step of stage one. OVERLAP: it is launched while stage one runs.
+    tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: it is launched while stage one runs.
     """
     at = tl.program_id(0)
     DV_TILES: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
@@ -33,7 +36,7 @@ def combine(
         return
     if (queries < fewest) | (queries > most):
         return
-    first, size = share(length, queries, left, splits, split_keys, tile, WINDOWED)
+    first, size = share(length, queries, left, chunk, splits, split_keys, tile, LEFT, CHUNKED)
     count = tl.minimum(tl.cdiv(length - first, size), splits)
 
     dims = (at % DV_TILES) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -44,8 +47,8 @@ def combine(
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     # In chunks: where their size is the same for every batch, the order of summation follows from the request alone.
-    for at_split in range(0, count, CHUNK):
-        n = at_split + tl.arange(0, CHUNK)
+    for at_split in range(0, count, AT_ONCE):
+        n = at_split + tl.arange(0, AT_ONCE)
         real = n < count
         z = tl.load(lses_ptr + origin + n, mask=real, other=float("-inf"))
         part = tl.load(parts_ptr + (origin + n)[:, None] * DV + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)

@@ -33,11 +33,20 @@ def with_sink(acc_factor, z, sink):
 
 
 @triton.jit
-def share(length, queries, left, splits, split_keys, tile, WINDOWED: tl.constexpr):
+def chunk_of(position, chunk):
+    """The first key of a position's chunk; before the first key, that of a chunk of no key."""
+    return tl.where(position < 0, -chunk, position // chunk * chunk)
+
+
+@triton.jit
+def share(length, queries, left, chunk, splits, split_keys, tile, LEFT: tl.constexpr, CHUNKED: tl.constexpr):
     """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: as even a share as `splits` allow."""
     first = 0
-    if WINDOWED:
-        first = tl.maximum(length - queries - left, 0) // tile * tile
+    if LEFT:
+        first = tl.maximum(length - queries - left, 0)
+    if CHUNKED:
+        first = tl.maximum(chunk_of(length - queries, chunk), first)
+    first = first // tile * tile
     size = split_keys
     if split_keys == 0:
         size = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), tile), 1) * tile
