@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.kernels._triton import plan
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
 from tests.triton.test_kernels import row_of
@@ -27,12 +28,14 @@ LONG = {
     "extend": lambda s: builders.paged(s, (700,), (3000,), 16, LLAMA),
     "mixed": lambda s: builders.paged(s, (700, 1, 1, 30, 0, 1), (900, 4000, 5, 31, 7, 600), 16, LLAMA, padding=90),
     "window": lambda s: builders.paged(s, (1, 300), (4000, 1500), 16, replace(LLAMA, window=(512, -1))),
+    "chunk": lambda s: builders.paged(s, (1, 300), (4000, 1500), 16, replace(LLAMA, chunk=512)),
     "float8": lambda s: builders.paged(s, (1, 9), (3000, 200), 16, replace(LLAMA, kv_dtype=E4M3)),
     "d256_softcap": lambda s: builders.paged(s, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
     "tree": lambda s: builders.paged(s, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
     "group_20": lambda s: builders.paged(s, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
     "mla": lambda s: latent.mla(s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
     "mla_128_heads": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "mla_verify": lambda s: latent.mla(s, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
     "mla_float8": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
 }
 
@@ -60,6 +63,30 @@ def test_a_request_does_not_see_its_mates(op: str) -> None:
         kernel.run(*one.args, **one.kwargs, policy="deterministic")
         for n in ("output", "lse"):
             assert torch.equal(call.arguments[n][tokens], one.arguments[n]), f"request {b}: {n} differs when it is alone"
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])
+def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
+    """Stage two is launched while stage one runs and must wait for it: bit for bit, time and again, in a captured graph too."""
+    call = {
+        "paged_attention": lambda: builders.paged(Source(2, "cuda"), (1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA),
+        "mla_attention": lambda: latent.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
+    }[op]()
+    kernel = kernels_of(op)["triton"]
+    for splits in (2, 7, 40):
+        tile = plan.Tile(16, 32, 4, 2)
+        kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits, overlap=False))
+        want = {n: call.arguments[n].clone() for n in ("output", "lse")}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+        for step in range(50):
+            for n in want:
+                call.arguments[n].fill_(float("nan"))
+            graph.replay() if step % 2 else kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+            for n, x in want.items():
+                how = "replayed" if step % 2 else "launched"
+                assert torch.equal(call.arguments[n], x), f"{splits} splits, {how}, time {step}: {n} differs"
 
 
 FIRST_USE = """
