@@ -47,7 +47,8 @@ OURS = Choice(Tile(0, 0, 0, 0))
 DECODE_TILES = [
     Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 64, 4, 4), Tile(16, 64, 2, 2), Tile(16, 64, 2, 3), Tile(16, 64, 8, 3),
     Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 4, 5), Tile(16, 32, 2, 3), Tile(16, 32, 2, 4), Tile(16, 16, 1, 5),
-    Tile(16, 32, 1, 3), Tile(16, 128, 4, 2), Tile(16, 128, 4, 3), Tile(16, 128, 8, 2), Tile(16, 128, 8, 3), Tile(16, 64, 4, 3, 128),
+    Tile(16, 32, 1, 3), Tile(16, 16, 2, 5), Tile(16, 16, 2, 4), Tile(16, 16, 2, 6), Tile(16, 128, 4, 2), Tile(16, 128, 4, 3), Tile(16, 128, 8, 2),
+    Tile(16, 128, 8, 3), Tile(16, 64, 4, 3, 128),
 ]  # fmt: skip
 LATENT_16 = [
     Tile(16, 32, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 8, 2), Tile(16, 32, 8, 3), Tile(16, 64, 4, 2),
@@ -64,7 +65,7 @@ EXTEND_TILES = [
 ]  # fmt: skip
 FEW = [
     Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 128, 4, 2), Tile(16, 128, 8, 2),
-    Tile(16, 64, 2, 2),
+    Tile(16, 64, 2, 2), Tile(16, 16, 2, 5),
 ]  # fmt: skip
 FEW_8 = [*FEW, Tile(16, 64, 8, 2), Tile(16, 64, 8, 3), Tile(16, 128, 4, 3)]
 TRIED: dict[str, tuple[list[Tile], tuple[int, ...]]] = {
