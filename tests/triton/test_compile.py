@@ -45,9 +45,10 @@ CALLS = {
     "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
     "verify": (paged(LLAMA, 8), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
-    "extend": (paged(LLAMA, 600), 0),
-    "extend_page_128": (paged(LLAMA, 600, 128), 0),
-    "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 0),
+    # Measured on an H200: 256 rows with these spills are a sixth faster than 128 without.
+    "extend": (paged(LLAMA, 600), 96),
+    "extend_page_128": (paged(LLAMA, 600, 128), 96),
+    "extend_window": (paged(replace(LLAMA, window=(512, -1)), 600), 192),
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
     "mla_16_heads": (mla(DEEPSEEK), 0),
     "mla_128_heads": (mla(V3), 256),
@@ -79,7 +80,7 @@ def launched(call, arch):
     before = {n: getattr(host, n) for n in (*names, "INTERPRETED", "_overlaps")}
     for n in names:
         setattr(host, n, Recorded(before[n]))
-    host.INTERPRETED = (132, MEMORY[arch])
+    host.INTERPRETED = (132, MEMORY[arch], arch == 90)
     host._overlaps = lambda device: arch >= 90 and launches_overlap()
     try:
         kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)

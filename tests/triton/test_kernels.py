@@ -188,7 +188,7 @@ def test_a_generate_run_compiles_few_kernels():
             return run
 
     before = call.attend, call.combine, call.INTERPRETED
-    call.attend, call.combine, call.INTERPRETED = Recorded("attend"), Recorded("combine"), (132, 227 * 1024)
+    call.attend, call.combine, call.INTERPRETED = Recorded("attend"), Recorded("combine"), (132, 227 * 1024, True)
     try:
         for batch in (1, 2, 3, 8, 17, 64):
             for queries in (1, 2, 5, 8, 17, 64, 100, 1000, 4097):

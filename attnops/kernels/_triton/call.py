@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 """Said outright, because Triton's default changes from release to release."""
 
-INTERPRETED = (4, 227 * 1024)
+INTERPRETED = (4, 227 * 1024, True)
 """Multiprocessors and shared memory where there is none of either: few enough that small calls are split as large ones are."""
 
 
@@ -74,10 +74,10 @@ class Batch(NamedTuple):
 
 
 @functools.cache
-def _device(index: int) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory a program may have)."""
+def _device(index: int) -> tuple[int, int, bool]:
+    """(multiprocessors, bytes of shared memory a program may have, whether warpgroups multiply: SM90 alone)."""
     properties: Any = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin, properties.major == 9
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def steps(
     tokens, heads = query.shape[:2]
     if output.numel() == 0:
         return
-    sms, memory = _device(query.device.index) if query.is_cuda else INTERPRETED
+    sms, memory, warpgroups = _device(query.device.index) if query.is_cuda else INTERPRETED
     block_d, block_dv = plan.padded(keys.dims), plan.padded(keys.v_dims)
     block_dr = plan.padded(keys.rope) if keys.rope else 16
     shape = plan.Shape(
@@ -128,6 +128,7 @@ def steps(
         keys.k.dtype.itemsize,
         batch.mask is not None,
         batch.behind,
+        warpgroups,
     )
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))

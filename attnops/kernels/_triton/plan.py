@@ -16,10 +16,10 @@ SPLIT_KEYS = 1024
 PREFILL_QUERIES = 64
 """From more queries than this on, a batch of several requests is served by two launches: short ones may decode against long contexts."""
 
-BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 4
 """Programs a multiprocessor is given at once, where its shared memory holds so many."""
 
-LEAST_KEYS = 256
+LEAST_KEYS, LEAST_LATENTS = 256, 128
 """A split of fewer keys costs more to merge than it saves."""
 
 MANY_SPLITS, FEW_SPLITS = 64, 16
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     tokens, requests: of the batch. queries: an upper bound of one request's. capacity: keys the page table has room for.
     q_width, width: numbers of one query, and of one key and its value, padded as they lie in shared memory. itemsize: bytes of a
     number that is multiplied; stored: of one in the pages. masked: there is a mask. left: keys before its own that a query
-    may see, -1 for all.
+    may see, -1 for all. warpgroups: do they multiply, as on SM90? Elsewhere the widest tiles have no registers.
     """
 
     tokens: int
@@ -80,6 +80,7 @@ class Shape(NamedTuple):
     stored: int
     masked: bool = False
     left: int = -1
+    warpgroups: bool = False
 
 
 class Launch(NamedTuple):
@@ -112,10 +113,11 @@ class Launch(NamedTuple):
 # (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). A tile of keys less than
 # `stages` is in flight. Eight warps on 64 rows would each make the same scores twice, unless there is no room for four.
 TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("half", 64): (Tile(16, 128, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 64): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("half", 128): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(256, 64, 16, 3)),
     ("half", 256): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
-    ("half", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2), Tile(64, 64, 8, 2)),
+    ("half", 512): (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 8, 2)),
+    ("quantised", 128): (Tile(16, 128, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     # Converted keys pass through registers; 64 rows of a latent leave no room for them.
     ("quantised", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2)),
     # Without matrix units.
@@ -135,7 +137,8 @@ def tiles_of(s: Shape) -> tuple[Tile, ...]:
     """The table's row for a shape. Raises ValueError for a head dim that it does not hold."""
     quantised = s.stored < s.itemsize
     for kind in ("float32",) if s.itemsize == 4 else ("quantised", "half") if quantised else ("half",):
-        fits = [dim for of, dim in TABLE if of == kind and padded(s.head_dim) <= dim and (kind != "quantised" or s.head_dim > 256)]
+        # The classes of a kind do not reach as far as those of the next: 64 and 256 quantised are as half.
+        fits = [dim for of, dim in TABLE if of == kind and padded(s.head_dim) <= dim and (kind != "quantised" or padded(s.head_dim) == dim)]
         if fits:
             return TABLE[kind, min(fits)]
     raise ValueError(f"head_dim: got {s.head_dim}, want <= {max(dim for _, dim in TABLE)}")
@@ -143,7 +146,7 @@ def tiles_of(s: Shape) -> tuple[Tile, ...]:
 
 def pick(s: Shape, rows: int, memory: int) -> Tile:
     """The tile for `rows` rows, within `memory` bytes of shared memory a program."""
-    table = tiles_of(s)
+    table = tuple(t for t in tiles_of(s) if t.rows <= 128 or s.warpgroups)
     tile = next((t for t in table if t.rows >= rows), table[-1])
     while shared_bytes(tile, s) > memory:
         smaller = [t for t in table if t.rows < tile.rows]
@@ -161,7 +164,9 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
 def shared_bytes(tile: Tile, s: Shape) -> int:
     """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of every load in flight."""
     in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and s.head_dim <= 256)
-    return (tile.rows * s.q_width + in_flight * tile.keys * s.width + tile.rows * tile.keys) * s.itemsize + 2048
+    # Narrower keys lie there as they are stored; those of a latent, which are also the values, are converted first.
+    stored = s.itemsize if s.head_dim > 256 else s.stored
+    return (tile.rows * s.q_width + tile.rows * tile.keys) * s.itemsize + in_flight * tile.keys * s.width * stored + 2048
 
 
 def launches(s: Shape, deterministic: bool, sms: int, memory: int, choice: Choice | None = None) -> tuple[Launch, ...]:
@@ -205,7 +210,8 @@ def _launch(
         splits = max(1, -(-keys // SPLIT_KEYS))
     elif split:
         room = sms * max(1, min(BLOCKS_PER_SM, memory // shared_bytes(tile, s)))
-        splits = choice.splits if choice and choice.splits else _splits(direct * across, keys, room)
+        least = LEAST_LATENTS if s.head_dim > 256 else LEAST_KEYS
+        splits = choice.splits if choice and choice.splits else _splits(direct * across, keys // least, room)
     # Tiles laid out for the longest request are mostly empty in a ragged batch; then each tile looks for its request.
     ragged = direct > 2 * packed and splits == 1 and not deterministic
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
@@ -216,15 +222,15 @@ def _launch(
     return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, at_once, overlap)
 
 
-def _splits(blocks: int, keys: int, room: int) -> int:
-    """How many splits serve a device that has room for `room` programs at once best, when each of `blocks` is split alike."""
+def _splits(blocks: int, most: int, room: int) -> int:
+    """How many splits serve a device that has room for `room` programs at once best, when each of `blocks` is split alike, `most` times."""
     if blocks == 0:
         return 1
     if blocks <= room // 2:
-        return max(1, min(room // blocks, keys // LEAST_KEYS))
+        return max(1, min(room // blocks, most))
 
     # Few more programs than there is room for would take twice as long as one round; of shorter ones the last round is shorter.
     def cost(n: int) -> float:
         return -(-blocks * n // room) / n + MERGE_COST * (n > 1)
 
-    return min(range(1, max(1, min(MOST_ROUNDS, keys // SPLIT_KEYS)) + 1), key=cost)
+    return min(range(1, max(1, min(MOST_ROUNDS, most // 4)) + 1), key=cost)
