@@ -167,14 +167,30 @@ def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens:
     Token i of n of a request with L keys sees the first L - n + i + 1, or L when not causal. Negative page ids, which past a request's
     end may stand in the table, become page 0: kernels prefetch them.
     """
-    rows = rows_of(cu_seqlens_q, tokens)
-    real = rows < seq_lens.shape[0]
-    rows = torch.where(real, rows, 0)
+    batch = seq_lens.shape[0]
+    rows = _rows_by_count(cu_seqlens_q, tokens) if _few(tokens, batch) else rows_of(cu_seqlens_q, tokens)
+    real = rows < batch
+    rows = rows.clamp(max=batch - 1)
     lengths = seq_lens[rows]
     if causal:
         after = cu_seqlens_q[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
         lengths = (lengths - after).clamp(min=0)
     return page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
+
+
+FEW_PAIRS = 1 << 20
+"""Of tokens and requests: up to here, where nothing is fused, comparing them all takes less than a search's launches."""
+
+
+def _few(tokens: int, batch: int) -> bool:
+    # Sizes without a number are a compiler's, which fuses the comparison with what follows and stores nothing of it.
+    return not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
+
+
+def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """As `rows_of`: the requests that end at or before a token. A compiler makes one kernel of it and of what follows."""
+    at = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return (cu_seqlens[1:] <= at[:, None]).sum(1)
 
 
 def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
