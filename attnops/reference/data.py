@@ -151,14 +151,40 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
 
 
 def decode_rows(
-    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, causal: bool = True, policy: str = ""
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    causal: bool = True,
+    q_heads: int = 0,
+    float8: bool = False,
+    policy: str = "",
 ) -> Tensor:
-    """`[T * (1 + M)]` int32: `by_token`'s lengths and rows, end to end."""
+    """`[rows_schedule_words(T, q_heads, float8) + T * (1 + M)]` int32: zeros, `by_token`'s lengths and rows, end to end."""
     batch, width = page_table.shape
+    schedule = rows_schedule_words(num_tokens, q_heads, float8)
     if batch == 0:
-        return seq_lens.new_zeros(num_tokens * (1 + width))
+        return seq_lens.new_zeros(schedule + num_tokens * (1 + width))
     table, lengths = by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
-    return torch.cat([lengths, table.flatten()])
+    return torch.cat([*([lengths.new_zeros(schedule)] if q_heads else []), lengths, table.flatten()])
+
+
+PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
+"""FlashMLA's schedule: the words of one part, how many heads a block of a part takes, and the multiprocessors of a whole SM90 die."""
+
+
+def rows_schedule_parts(q_heads: int, float8: bool) -> int:
+    """Parts that a schedule in `decode_rows`'s plan has room for: one a multiprocessor and block of heads, whatever GPU of SM90 it is.
+
+    float8 has one more, which nobody fills, so that a plan's length tells what it was made for.
+    """
+    return max(MOST_SMS // -(-q_heads // PART_HEADS), 1) + float8 if q_heads else 0
+
+
+def rows_schedule_words(tokens: int, q_heads: int, float8: bool) -> int:
+    """The words of that schedule: its parts, then the first split of each token and their number."""
+    return PART_WORDS * rows_schedule_parts(q_heads, float8) + tokens + 1 if q_heads else 0
 
 
 def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
