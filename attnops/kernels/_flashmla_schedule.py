@@ -70,8 +70,9 @@ def plan(*, q_nope: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: 
 
 def few_tokens(p: Problem) -> Refusal | None:
     """What `made` has room for in float8. A size of which nothing is known is checked when the kernel is called."""
-    most = MOST_FLOAT8_TOKENS
-    return None if p.tokens.hi is None or p.tokens.hi <= most or p.dtype != torch.float8_e4m3fn else Refusal("tokens", p.tokens, f"<= {most}")
+    if p.dtype != torch.float8_e4m3fn or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS:
+        return None
+    return Refusal("tokens", p.tokens, f"<= {MOST_FLOAT8_TOKENS}")
 
 
 def cost_us(p: Problem) -> float:

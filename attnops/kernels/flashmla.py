@@ -1,9 +1,10 @@
 """`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
-Called without scheduler metadata, the raw ops compute it on the device from this call's lengths, in every layer: no state, no sync, and
-a captured graph follows its inputs. Dense decode takes it from a plan of `decode_rows` made for its heads, once a step. Dense decode takes every query token as a row of its own: the op wants the same number of queries of every
-request, and the contract lets them differ. A row without keys gets 0 from the kernel itself, so that padding needs no pass over the
-output. It is lowered in place: the compiler joins the query's parts where they are made, and takes the raw op's result for the output.
+Called without a schedule, the raw ops make it on the device from this call's lengths: no state, no sync, and a captured graph follows
+its inputs. Dense decode takes the one that lies in a plan of `decode_rows` made for its heads, and starts one kernel less in every
+layer. It takes every query token as a row of its own: the raw op wants the same number of queries of every request, and the contract
+lets them differ. A row without keys gets 0 from the kernel itself, so that padding needs no pass over the output. It is lowered in
+place: the compiler joins the query's parts where they are made, and takes the raw op's result for the output.
 """
 
 from __future__ import annotations

@@ -217,12 +217,13 @@ def test_without_the_wheel_a_schedule_is_zeros_and_with_it_none_is_made_but_its_
     call = batch()
     with pretend(Target("cuda", 90, assume=())):
         assert not scheduled(call)[:-15].any()
-    with pytest.raises(NoKernel, match="q_heads=16 .wants 0 where flashmla is"):
+    with pytest.raises(NoKernel, match=r"q_heads=16 \(wants 0 where flashmla is"):
         rows(call, q_heads=16, kernel="reference")
     assert torch.equal(rows(call, kernel="reference"), rows(call))
 
 
-def test_a_plan_made_in_the_graph_is_made_once():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_plan_made_in_the_graph_is_made_once(dynamic):
     call = batch()
     given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")}
     x, angle, model = torch.randn(3, 16, 128, dtype=BF16), torch.randn(3, 1, 64, dtype=BF16), Layers(True)
@@ -230,11 +231,9 @@ def test_a_plan_made_in_the_graph_is_made_once():
     def run(x, angle, **given):
         return model(x, angle, plan=decode_rows(*list(given.values())[1:], num_tokens=x.shape[0], q_heads=16), **given)
 
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True, dynamic=dynamic)(x, angle, **given))
-        assert kernel_calls(code) == ["decode_rows.flashmla", *["mla_attention.flashmla"] * 2]
-        torch.testing.assert_close(got, run(x, angle, **given), rtol=2e-2, atol=2e-2)
+    got, code = compiled_code(lambda: torch.compile(run, fullgraph=True, dynamic=dynamic)(x, angle, **given))
+    assert kernel_calls(code) == ["decode_rows.flashmla", *["mla_attention.flashmla"] * 2]
+    torch.testing.assert_close(got, run(x, angle, **given), rtol=2e-2, atol=2e-2)
 
 
 def test_plans_of_dynamic_sizes():
