@@ -89,7 +89,6 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
 }
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
-_BASES["decode_rows"] = (*_NUMBERS, *({**base, "q_heads": 16} for base in _NUMBERS))
 
 
 def problems(op: str, target: Target) -> tuple[Problem, ...]:

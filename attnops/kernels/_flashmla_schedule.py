@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.kernels import _sgl
@@ -37,12 +38,14 @@ def made(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tensor]:
 
 
 def written(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
-    """As a plan holds it: `[rows_schedule_words(T, q_heads, float8)]`, 0 past the parts of this GPU."""
+    """As a plan holds it: `[rows_schedule_words(T, q_heads, float8)]`, 0 past the parts of this GPU and in words nobody reads."""
     parts, splits = made(lengths, q_heads, float8)
     room = rows_schedule_parts(q_heads, float8)
     if parts.shape[0] > room:
         raise InvalidInput("multiprocessors", parts.shape[0] * -(-q_heads // PART_HEADS), f"<= {MOST_SMS}, all there can be on sm90")
-    return torch.cat([parts.flatten(), parts.new_zeros((room - parts.shape[0]) * PART_WORDS), splits])
+    # The metadata kernels leave an entry's last words as they find them, and equal batches shall have equal plans.
+    used = parts[:, : 5 if float8 else 7]
+    return torch.cat([pad(used, (0, PART_WORDS - used.shape[1], 0, room - parts.shape[0])).flatten(), splits])
 
 
 def split(schedule: Tensor, tokens: int, q_heads: int) -> tuple[Tensor, Tensor]:

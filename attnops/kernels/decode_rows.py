@@ -27,7 +27,7 @@ def decode_rows(
     policy: str = "",
 ) -> Tensor:
     """See `attnops.ops.decode_rows`. Torch ops around the vendor's, so that the compiler makes few kernels of them."""
-    if not (num_tokens and page_table.shape[0]):
+    if not (q_heads and num_tokens and page_table.shape[0]):
         return data.decode_rows(page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8)
     table, lengths = data.by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
     # The float8 kernel gives a row without keys one; see there.
@@ -37,10 +37,6 @@ def decode_rows(
 
 def _fake_core(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
     return lengths.new_empty(data.rows_schedule_words(lengths.shape[0], q_heads, float8))
-
-
-def _asked_for(p: Problem) -> Refusal | None:
-    return None if p.q_heads else Refusal("q_heads", 0, ">= 1: whose schedule?")
 
 
 def _missing(target: Target) -> Refusal | None:
@@ -59,9 +55,10 @@ register(
         "flashmla",
         "decode_rows",
         decode_rows,
-        needs=(arch(90), _asked_for, few_tokens),
+        needs=(arch(90), few_tokens),
         packages=(PACKAGE,),
         probe=_missing,
+        cost_us=lambda p: 5.0,  # without a schedule it is the reference, which then goes first
         # Of what is a request's own. The schedule depends on all of them, and so does flashmla, which promises nothing.
         batch_invariant=True,
         inline=True,

@@ -10,9 +10,9 @@ from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
 from attnops.kernels import _decode, _flashmla_schedule, _sgl
 from attnops.measured import Grid, Table, costs
-from attnops.ops import decode_rows, mla_attention
+from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend
-from attnops.select import select
+from attnops.select import select, use
 from attnops.testing import CASES, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune import Pool, build, shapes
@@ -49,6 +49,7 @@ def scheduled(call, **more):
     return rows(call, q_heads=query.shape[1], float8=query.dtype == E4M3, **more)
 
 
+TABLES = ("page_table", "seq_lens", "cu_seqlens_q")
 PLANS = {"no plan": lambda call: None, "rows": rows, "schedule": scheduled}
 
 
@@ -170,9 +171,10 @@ def test_where_the_schedule_lies(heads, parts, room, float8):
     words = 8 * (room + float8) + 4 + 1
     assert plan.shape[0] == plain.shape[0] + words and torch.equal(plan[words:], plain)
     lens = torch.tensor([69, 70, 130, int(float8)], dtype=torch.int32)
-    for got, want in zip(_flashmla_schedule.split(plan[:words], 4, min(heads, 64 * 132)), standin.schedule(lens, parts), strict=True):
-        assert torch.equal(got, want) and got.untyped_storage().data_ptr() == plan.untyped_storage().data_ptr()
-    assert not plan[8 * parts : words - 5].any()
+    tiles, splits = _flashmla_schedule.split(plan[:words], 4, heads)
+    assert tiles.shape == (parts, 8) and {x.untyped_storage().data_ptr() for x in (tiles, splits)} == {plan.untyped_storage().data_ptr()}
+    standin.follows(lens, tiles, splits, float8)
+    assert not tiles[:, 5 if float8 else 7 :].any() and not plan[8 * parts : words - 5].any(), "what nobody writes is 0"
 
 
 def test_the_stand_in_refuses_what_the_op_refuses():
@@ -220,6 +222,9 @@ def test_without_the_wheel_a_schedule_is_zeros_and_with_it_none_is_made_but_its_
     with pytest.raises(NoKernel, match=r"q_heads=16 \(wants 0 where flashmla is"):
         rows(call, q_heads=16, kernel="reference")
     assert torch.equal(rows(call, kernel="reference"), rows(call))
+    with use("flashmla"):
+        assert torch.equal(rows(call), rows(call, kernel="reference"))
+    assert select(OPS["decode_rows"].problem(*(call.arguments[n] for n in TABLES), num_tokens=3)).kernel.name == "reference"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
