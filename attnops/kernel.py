@@ -140,6 +140,9 @@ class Kernel:
     core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
     plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
         largest sizes; see `attnops.ops.plan`.
+    device_plan: takes the op's arguments by name and returns the `plan` that the kernel reads on the device: what its users make once
+        a step, so that it is timed with it. It runs without one too, and then makes in every layer what the plan holds: `cost_us`
+        says what of, by `Problem.plan`. None: it reads none, or is none the faster for it.
     settled: takes one call's arguments and returns a `run` for all eager calls like it, whose tensors have its shapes, strides, dtypes
         and device and whose other arguments are its own; what follows from those need not be worked out again. None: `run` serves.
 
@@ -161,6 +164,7 @@ class Kernel:
     workspace_bytes: Callable[[Problem], int] | None = None
     core: Core | None = None
     plan_sizes: Callable[..., tuple[int, int]] | None = None
+    device_plan: Callable[..., torch.Tensor] | None = None
     settled: Callable[..., Callable[..., Any] | None] | None = None
     contract: int = CONTRACT
     about: str = ""

@@ -5,6 +5,8 @@
 GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds. `ratio` is the compiled op over
 the fastest direct call of the same vendor on the same algorithm's inputs; a vendor's metadata that depends on the batch alone is made
 outside, as an engine makes it once a step. `device_kernels` counts what torch.profiler sees on the device for one call.
+`op.<kernel>` is the bare call, its output the caller's. `op.<kernel>_planned`, of a kernel that reads a plan of the device, has what the
+vendor's call has: the plan made outside, the query in one piece, an output of its own.
 Host time: eager calls of a tiny batch, until they return.
 """
 
@@ -16,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +29,11 @@ import attnops.ops
 from attnops.kernel import Kernel
 from attnops.measured import Shape
 from attnops.ops import OPS
-from attnops.testing import Call
+from attnops.testing import Call, equip, with_device_plan
 from attnops.tune import Pool, Stopwatch, build
 from attnops.tune.clock import GraphClock
 from attnops.tune.shapes import DENSE, MLA, PAGED
+from attnops.tune.timing import runner
 
 Run = Callable[[], Any]
 WORKSPACE_BYTES = 128 << 20
@@ -217,6 +221,15 @@ def op_of(kernel: Kernel, call: Call, compiled: bool) -> Run:
     return lambda: run(args, kwargs)
 
 
+def planned_op(kernel: Kernel, call: Call) -> Run:
+    """The compiled op as `runner` calls it, with the kernel's device plan and the query's parts side by side."""
+    if call.op == "mla_attention":
+        a, latent = call.arguments, call.arguments["q_nope"].shape[2]
+        query = torch.cat([a["q_nope"], a["q_pe"]], -1)
+        call = call.with_(q_nope=query[..., :latent], q_pe=query[..., latent:])
+    return runner(kernel, with_device_plan(kernel, call))
+
+
 def device_kernels(run: Run) -> list[str]:
     """What one call launches on the device, in order."""
     run()
@@ -246,16 +259,19 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
         except Exception as error:
             left_out[f"direct.{name}"] = why(error)
     torch._dynamo.reset()
-    given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0).candidates(call) if k.packages}
+    given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call) if k.packages}
     for name, (kernel, mine) in given.items():
-        for kind, compiled in (("op", True), ("eager", False)):
+        kinds = {f"op.{name}": partial(op_of, kernel, mine, True), f"eager.{name}": partial(op_of, kernel, mine, False)}
+        if kernel.device_plan is not None:
+            kinds[f"op.{name}_planned"] = partial(planned_op, kernel, mine)
+        for kind, make_run in kinds.items():
             try:
-                run = op_of(kernel, mine, compiled)
+                run = make_run()
                 run()
                 torch.cuda.synchronize()
-                runs[f"{kind}.{name}"] = run
+                runs[kind] = run
             except Exception as error:
-                left_out[f"{kind}.{name}"] = why(error)
+                left_out[kind] = why(error)
                 traceback.print_exc()
     return runs, left_out
 
@@ -288,7 +304,7 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
     call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
     runs, left_out = runs_of(replace(case, vendors={n: v for n, v in case.vendors.items() if n == "fa3"}), call)
     for name in [n.removeprefix("eager.") for n in runs if n.startswith("eager.")]:
-        kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0).candidates(call) if c[0].name == name)
+        kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call) if c[0].name == name)
         overload, args, kwargs = getattr(OPS[mine.op].packet, name), mine.args, mine.kwargs
         runs[f"overload.{name}"] = lambda o=overload, a=args, k=kwargs: o(*a, **k)
         runs[f"kernel_run.{name}"] = lambda r=kernel.run, a=args, k=kwargs: r(*a, **k)

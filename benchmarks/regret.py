@@ -5,7 +5,8 @@
 Every call has random sizes off the grid that `attnops tune` measures, most of them ragged, and head counts that it does not measure
 among others. Each kernel that can answer, given the plan and the workspace it asks for, is timed as tune times; the regret is the
 time of the chosen kernel over the best one's, less 1. Beside it stand, on the same times, the regret of the kernels' own estimates
-(no table), of hints rounded to powers of two, and of calls that bring neither plan nor workspace. Of every family and kernel a few
+(no table), of hints rounded to powers of two, and of calls that bring neither plan nor workspace (there a kernel that reads a plan
+of the device has the time of a call without). Of every family and kernel a few
 small calls are compared with the float64 reference first; a kernel that fails is left out and named.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,19 @@ class Held:
 
 @dataclass
 class Row:
-    """One call's outcome. us: by kernel. regrets: of each way to choose; None where the chosen kernel was not timed."""
+    """One call's outcome. us: by kernel, with the plan it reads. bare_us: of kernels that read one on the device, without.
+
+    regret: of a way to choose, on `times` or `us`; None where the chosen kernel was not timed.
+    """
 
     held: Held
     us: dict[str, float]
     chosen: dict[str, str]
     skipped: dict[str, str] = field(default_factory=dict)
+    bare_us: dict[str, float] = field(default_factory=dict)
 
-    def regret(self, way: str, among: Iterable[str] | None = None) -> float | None:
-        times = {n: self.us[n] for n in (among or self.us) if n in self.us}
+    def regret(self, way: str, times: Mapping[str, float] | None = None) -> float | None:
+        times = self.us if times is None else times
         mine = times.get(self.chosen.get(way, ""))
         return None if mine is None else mine / min(times.values()) - 1.0
 
@@ -197,8 +202,9 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     return {"all": figures(rows), "families": {f: figures([r for r in rows if r.held.family == f]) for f in families}}
 
 
-def _bare(row: Row) -> list[str]:
-    return [n for n in row.us if n not in row.skipped.get("_planned", "").split(",")]
+def _bare(row: Row) -> dict[str, float]:
+    """The times of calls that bring nothing."""
+    return {n: us for n, us in row.us.items() if n not in row.skipped.get("_planned", "").split(",")} | row.bare_us
 
 
 class Checker:
@@ -243,6 +249,9 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
             row.skipped[kernel.name] = found.reason
         else:
             row.us[kernel.name] = round(found.us, 2)
+            bare = stopwatch.time(kernel, call, _kind(held.shape)).us if given.problem.plan == "device" else None
+            if bare is not None:
+                row.bare_us[kernel.name] = round(bare, 2)
     return row
 
 
@@ -263,6 +272,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "queries": [min(q), max(q)],
         "keys": [min(k), max(k)],
         "us": row.us,
+        **({"bare_us": row.bare_us} if row.bare_us else {}),
         "chosen": row.chosen,
         "regret_percent": None if regret is None else round(100 * regret, 2),
         **({"skipped": left} if (left := {n: v for n, v in row.skipped.items() if n != "_planned"}) else {}),

@@ -6,19 +6,43 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.reference.data import by_token
+from attnops.reference.data import by_token, rows_schedule_words
 
 
 def batch_by_token(
-    plan: Tensor | None, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """(page table `[T, M]`, keys seen `[T]`), int32: out of `plan` if `decode_rows` made one, else made here. B and M are at least 1."""
+    plan: Tensor | None,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    tokens: int,
+    causal: bool,
+    q_heads: int,
+    schedules: tuple[bool, ...] = (False, True),
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: out of `plan` if `decode_rows` made one, else made here without the last.
+
+    A plan may hold a schedule for `q_heads` heads, of each kind in `schedules`: float8 or not. B and M are at least 1.
+    Raises InvalidInput on a plan of another length.
+    """
     if plan is None or plan.dtype != torch.int32:
-        return by_token(page_table, seq_lens, cu_seqlens_q, tokens, causal)
+        return *by_token(page_table, seq_lens, cu_seqlens_q, tokens, causal), None
     width = page_table.shape[1]
-    if plan.dim() != 1 or plan.shape[0] != tokens * (1 + width):
-        raise InvalidInput("plan", f"int32 {tuple(plan.shape)}", f"[{tokens * (1 + width)}]: what decode_rows returned for this batch")
-    return plan[tokens:].view(tokens, width), plan[:tokens]
+    rows = tokens * (1 + width)
+    lengths = (0, *(rows_schedule_words(tokens, q_heads, float8) for float8 in schedules))
+    which = next((i for i, length in enumerate(lengths) if plan.dim() == 1 and plan.shape[0] == rows + length), None)
+    if which is None:
+        want = " or ".join(f"[{rows + length}]" for length in lengths)
+        what = f"what decode_rows returned for this batch, without or with a schedule for {q_heads} heads"
+        raise InvalidInput("plan", f"int32 {tuple(plan.shape)}", f"{want}: {what}")
+    start = lengths[which]
+    return plan[start + tokens :].view(tokens, width), plan[start : start + tokens], plan[:start] if which else None
+
+
+def rows(*, q_nope: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, causal: bool = True, **_: object) -> Tensor:
+    """The device plan of a call with these arguments, without a schedule."""
+    tokens = q_nope.shape[0]
+    out: Tensor = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=tokens, causal=causal)
+    return out
 
 
 def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:

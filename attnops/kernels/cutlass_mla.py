@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels import _sgl, _workspace
-from attnops.kernels._decode import batch_by_token
+from attnops.kernels._decode import batch_by_token, rows
 from attnops.problem import Problem
 
 LIBRARY = "sm100/common_ops.*"
@@ -60,7 +60,7 @@ def mla_attention(
         return
     _sgl.load("cutlass_mla_decode", LIBRARY)
     tokens, page = q_nope.shape[0], latent_pages.shape[1]
-    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal)
+    tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
     size = workspace_size(tables.shape[1] * page, tokens)
     given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[_workspace.COUNTERS :]
@@ -114,6 +114,7 @@ register(
         packages=(_sgl.package(below=_sgl.DROPPED, holds="cutlass_mla_decode"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
+        device_plan=rows,
         about="CUTLASS MLA decode (sgl_kernel)",
     )
 )

@@ -1,9 +1,10 @@
 """`flashmla`: FlashMLA inside the sgl_kernel wheel, for latents of 512 + 64: dense decode on SM90, sparse attention (`_flashmla_sparse`).
 
-Called without scheduler metadata, the raw ops compute it on the device from this call's lengths: no state, no sync, and a captured
-graph follows its inputs. Dense decode takes every query token as a row of its own: the op wants the same number of queries of every
-request, and the contract lets them differ. A row without keys gets 0 from the kernel itself, so that padding needs no pass over the
-output. It is lowered in place: the compiler joins the query's parts where they are made, and takes the raw op's result for the output.
+Called without a schedule, the raw ops make it on the device from this call's lengths: no state, no sync, and a captured graph follows
+its inputs. Dense decode takes the one that lies in a plan of `decode_rows` made for its heads, and starts one kernel less in every
+layer. It takes every query token as a row of its own: the raw op wants the same number of queries of every request, and the contract
+lets them differ. A row without keys gets 0 from the kernel itself, so that padding needs no pass over the output. It is lowered in
+place: the compiler joins the query's parts where they are made, and takes the raw op's result for the output.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Core, Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernels import _flashmla_schedule as _schedule
 from attnops.kernels import _sgl
 from attnops.kernels._decode import adjoin, batch_by_token, whole
 from attnops.kernels._flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
@@ -52,19 +54,23 @@ def mla_attention(
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, q_nope.shape[0], causal)
-    out, z = torch.ops.attnops.mla_attention__flashmla(*adjoin(q_nope, q_pe), latent_pages, tables, lengths, scale)
+    tokens, heads = q_nope.shape[:2]
+    tables, lengths, schedule = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, heads, (False,))
+    out, z = torch.ops.attnops.mla_attention__flashmla(*adjoin(q_nope, q_pe), latent_pages, tables, lengths, schedule, scale)
     output.copy_(out)
     if lse is not None:
         # The kernel says +inf where there is no key.
         lse.copy_(torch.where(z == float("inf"), float("-inf"), z))
 
 
-def _core(q_nope: Tensor, q_pe: Tensor, latent_pages: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _core(
+    q_nope: Tensor, q_pe: Tensor, latent_pages: Tensor, tables: Tensor, lengths: Tensor, schedule: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     _sgl.load("dense_decode_fwd", LIBRARY)
+    parts, splits = (None, None) if schedule is None else _schedule.split(schedule, *q_nope.shape[:2])
     # A single query at the last key it sees sees every key, causal or not.
     out, z, _, _ = torch.ops.sgl_kernel.dense_decode_fwd(
-        whole(q_nope, q_pe)[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False, None, None
+        whole(q_nope, q_pe)[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False, parts, splits
     )
     return out[:, 0], z[:, :, 0]
 
@@ -76,7 +82,7 @@ def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _cost_us(p: Problem) -> float:
     """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90."""
     keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 12.0 + 3.0 * (p.plan != "device") + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
+    return 12.0 + _schedule.cost_us(p) + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
 
 
 def _sparse_cost_us(p: Problem) -> float:
@@ -110,8 +116,10 @@ register(
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
         inline=True,
+        device_plan=_schedule.plan,
         core=Core(
-            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, float scale) -> (Tensor output, Tensor lse)",
+            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, "
+            "Tensor? schedule, float scale) -> (Tensor output, Tensor lse)",
             _core,
             _fake_core,
         ),

@@ -2,7 +2,7 @@
 
 Weights are rounded to float8_e4m3fn before they meet the latents, and those below 2^-10 of the largest vanish: `tolerance` says so.
 A row without keys would make the kernel read before its page table, so it is given one key, and what comes of it is thrown away.
-Lowered in place; see `flashmla`.
+Lowered in place, its schedule out of a plan made for float8; see `flashmla`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
 from attnops.kernel import Core, Kernel, arch, dtypes, extent_at_most, one_of, register, without
+from attnops.kernels import _flashmla_schedule as _schedule
 from attnops.kernels import _sgl
 from attnops.kernels._decode import adjoin, batch_by_token, whole
-from attnops.problem import Problem, Refusal
+from attnops.kernels._flashmla_sparse import LIBRARY as LIBRARY
+from attnops.problem import Problem
 
-LIBRARY = "flashmla_ops.*"
 PAGE, LATENT, ROPE = 64, 512, 64
 MOST_QUERIES = 8
-MOST_TOKENS = 4095
-"""Rows that the metadata kernel has shared memory for (flash_fwd_mla_metadata.cu: MaxBatchSize)."""
 
 
 def mla_attention(
@@ -53,9 +51,10 @@ def mla_attention(
             lse.fill_(float("-inf"))
         return
     assert q_scale is not None and kv_scale is not None  # the op's check
-    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, q_nope.shape[0], causal)
+    tokens, heads = q_nope.shape[:2]
+    tables, lengths, schedule = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, heads, (True,))
     out, z = torch.ops.attnops.mla_attention__flashmla_fp8(
-        *adjoin(q_nope, q_pe), latent_pages, tables, lengths.clamp(min=1), q_scale, kv_scale, scale
+        *adjoin(q_nope, q_pe), latent_pages, tables, lengths.clamp(min=1), schedule, q_scale, kv_scale, scale
     )
     blind = (lengths == 0)[:, None]
     output.copy_(out.masked_fill(blind[..., None], 0.0))
@@ -64,15 +63,21 @@ def mla_attention(
 
 
 def _core(
-    q_nope: Tensor, q_pe: Tensor, latent_pages: Tensor, tables: Tensor, lengths: Tensor, q_scale: Tensor, kv_scale: Tensor, scale: float
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    schedule: Tensor | None,
+    q_scale: Tensor,
+    kv_scale: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     _sgl.load("fwd_kvcache_mla_fp8", LIBRARY)
-    if q_nope.shape[0] > MOST_TOKENS:
-        raise InvalidInput("q_nope.shape[0]", q_nope.shape[0], f"<= {MOST_TOKENS} tokens (flashmla_fp8)")
-    ops, query = torch.ops.sgl_kernel, whole(q_nope, q_pe)
-    tiles, splits = ops.get_mla_decoding_metadata_dense_fp8(lengths, query.shape[1], 1)
-    out, z = ops.fwd_kvcache_mla_fp8(
-        query[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False, tiles, splits,
+    tokens, heads = q_nope.shape[:2]
+    parts, splits = _schedule.made(lengths, heads, True) if schedule is None else _schedule.split(schedule, tokens, heads)
+    out, z = torch.ops.sgl_kernel.fwd_kvcache_mla_fp8(
+        whole(q_nope, q_pe)[:, None], latent_pages[:, :, None], LATENT, lengths, tables, scale, False, parts, splits,
         q_scale.contiguous(), kv_scale.contiguous(),
     )  # fmt: skip
     return out[:, 0], z[:, :, 0]
@@ -82,15 +87,10 @@ def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q_nope.new_empty(q_nope.shape, dtype=torch.bfloat16), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
-def _few_tokens(p: Problem) -> Refusal | None:
-    # A size of which nothing is known is checked when the kernel is called.
-    return None if p.tokens.hi is None or p.tokens.hi <= MOST_TOKENS else Refusal("tokens", p.tokens, f"<= {MOST_TOKENS}")
-
-
 def _cost_us(p: Problem) -> float:
     """The larger of the latents' bytes over the bandwidth and the products over half the throughput of float8."""
     keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 15.0 + 3.0 * (p.plan != "device") + keys * max(p.head_dim / 3e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 8e8)
+    return 15.0 + _schedule.cost_us(p) + keys * max(p.head_dim / 3e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 8e8)
 
 
 register(
@@ -105,7 +105,7 @@ register(
             one_of("rope_dim", ROPE),
             one_of("page_size", PAGE),
             extent_at_most("queries", MOST_QUERIES),
-            _few_tokens,
+            _schedule.few_tokens,
             one_of("last_dim_contiguous", True),
             *without("mask", "sinks", "softcap", "windowed"),
         ),
@@ -115,9 +115,10 @@ register(
         tolerance=16.0,
         rounded_sums=True,
         inline=True,
+        device_plan=_schedule.plan,
         core=Core(
-            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor q_scale, Tensor kv_scale, "
-            "float scale) -> (Tensor output, Tensor lse)",
+            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor? schedule, "
+            "Tensor q_scale, Tensor kv_scale, float scale) -> (Tensor output, Tensor lse)",
             _core,
             _fake_core,
         ),

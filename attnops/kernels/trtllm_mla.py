@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, arch, extent_at_most, one_of, register, without
 from attnops.kernels import _workspace
-from attnops.kernels._decode import batch_by_token, whole
+from attnops.kernels._decode import batch_by_token, rows, whole
 from attnops.kernels._trtllm import PACKAGE, no_compiler
 from attnops.kernels.trtllm import split_bytes, stats_bytes
 from attnops.problem import Problem, Refusal
@@ -63,7 +63,7 @@ def mla_attention(
         raise InvalidInput("q_nope.shape[0]", tokens, f"<= {counters.numel() // 4 // heads} tokens of {heads} heads")
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
-    tables, lengths = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal)
+    tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
     tables = pad(tables, (0, -tables.shape[1] % (TILE // latent_pages.shape[1])))
     out = output if output.is_contiguous() and output.dtype == torch.bfloat16 else torch.empty_like(q_nope, dtype=torch.bfloat16)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
@@ -133,6 +133,7 @@ register(
         packages=(PACKAGE,),
         probe=no_compiler,
         cost_us=_cost_us,
+        device_plan=rows,
         tolerance=16.0,  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
         workspace_bytes=workspace_bytes,
         about="TensorRT-LLM's generated MLA decode (flashinfer)",

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
@@ -100,6 +100,7 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
     Where the table covers at least one of them, measured times rank the kernels it covers. Another one is taken to need HANDICAP
     times the larger of its own estimate and what its work would take at the best rates measured: it is chosen only where all
     that was measured is slow. Where the table covers none, all are ranked by their own estimates.
+    A kernel that reads a plan of the device was timed with it: a call of no plan takes longer by what the kernel itself says.
     """
     kernels = tuple(kernels)
     found = table.nearest(problem) if table is not None else None
@@ -107,6 +108,7 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
     if table is not None and found is not None:
         grid, at = found
         times = {k.name: us for k in kernels if table.speaks_for(k, problem.target) and (us := grid.at(k.name, at)) is not None}
+        times = {k.name: times[k.name] + _unplanned_us(k, problem) for k in kernels if k.name in times}
     if table is None or found is None or not times:
         return {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
     floor = table.floor_us(*found)
@@ -114,6 +116,13 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
         k.name: Cost(times[k.name], MEASURED) if k.name in times else Cost(HANDICAP * max(k.cost_us(problem), floor), UNMEASURED)
         for k in kernels
     }
+
+
+def _unplanned_us(kernel: Kernel, problem: Problem) -> float:
+    """What making in the layer what the plan would hold adds to the time."""
+    if kernel.device_plan is None or problem.plan != "none":
+        return 0.0
+    return kernel.cost_us(problem) - kernel.cost_us(replace(problem, plan="device"))
 
 
 def version_of(kernel: Kernel) -> str:

@@ -151,14 +151,40 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
 
 
 def decode_rows(
-    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, causal: bool = True, policy: str = ""
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    causal: bool = True,
+    q_heads: int = 0,
+    float8: bool = False,
+    policy: str = "",
 ) -> Tensor:
-    """`[T * (1 + M)]` int32: `by_token`'s lengths and rows, end to end."""
+    """`[rows_schedule_words(T, q_heads, float8) + T * (1 + M)]` int32: zeros, `by_token`'s lengths and rows, end to end."""
     batch, width = page_table.shape
+    schedule = rows_schedule_words(num_tokens, q_heads, float8)
     if batch == 0:
-        return seq_lens.new_zeros(num_tokens * (1 + width))
+        return seq_lens.new_zeros(schedule + num_tokens * (1 + width))
     table, lengths = by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
-    return torch.cat([lengths, table.flatten()])
+    return torch.cat([*([lengths.new_zeros(schedule)] if q_heads else []), lengths, table.flatten()])
+
+
+PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
+"""FlashMLA's schedule: the words of one part, how many heads a block of a part takes, and the multiprocessors of a whole SM90 die."""
+
+
+def rows_schedule_parts(q_heads: int, float8: bool) -> int:
+    """Parts that a schedule in `decode_rows`'s plan has room for: one a multiprocessor and block of heads, whatever GPU of SM90 it is.
+
+    float8 has one more, which nobody fills, so that a plan's length tells what it was made for.
+    """
+    return max(MOST_SMS // -(-q_heads // PART_HEADS), 1) + float8 if q_heads else 0
+
+
+def rows_schedule_words(tokens: int, q_heads: int, float8: bool) -> int:
+    """The words of that schedule: its parts, then the first split of each token and their number."""
+    return PART_WORDS * rows_schedule_parts(q_heads, float8) + tokens + 1 if q_heads else 0
 
 
 def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -167,14 +193,30 @@ def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens:
     Token i of n of a request with L keys sees the first L - n + i + 1, or L when not causal. Negative page ids, which past a request's
     end may stand in the table, become page 0: kernels prefetch them.
     """
-    rows = rows_of(cu_seqlens_q, tokens)
-    real = rows < seq_lens.shape[0]
-    rows = torch.where(real, rows, 0)
+    batch = seq_lens.shape[0]
+    rows = _rows_by_count(cu_seqlens_q, tokens) if _few(tokens, batch) else rows_of(cu_seqlens_q, tokens)
+    real = rows < batch
+    rows = rows.clamp(max=batch - 1)
     lengths = seq_lens[rows]
     if causal:
         after = cu_seqlens_q[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
         lengths = (lengths - after).clamp(min=0)
     return page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
+
+
+FEW_PAIRS = 1 << 20
+"""Of tokens and requests: up to here, where nothing is fused, comparing them all takes less than a search's launches."""
+
+
+def _few(tokens: int, batch: int) -> bool:
+    # Sizes without a number are a compiler's, which fuses the comparison with what follows and stores nothing of it.
+    return not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
+
+
+def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """As `rows_of`: the requests that end at or before a token. A compiler makes one kernel of it and of what follows."""
+    at = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return (cu_seqlens[1:] <= at[:, None]).sum(1)
 
 
 def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:

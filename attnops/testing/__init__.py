@@ -11,6 +11,8 @@ from attnops.testing.check import check_kernel as check_kernel
 from attnops.testing.check import oracle as oracle
 from attnops.testing.check import refusals as refusals
 from attnops.testing.equip import equip as equip
+from attnops.testing.equip import equip_as_used as equip_as_used
+from attnops.testing.equip import with_device_plan as with_device_plan
 from attnops.testing.inputs import Call as Call
 from attnops.testing.inputs import Case as Case
 from attnops.testing.inputs import Features as Features

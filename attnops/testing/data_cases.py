@@ -114,12 +114,12 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         table = source.ints(source.permutation(len(lens) * 5)).reshape(len(lens), 5)
         return {"page_table": table, "seq_lens": source.ints(lens, dtype), "page_size": page}
 
-    def by_token(source: Source, q_lens: tuple[int, ...], more: int, width: int, causal: bool) -> dict[str, Any]:
+    def by_token(source: Source, q_lens: tuple[int, ...], more: int, width: int, causal: bool, heads: dict[str, Any]) -> dict[str, Any]:
         batch = len(q_lens)
         table = source.ints([n - 1 for n in source.permutation(batch * width)]).reshape(batch, width)
         lengths = source.ints([n + 2 * (i % 2) for i, n in enumerate(q_lens)])
         cu = source.cumulative(q_lens)
-        return {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "num_tokens": sum(q_lens) + more, "causal": causal}
+        return {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "num_tokens": sum(q_lens) + more, "causal": causal, **heads}
 
     def splits(source: Source, rule: str, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         more = {"tile": 64, "q_heads": 40, "kv_heads": 2, "num_sms": 13} if rule == "balanced" else {}
@@ -133,6 +133,8 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "plain": {}, "full": {"causal": False}, "window": {"window_left": 7}, "chunk": {"attention_chunk": 16},
         "long": {"max_seqlen_q": 100, "page_size": 64}, "float8": {"float8": True, "softcap": 2.0},
     }  # fmt: skip
+
+    heads = {"rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True}}
 
     def grid(op: str, make: Callable[..., dict[str, Any]], **axes: Sequence[Any] | dict[str, Any]) -> tuple[Case, ...]:
         named = [axis if isinstance(axis, dict) else {str(v).removeprefix("torch."): v for v in axis} for axis in axes.values()]
@@ -149,7 +151,7 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "page_table": grid("page_table", pages, lens=lengths, page=(1, 3, 16), dtype=ints),
         "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
         "fa3_schedule": grid("fa3_schedule", schedule, lens=lengths, flags=flags),
-        "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False)),
+        "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False), heads=heads),
         "num_kv_splits": grid("num_kv_splits", splits, rule=("static", "deterministic", "balanced"), lens=lengths, dtype=ints),
     }
 

@@ -14,7 +14,7 @@ import torch
 
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.testing import Call, equip, planned
+from attnops.testing import Call, equip_as_used, planned
 from attnops.tune.clock import Clock
 
 Equip = Callable[[Kernel, Call], Call]
@@ -24,8 +24,8 @@ SLOW_FIRST_CALL_S = 0.5
 
 
 def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
-    """Host microseconds of the plan that `given` has and `call` has not, made again into the same buffers; None without one."""
-    if given.arguments.get("plan") is None or call.arguments.get("plan") is not None:
+    """Host microseconds of the host plan that `given` has and `call` has not, made again into its buffers; None without one."""
+    if call.problem.plan != "none" or given.problem.plan != "host":
         return None
     start = time.perf_counter()
     planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
@@ -33,7 +33,10 @@ def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
 
 
 def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
-    """What runs `kernel` on `call`. One that is lowered in place around a foreign call runs compiled, as its users have it."""
+    """What runs `kernel` on `call`. One that is lowered in place around a foreign call runs compiled, as its users have it.
+
+    Its output is then the graph's own, and returned: the foreign call makes it, and users who leave it to do so have no copy.
+    """
     args, kwargs = call.args, call.kwargs
     if kernel.core is None:
         return lambda: kernel.run(*args, **kwargs)
@@ -57,7 +60,11 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
         # A string is constant to Dynamo, an int from outside is not when shapes are dynamic.
         bound = {"max_seqlen_q": int(queries)} if queries else {}
-        return packet(*args, **kwargs, **bound, policy=policy)
+        given = dict(kwargs)
+        if "output" in given:
+            given["output"] = torch.empty_like(given["output"])
+        result = packet(*args, **given, **bound, policy=policy)
+        return given.get("output", result)
 
     return torch.compile(run, fullgraph=True, dynamic=True)
 
@@ -85,14 +92,17 @@ class Stopwatch:
     clock: Clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
-    equip: Equip = equip
+    equip: Equip = equip_as_used
     spent_s: dict[str, float] = field(default_factory=dict)
     starting_s: float = 0.0
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
     _starts: dict[str, list[bool]] = field(default_factory=dict)
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
-        """The kernels that can answer `call`: each with the call as it takes it, and the host microseconds of its plan, if it has one."""
+        """The kernels that can answer `call`, each with the call as its users make it, and the host microseconds of a plan of the host.
+
+        A plan of the device is made here, outside of what is timed, as it is made outside of the layers that share it.
+        """
         out: list[tuple[Kernel, Call, float | None]] = []
         problem = call.problem
         for kernel in kernels_of(call.op).values():
@@ -101,7 +111,7 @@ class Stopwatch:
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
             if not reasons:
-                out.append((kernel, call, None))
+                out.append((kernel, call if kernel.device_plan is None else self.equip(kernel, call), None))
             elif reasons <= {"plan", "workspace"}:
                 given = self.equip(kernel, call)
                 if not kernel.refusals(given.problem):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.kernels._flashmla_schedule import split
 from attnops.ops import decode_rows, mla_attention
 from attnops.testing import Source, check_kernel, latent, planned, refusals
 from attnops.testing.latent import DEEPSEEK
@@ -101,6 +102,75 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, found: dict[str, Any]
         "device_kernels_without_plan": sum(unplanned.values()),
     }  # fmt: skip
     assert ours <= 1.02 * theirs, (ours, theirs)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_flashmla_with_a_schedule_is_the_foreign_call_given_metadata(heads: int, found: dict[str, Any]) -> None:
+    call = batch(heads)
+    usable("flashmla", call)
+    t = call.arguments
+    # Requests of other lengths than one another, and one without keys: a schedule of equal ones could be right by chance.
+    lens = torch.linspace(0, 8192, 64, device="cuda").int().flip(0)
+    query, cache = torch.cat([t["q_nope"], t["q_pe"]], -1), t["latent_pages"][:, :, None]
+    tables = {**{n: t[n] for n in ("latent_pages", "page_table", "cu_seqlens_q")}, "seq_lens": lens}
+    plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=64, q_heads=heads)
+    raw = torch.ops.sgl_kernel.dense_decode_fwd
+    tiles, splits = torch.ops.sgl_kernel.get_mla_decoding_metadata(lens, heads, 1, heads, False, None)
+
+    def layer(query: torch.Tensor, plan: torch.Tensor | None) -> torch.Tensor:
+        q_nope, q_pe = query[..., :512], query[..., 512:]
+        return mla_attention(q_nope, q_pe, **tables, plan=plan, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+
+    def direct() -> torch.Tensor:
+        out: torch.Tensor = raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, tiles, splits)[0]
+        return out[:, 0]
+
+    with torch.no_grad():
+        # What decode makes of the lengths for itself, but for the padding of an entry, which nobody writes.
+        _, _, own_tiles, own_splits = raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, None, None)
+        words = plan.shape[0] - 64 * (1 + t["page_table"].shape[1])
+        given_tiles, given_splits = split(plan[:words], 64, heads)
+        assert given_tiles.shape == own_tiles.shape == tiles.shape
+        assert torch.equal(given_tiles[:, :7], own_tiles[:, :7]) and torch.equal(given_splits, own_splits)
+        compiled = torch.compile(layer, fullgraph=True)
+        got, code = compiled_code(lambda: compiled(query, plan))
+        assert kernel_calls(code) == ["mla_attention.flashmla"]
+        torch.testing.assert_close(got, direct(), rtol=0, atol=0)
+        assert device_kernels(lambda: compiled(query, plan)) == device_kernels(direct)
+        made = device_kernels(lambda: decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=64, q_heads=heads))
+        alone = device_kernels(lambda: compiled(query, None))
+        times = graph_us([lambda: compiled(query, plan), direct, lambda: compiled(query, None)])
+    ours, theirs, bare = (us / 10 for us in times)
+    found.setdefault("overhead", {})[f"flashmla_{heads}_heads_scheduled"] = {
+        "compiled_us": ours, "direct_us": theirs, "without_plan_us": bare, "device_kernels_without_plan": sum(alone.values()),
+        "device_kernels_of_the_plan_eager": sum(made.values()),
+    }  # fmt: skip
+    assert ours <= 1.02 * theirs, (ours, theirs)
+
+
+def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
+    call = batch(16, requests=8, length=1024)
+    kernel = usable("flashmla", call)
+    t = call.arguments
+    lens = t["seq_lens"]
+
+    def step() -> None:
+        plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=8, q_heads=16)
+        kernel.run(*(given := call.with_(plan=plan)).args, **given.kwargs)
+
+    with torch.no_grad():
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        lens.copy_(torch.tensor([5, 1024, 0, 64, 65, 700, 1, 900]))
+        graph.replay()
+        torch.cuda.synchronize()
+        got = t["output"].clone()
+    kernel.run(*call.args, **call.kwargs)
+    torch.testing.assert_close(got, t["output"], rtol=0, atol=0)
+    assert check_kernel(kernel, call).worst <= 1.0
 
 
 @pytest.mark.parametrize("name", ["flashinfer_mla_fa2", "flashinfer_mla_fa3"])

@@ -79,6 +79,10 @@ DECODE_FP8 = (
     "fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
     "bool is_causal, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor? descale_q, Tensor? descale_k) -> Tensor[]"
 )
+METADATA_DENSE = (
+    "get_mla_decoding_metadata(Tensor seqlens_k, int num_q_tokens_per_head_k, int h_k, int? h_q, bool is_fp8_kvcache, int? topk) "
+    "-> Tensor[]"
+)
 METADATA_FP8 = "get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
 FWD_SPARSE = (
     f"fwd_sparse({_SPARSE_ARGS}Tensor? alibi_slopes, float p_dropout, float softmax_scale, bool is_causal, float softcap, "
@@ -107,6 +111,7 @@ OPS = (
     Foreign(FLASHMLA, SPARSE_DECODE, since="0.4.3"),
     Foreign(FLASHMLA, SPARSE_PREFILL),
     Foreign(FLASHMLA, DECODE_FP8),
+    Foreign(FLASHMLA, METADATA_DENSE),
     Foreign(FLASHMLA, METADATA_FP8),
     Foreign(COMMON, FWD_SPARSE, dropped="0.4.7"),
     Foreign(COMMON, VARLEN_FWD_SPARSE, dropped="0.4.7"),

@@ -13,6 +13,10 @@ DENSE_DECODE = (
     "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
     "bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
 )
+DENSE_METADATA = (
+    "get_mla_decoding_metadata(Tensor seqlens_k, int num_q_tokens_per_head_k, int h_k, int? h_q, bool is_fp8_kvcache, int? topk) "
+    "-> Tensor[]"
+)
 FP8_METADATA = "get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
 FP8_DECODE = (
     "fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
@@ -70,8 +74,20 @@ def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_sca
     check(kcache.shape[3] == dim, "kcache must have shape (num_blocks, page_block_size, num_heads_k, head_size_k)")
     check(tuple(seqlens_k.shape) == (batch,), "seqlens_k must have shape (batch_size)")
     check(block_table.dim() == 2 and block_table.shape[0] == batch, "block_table must have shape (batch_size, max_num_blocks_per_seq)")
-    check(tile_scheduler_metadata is None and num_splits is None, "this stand-in takes no scheduler metadata")
     check(kcache.shape[2] == 1 and queries == 1, "this stand-in takes one key head and one query")
+    shape = (parts_of(heads), METADATA_INTS)
+    if tile_scheduler_metadata is None:
+        tile_scheduler_metadata, num_splits = schedule(seqlens_k, shape[0])
+    else:
+        check(num_splits is not None, "bad optional access")
+        check(tile_scheduler_metadata.is_contiguous(), "tile_scheduler_metadata must be contiguous")
+        check(num_splits.is_contiguous(), "num_splits must be contiguous")
+        check(tile_scheduler_metadata.dtype == torch.int32, "tile_scheduler_metadata must have dtype torch::kInt32")
+        check(num_splits.dtype == torch.int32, "num_splits must have dtype torch::kInt32")
+        want = "(num_sm_parts, sizeof(DecodingSchedMeta)/sizeof(int))"
+        check(tuple(tile_scheduler_metadata.shape) == shape, f"tile_scheduler_metadata must have shape {want}")
+        check(tuple(num_splits.shape) == (batch + 1,), "num_splits must have shape (batch_size+1)")
+        follows(seqlens_k, tile_scheduler_metadata, num_splits)
     out = q.new_empty(batch, queries, heads, head_size_v)
     lse = torch.empty(batch, heads, queries)
     for b, length in enumerate(seqlens_k.tolist()):
@@ -80,8 +96,40 @@ def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_sca
         # Without keys the accumulator is 0 and what it is divided by is set to 1.
         out[b, 0] = (torch.softmax(scores, -1) @ keys[:, :head_size_v]).to(q.dtype)
         lse[b, :, 0] = torch.logsumexp(scores, -1) if length else float("inf")
-    metadata = torch.zeros(SM_PARTS, METADATA_INTS, dtype=torch.int32)
-    return out, lse, metadata, torch.arange(batch + 1, dtype=torch.int32)
+    return out, lse, tile_scheduler_metadata, num_splits
+
+
+def parts_of(heads: int) -> int:
+    return max(SM_PARTS // -(-heads // 64), 1)
+
+
+def schedule(lengths: torch.Tensor, parts: int, float8: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Not the real numbers, but like those they follow from the lengths and the number of parts."""
+    # The last words of an entry are not written: 3 for float8, 1 else.
+    tiles = torch.randint(1 << 30, (parts, METADATA_INTS), dtype=torch.int32)
+    tiles[:, 2 : 5 if float8 else 7] = 0
+    tiles[:, 0] = torch.arange(parts)
+    tiles[:, 1] = int(lengths.sum())
+    return tiles, torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+
+
+def follows(lengths: torch.Tensor, tiles: torch.Tensor, splits: torch.Tensor, float8: bool = False) -> None:
+    """The GPU would share out other keys than there are: results would be wrong, or memory read where there is none."""
+    check(tiles.data_ptr() % (4 * METADATA_INTS) == 0, "CUDA error: misaligned address")
+    own, ends = schedule(lengths, tiles.shape[0], float8)
+    read = 5 if float8 else 7
+    fits = torch.equal(tiles[:, :read], own[:, :read]) and torch.equal(splits, ends)
+    check(fits, "CUDA error: an illegal memory access was encountered (a schedule of other lengths)")
+
+
+def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk):
+    CALLS.append("get_mla_decoding_metadata")
+    check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
+    check(seqlens_k.is_contiguous(), "seqlens_k must be contiguous")
+    check(seqlens_k.shape[0] > 0, "batch size must be positive")
+    check(not is_fp8_kvcache, "Use get_mla_decoding_metadata_dense_fp8 for dense fp8 metadata")
+    check(topk is None and h_k == 1 and h_q in (None, num_q_tokens_per_head_k), "this stand-in takes one key head and one query")
+    return list(schedule(seqlens_k, parts_of(num_q_tokens_per_head_k)))
 
 
 def get_mla_decoding_metadata_dense_fp8(seqlens_k, num_heads_per_head_k, num_heads_k):
@@ -89,7 +137,7 @@ def get_mla_decoding_metadata_dense_fp8(seqlens_k, num_heads_per_head_k, num_hea
     check(seqlens_k.is_contiguous() and seqlens_k.dtype == torch.int32, "seqlens_k must be contiguous int32")
     check(seqlens_k.shape[0] < 4096, "params.batch_size < MaxBatchSize")
     parts = SM_PARTS // num_heads_k // -(-num_heads_per_head_k // 64)
-    return [torch.zeros(parts, METADATA_INTS, dtype=torch.int32), torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32)]
+    return list(schedule(seqlens_k, parts, True))
 
 
 def fwd_kvcache_mla_fp8(
@@ -115,6 +163,8 @@ def fwd_kvcache_mla_fp8(
     check(tuple(seqlens_k.shape) == (batch,) and tuple(num_splits.shape) == (batch + 1,), "seqlens_k must have shape (batch_size)")
     check(tile_scheduler_metadata.shape[1] == METADATA_INTS, "tile_scheduler_metadata.size(1) == TileSchedulerMetaDataSize")
     check(queries == 1 and kcache.shape[2] == 1, "this stand-in takes one key head and one query")
+    check(tile_scheduler_metadata.is_contiguous() and tile_scheduler_metadata.shape[0] == parts_of(heads), "not the parts of this call")
+    follows(seqlens_k, tile_scheduler_metadata, num_splits, True)
     check(bool((seqlens_k > 0).all()), "CUDA error: an illegal memory access was encountered (a page table is read at -1)")
     out = torch.empty(batch, queries, heads, head_size_v, dtype=torch.bfloat16)
     lse = torch.empty(batch, heads, queries)
@@ -161,6 +211,8 @@ LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
     LIBRARY.define(DENSE_DECODE)
     LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
+    LIBRARY.define(DENSE_METADATA)
+    LIBRARY.impl("get_mla_decoding_metadata", get_mla_decoding_metadata, "CPU")
     LIBRARY.define(FP8_METADATA)
     LIBRARY.impl("get_mla_decoding_metadata_dense_fp8", get_mla_decoding_metadata_dense_fp8, "CPU")
     LIBRARY.define(FP8_DECODE)

@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels import _decode, _sgl
-from attnops.ops import decode_rows, mla_attention
+from attnops.kernels import _decode, _flashmla_schedule, _sgl
+from attnops.measured import Grid, Table, costs
+from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend
-from attnops.select import select
-from attnops.testing import Source, check_kernel, latent
+from attnops.select import select, use
+from attnops.testing import CASES, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune import Pool, build, shapes
-from attnops.tune.timing import runner
-from tests.lowering.models import compiled_code
+from attnops.tune.timing import Stopwatch, runner
+from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin
 
 SM90 = Target("cuda", 90, assume=("sgl_kernel",))
@@ -37,9 +38,19 @@ def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK, padding=0, **more
     return latent.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
 
 
-def rows(call, causal=True):
+def rows(call, **more):
     t = call.arguments
-    return decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=t["q_nope"].shape[0], causal=causal)
+    return decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=t["q_nope"].shape[0], **more)
+
+
+def scheduled(call, **more):
+    """With a schedule for the heads of the call."""
+    query = call.arguments["q_nope"]
+    return rows(call, q_heads=query.shape[1], float8=query.dtype == E4M3, **more)
+
+
+TABLES = ("page_table", "seq_lens", "cu_seqlens_q")
+PLANS = {"no plan": lambda call: None, "rows": rows, "schedule": scheduled}
 
 
 class Layers(torch.nn.Module):
@@ -70,11 +81,11 @@ def body(code):
 
 
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("planned", PLANS)
 def test_what_is_left_in_compiled_code(joined, planned):
     call, model = batch(), Layers(joined)
     given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")}
-    given |= {"plan": rows(call)} if planned else {}
+    given["plan"] = PLANS[planned](call)
     x, angle = torch.randn(3, 16, 128, dtype=BF16), torch.randn(3, 1, 64, dtype=BF16)
     got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x, angle, **given))
     torch.testing.assert_close(got, model(x, angle, **given), rtol=2e-2, atol=2e-2)
@@ -85,16 +96,19 @@ def test_what_is_left_in_compiled_code(joined, planned):
     for i, kind in enumerate(kinds):
         assert kind != "flashmla" or kinds[i + 1] == "bmm", code
     # A layer joins the parts of its query in one pass, which is the rotation's; the batch by token is the plan's, or made here.
-    if planned:
-        assert kinds == ["bmm", "cpp_fused", "flashmla", "bmm"] * 2
+    if planned == "no plan":
+        assert kinds.count("cpp_fused") <= 3 and "searchsorted" not in kinds
     else:
-        assert kinds.count("cpp_fused") <= 5
+        assert kinds == ["bmm", "cpp_fused", "flashmla", "bmm"] * 2
+    assert set(standin.CALLS) - {"dense_decode_fwd"} == ({"get_mla_decoding_metadata"} if planned == "schedule" else set())
+    assert standin.CALLS.count("get_mla_decoding_metadata") == (planned == "schedule")
 
 
-def test_a_query_in_one_piece_is_not_copied():
+@pytest.mark.parametrize("kind", ["rows", "schedule"])
+def test_a_query_in_one_piece_is_not_copied(kind):
     call = batch()
     query = torch.cat([call.arguments["q_nope"], call.arguments["q_pe"]], -1)
-    given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")} | {"plan": rows(call)}
+    given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")} | {"plan": PLANS[kind](call)}
 
     def run(query):
         return mla_attention(query[..., :512], query[..., 512:], **given, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
@@ -131,29 +145,166 @@ def test_an_output_of_the_caller_is_written():
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashmla_fp8"])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (2, 0, 3), (1, 0, 0)])
-def test_a_plan_says_the_same(name, q_lens):
-    f = replace(DEEPSEEK, lse=True, kv_dtype=E4M3 if name == "flashmla_fp8" else None)
-    call = batch(q_lens, f=f, padding=2, q_dtype=E4M3 if name == "flashmla_fp8" else None)
-    planned = call.with_(plan=rows(call))
-    assert check_kernel(KERNELS[name], planned).worst <= 1.0
+def test_a_plan_says_the_same(name, q_lens, causal, heads):
+    float8 = E4M3 if name == "flashmla_fp8" else None
+    call = batch(q_lens, f=replace(DEEPSEEK, lse=True, kv_dtype=float8, causal=causal, q_heads=heads), padding=2, q_dtype=float8)
+    calls = [call, *(call.with_(plan=make(call, causal=causal)) for make in (rows, scheduled))]
+    assert all(check_kernel(KERNELS[name], c).worst <= 1.0 for c in calls[1:])
     outs = []
-    for c in (call, planned):
+    for c in calls:
         KERNELS[name].run(*c.args, **c.kwargs)
         outs.append([c.arguments[n].clone() for n in ("output", "lse")])
-    torch.testing.assert_close(*outs, rtol=0, atol=0)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize(("heads", "parts", "room"), [(1, 132, 144), (64, 132, 144), (65, 66, 72), (128, 66, 72), (64 * 200, 1, 1)])
+def test_where_the_schedule_lies(heads, parts, room, float8):
+    call = batch((2, 0, 1), (70, 9, 130), padding=1)
+    if float8 and heads > 64 * 132:
+        pytest.skip("the op would make no part at all")
+    plan, plain = rows(call, q_heads=heads, float8=float8), rows(call)
+    words = 8 * (room + float8) + 4 + 1
+    assert plan.shape[0] == plain.shape[0] + words and torch.equal(plan[words:], plain)
+    lens = torch.tensor([69, 70, 130, int(float8)], dtype=torch.int32)
+    tiles, splits = _flashmla_schedule.split(plan[:words], 4, heads)
+    assert tiles.shape == (parts, 8) and {x.untyped_storage().data_ptr() for x in (tiles, splits)} == {plan.untyped_storage().data_ptr()}
+    standin.follows(lens, tiles, splits, float8)
+    assert not tiles[:, 5 if float8 else 7 :].any() and not plan[8 * parts : words - 5].any(), "what nobody writes is 0"
+
+
+def test_the_stand_in_refuses_what_the_op_refuses():
+    call = batch()
+    t, lens = call.arguments, call.arguments["seq_lens"]
+    query = torch.cat([t["q_nope"], t["q_pe"]], -1)[:, None]
+    tiles, splits = torch.ops.sgl_kernel.get_mla_decoding_metadata(lens, 16, 1, 16, False, None)
+    shifted = torch.zeros(tiles.numel() + 1, dtype=torch.int32)[1:].view_as(tiles)
+    cases = (
+        (tiles[:66], splits, r"tile_scheduler_metadata must have shape \(num_sm_parts"), (tiles.long(), splits, "torch::kInt32"),
+        (tiles, splits[:-1].contiguous(), r"num_splits must have shape \(batch_size\+1\)"), (tiles.T.contiguous().T, splits, "contiguous"),
+        (shifted, splits, "misaligned"), (tiles + 1, splits, "a schedule of other lengths"),
+    )  # fmt: skip
+    for a, b, said in cases:
+        with pytest.raises(RuntimeError, match=said):
+            torch.ops.sgl_kernel.dense_decode_fwd(query, t["latent_pages"][:, :, None], 512, lens, t["page_table"], SCALE, False, a, b)
+
+
+def test_a_schedule_for_others_is_refused():
+    call = batch()
+    wide, float8 = rows(call, q_heads=128), rows(call, q_heads=16, float8=True)
+    for plan in (wide, float8):
+        with pytest.raises(InvalidInput, match=r"^plan: got int32 \(\d+,\), want \[15\] or \[1171\]"):
+            KERNELS["flashmla"].run(*(c := call.with_(plan=plan)).args, **c.kwargs)
+    whole = scheduled(call)
+    moved = torch.zeros(whole.numel() + 1, dtype=torch.int32)[1:].copy_(whole)
+    with pytest.raises(InvalidInput, match="to begin at a multiple of 32 bytes, as decode_rows made it"):
+        KERNELS["flashmla"].run(*(c := call.with_(plan=moved)).args, **c.kwargs)
+
+
+def test_kernels_that_read_rows_pass_over_a_schedule():
+    call = batch((2, 0, 1), (70, 9, 130), padding=1)
+    t = call.arguments
+    tables = t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
+    want = _decode.batch_by_token(None, *tables, 4, True, 16)
+    for plan in (rows(call), scheduled(call), rows(call, q_heads=16, float8=True)):
+        got = _decode.batch_by_token(plan, *tables, 4, True, 16)
+        assert all(map(torch.equal, got[:2], want[:2]))
+
+
+def test_without_the_wheel_a_schedule_is_zeros_and_with_it_none_is_made_but_its_own():
+    call = batch()
+    with pretend(Target("cuda", 90, assume=())):
+        assert not scheduled(call)[:-15].any()
+    with pytest.raises(NoKernel, match=r"q_heads=16 \(wants 0 where flashmla is"):
+        rows(call, q_heads=16, kernel="reference")
+    assert torch.equal(rows(call, kernel="reference"), rows(call))
+    with use("flashmla"):
+        assert torch.equal(rows(call), rows(call, kernel="reference"))
+    assert select(OPS["decode_rows"].problem(*(call.arguments[n] for n in TABLES), num_tokens=3)).kernel.name == "reference"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_plan_made_in_the_graph_is_made_once(dynamic):
+    call = batch()
+    given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")}
+    x, angle, model = torch.randn(3, 16, 128, dtype=BF16), torch.randn(3, 1, 64, dtype=BF16), Layers(True)
+
+    def run(x, angle, **given):
+        return model(x, angle, plan=decode_rows(*list(given.values())[1:], num_tokens=x.shape[0], q_heads=16), **given)
+
+    got, code = compiled_code(lambda: torch.compile(run, fullgraph=True, dynamic=dynamic)(x, angle, **given))
+    assert kernel_calls(code) == ["decode_rows.flashmla", *["mla_attention.flashmla"] * 2]
+    torch.testing.assert_close(got, run(x, angle, **given), rtol=2e-2, atol=2e-2)
+
+
+def test_plans_of_dynamic_sizes():
+    def run(**tensors):
+        return mla_attention(**tensors, max_seqlen_q=1, scale=SCALE, kernel="flashmla") * 2
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for lens in ((70, 3, 130), (5, 64, 1, 80), (9, 3)):
+        call = batch((1,) * len(lens), lens)
+        given = {n: t for n, t in call.tensors().items() if n != "output"} | {"plan": scheduled(call)}
+        torch.testing.assert_close(compiled(**given), run(**given))
+
+
+def test_opcheck_of_the_plan():
+    for call in (batch(), batch((2, 0, 1), (70, 9, 130), padding=1)):
+        t = call.arguments
+        for float8 in (False, True):
+            args, more = (t["page_table"], t["seq_lens"], t["cu_seqlens_q"]), {"num_tokens": t["q_nope"].shape[0]}
+            found = torch.library.opcheck(torch.ops.attnops.decode_rows.flashmla, args, {**more, "q_heads": 16, "float8": float8})
+            assert set(found.values()) == {"SUCCESS"}
+            lengths = torch.tensor([4, 1], dtype=torch.int32)
+            found = torch.library.opcheck(torch.ops.attnops.decode_rows__flashmla.default, (lengths, 128, float8))
+            assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("case", CASES["decode_rows"], ids=lambda c: c.label)
+def test_the_plan_on_the_grid(case):
+    for kernel in kernels_of("decode_rows").values():
+        check_kernel(kernel, case.call())
 
 
 def test_another_batchs_plan_is_refused():
     call = batch().with_(plan=torch.zeros(7, dtype=torch.int32))
-    with pytest.raises(InvalidInput, match=r"^plan: got int32 \(7,\), want \[15\]: what decode_rows returned for this batch"):
+    said = r"^plan: got int32 \(7,\), want \[15\] or \[1171\]: what decode_rows returned for this batch, .* a schedule for 16 heads"
+    with pytest.raises(InvalidInput, match=said):
         KERNELS["flashmla"].run(*call.args, **call.kwargs)
 
 
 def test_a_plan_makes_it_cheaper():
     call = batch()
-    assert KERNELS["flashmla"].cost_us(call.with_(plan=rows(call)).problem) < KERNELS["flashmla"].cost_us(call.problem)
-    assert select(call.with_(plan=rows(call)).problem).kernel.name == "flashmla"
+    planned = with_device_plan(KERNELS["flashmla"], call)
+    assert torch.equal(planned.arguments["plan"], scheduled(call))
+    assert KERNELS["flashmla"].cost_us(planned.problem) < KERNELS["flashmla"].cost_us(call.problem)
+    assert select(planned.problem).kernel.name == "flashmla"
+
+
+def test_measured_times_are_those_with_a_plan():
+    """A call of no plan is taken to need as much longer as the kernel says; whoever plans on the host plans for the kernel chosen."""
+    bare = batch().problem
+    shape = replace(shapes.MLA, q_heads=16, decode=True)
+    times = {"flashmla": (30.0,), "reference": (90.0,)}
+    table = Table("x", "sm90", {f"mla_attention.{n}": "" for n in times}, (Grid(shape, (3.0,), (1.0,), (192.0,), times),))
+    us = {kind: costs(replace(bare, plan=kind), [KERNELS[n] for n in times], table) for kind in ("none", "host", "device")}
+    assert us["host"] == us["device"] and us["none"]["reference"] == us["host"]["reference"]
+    more = us["none"]["flashmla"].us - us["host"]["flashmla"].us
+    assert more == pytest.approx(_flashmla_schedule.cost_us(bare)) and more > 10
+
+
+def test_it_is_timed_with_its_plan():
+    call = build(replace(shapes.MLA, q_heads=16, decode=True), [1] * 3, [70] * 3, Pool("cpu"))
+    found = {k.name: (given, plan_us) for k, given, plan_us in Stopwatch(lambda *_: 1.0).candidates(call)}
+    given, plan_us = found["flashmla"]
+    assert torch.equal(given.arguments["plan"], scheduled(call)) and plan_us is None
+    before = list(standin.CALLS)
+    out = runner(KERNELS["flashmla"], given)()
+    assert standin.CALLS[len(before) :] == ["dense_decode_fwd"] and out.shape == call.arguments["output"].shape
 
 
 def test_parts_that_lie_side_by_side():

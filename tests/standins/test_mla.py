@@ -9,10 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
-from attnops.kernels import _sgl, _workspace, cutlass_mla, flashmla, flashmla_fp8
+from attnops.kernels import _flashmla_schedule, _sgl, _workspace, cutlass_mla, flashmla, flashmla_fp8
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Call, Source, check_kernel, latent
+from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin
@@ -77,6 +77,7 @@ def test_schemas_are_the_wheels():
     ("pattern", "schema"),
     [
         (flashmla.LIBRARY, standin.DENSE_DECODE),
+        (flashmla.LIBRARY, standin.DENSE_METADATA),
         (flashmla_fp8.LIBRARY, standin.FP8_DECODE),
         (flashmla_fp8.LIBRARY, standin.FP8_METADATA),
         ("sm*/common_ops.*", standin.CUTLASS_DECODE),
@@ -141,15 +142,18 @@ def test_opcheck(name):
     dtype = BF16 if name == "flashmla_fp8" else F16
     for call in (decode_for(name), decode_for(name, f=replace(DEEPSEEK, dtype=dtype, q_heads=128), wider=3)):
         with pretend(TARGETS[name]):
-            assert set(torch.library.opcheck(overload, call.args, call.kwargs, test_utils=CHECKS[name]).values()) == {"SUCCESS"}
+            for given in (call, with_device_plan(KERNELS[name], call)):
+                assert set(torch.library.opcheck(overload, given.args, given.kwargs, test_utils=CHECKS[name]).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("name", ["flashmla", "flashmla_fp8"])
-def test_opcheck_of_the_core(name):
+def test_opcheck_of_the_core(name, scheduled):
     call = decode_for(name)
     t = call.arguments
+    schedule = _flashmla_schedule.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
     scales = (t["q_scale"], t["kv_scale"]) if name == "flashmla_fp8" else ()
-    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], *scales, t["scale"])
+    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, *scales, t["scale"])
     with pretend(TARGETS[name]):
         checked = torch.library.opcheck(getattr(torch.ops.attnops, f"mla_attention__{name}").default, args, test_utils=CHECKS[name])
     assert set(checked.values()) == {"SUCCESS"}
