@@ -14,7 +14,7 @@ import torch
 from common import default_device, folder_of
 
 from attnops.measured import save
-from attnops.tune import Stopwatch, clock_for, measure, plans_of
+from attnops.tune import COMPILED, Stopwatch, clock_for, compile_ahead, measure, plans_of
 
 
 def main() -> None:
@@ -29,6 +29,8 @@ def main() -> None:
     device = torch.device(given.device, torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
     plans = plans_of(given.grid or ("full" if given.device == "cuda" else "cpu"), tuple(filter(None, given.ops.split(","))))
     stopwatch = Stopwatch(clock_for(device), given.first_calls_s, tuple(filter(None, given.kernels.split(","))))
+    if given.device == "cuda" and (not given.kernels or set(COMPILED) & set(given.kernels.split(","))):
+        print(f"compiled ahead in {compile_ahead(given.grid or 'full', tuple(filter(None, given.ops.split(',')))):.0f} s", flush=True)
     last = [time.monotonic()]
 
     def progress(what: str, done: int, total: int) -> None:

@@ -16,7 +16,7 @@ from attnops.cli.tables import SIMPLE
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
-from attnops.tune import Clock, Report, Stopwatch, clock_for, gpu_name, measure, plans_of
+from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, plans_of
 
 
 def run(
@@ -47,6 +47,9 @@ def run(
         device = torch.device("cuda", torch.cuda.current_device())
     plans = plans_of(grid or ("full" if device.type == "cuda" else "cpu"), ops)
     stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
+    if device.type == "cuda" and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
+        with console.status("compiling ahead"):
+            compile_ahead(grid or "full", ops, compiled)
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("tune")

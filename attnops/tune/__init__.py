@@ -1,5 +1,7 @@
 """Makes tables of measured times. `attnops tune` is this on the command line; benchmarks time with the same parts."""
 
+from attnops.tune.ahead import COMPILED as COMPILED
+from attnops.tune.ahead import compile_ahead as compile_ahead
 from attnops.tune.calls import Pool as Pool
 from attnops.tune.calls import build as build
 from attnops.tune.clock import Clock as Clock

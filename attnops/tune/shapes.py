@@ -46,7 +46,7 @@ KEYS = powers(64, 65536, 4)
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
 FINE = (tuple(map(float, BATCHES)), KEYS)
 USUAL = ((1.0, 2.0, 4.0, 8.0, 13.0, 17.0, 33.0, 65.0, 129.0, 256.0), KEYS)
-FEW, SOME, EACH = powers(1, 16, 4), powers(1, 64, 4), powers(1, 64)
+FEW, SOME = powers(1, 16, 4), powers(1, 64, 4)
 MANY, EACH_MANY = powers(2, 2048, 4), (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 VERIFY = (2.0, 8.0, 64.0, 512.0)
 PROMPTS, LONG_PROMPTS = powers(32, 8192, 4), powers(32, 16384)
@@ -80,15 +80,15 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
 # Head dims of 128 first: kernels built ahead are built for them, and what has to be compiled for others may use up its account.
 FULL = (
     _decode(PAGED, *FINE),
-    _extend(PAGED, EACH, EACH_MANY),
+    _extend(PAGED, SOME, EACH_MANY),
     _decode(MLA, *FINE),
     _decode(replace(MLA, q_heads=16), *FINE),
     _prefill(DENSE, queries=LONG_PROMPTS),
     _prefill(PACKED, queries=LONG_PROMPTS),
     _decode(replace(DENSE, kv_range=True)),
     _prefill(replace(DENSE, kv_range=True, square=False)),
-    _decode(replace(PAGED, page_size=64), *FINE),
-    _extend(replace(PAGED, page_size=64)),
+    _decode(replace(PAGED, page_size=64), *USUAL),
+    _extend(replace(PAGED, page_size=64), FEW),
     _decode(replace(PAGED, q_heads=64), *USUAL),
     _decode(replace(PAGED, **MHA), *USUAL),
     _decode(replace(PAGED, **ONE_KEY_HEAD), *USUAL),
@@ -117,14 +117,14 @@ FULL = (
     _decode(replace(PAGED, **D64), *USUAL),
     _decode(replace(PAGED, **D64_4), *USUAL),
     _decode(replace(PAGED, **D64_MHA), *USUAL),
-    _extend(replace(PAGED, **D64), SOME, EACH_MANY),
+    _extend(replace(PAGED, **D64), SOME),
     _extend(replace(PAGED, **D64_MHA), FEW, STRIDES),
     _decode(replace(PAGED, **MHA, page_size=1)),
     _decode(replace(PAGED, **D64_4, page_size=1)),
     _prefill(replace(PACKED, **DEEPSEEK)),
     _prefill(replace(DENSE, **DEEPSEEK)),
     _decode(replace(PAGED, **D64, window=127, sinks=True)),
-    _extend(replace(PAGED, **D64, window=127, sinks=True)),
+    _extend(replace(PAGED, **D64, window=127, sinks=True), FEW, STRIDES),
     _decode(replace(DENSE, **D64, kv_range=True, sinks=True)),
     _prefill(replace(DENSE, **D64, kv_range=True, square=False, sinks=True)),
     _decode(replace(DENSE, **D64, kv_range=True, window=127, sinks=True)),

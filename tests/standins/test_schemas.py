@@ -24,6 +24,8 @@ HELPERS = re.compile(r"attnops\.kernels(?:\.| import )(_\w+)")
 
 def called_in(module: str) -> set[str]:
     """The foreign ops that a module of attnops.kernels calls, its helpers' included."""
+    if (KERNELS / module).is_dir():
+        return set()  # of our own device functions
     source = (KERNELS / f"{module}.py").read_text()
     own = {a or b for a, b in CALLED.findall(source)}
     return own.union(*(called_in(helper) for helper in HELPERS.findall(source) if helper != module))
