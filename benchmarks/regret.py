@@ -37,6 +37,8 @@ from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 ENOUGH = 1 << 62
 HOPELESS = 6.0
 """A kernel measured this many times slower than the best in the table is not timed again."""
+FAR = 30.0
+"""The second best by the table is timed unless it is this many times slower."""
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
 SMALL_PAIRS = 1 << 25
 CHECKED_PER_KERNEL = 2
@@ -239,7 +241,8 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
     row = Row(held, {}, choices(problem, table))
     row.skipped["_planned"] = ",".join(k.name for k, given, _ in candidates if given is not call)
     # Two at least: the table's own word that the others are slow is not what is to be proved.
-    kept = set(row.chosen.values()) | set(sorted(guess, key=lambda n: guess[n].us)[:2])
+    near = sorted((c.us, n) for n, c in guess.items())[:2]
+    kept = set(row.chosen.values()) | {n for us, n in near if us <= FAR * near[0][0]}
     for kernel, given, plan_us in candidates:
         if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in kept:
             row.skipped[kernel.name] = "slow in the table"

@@ -127,6 +127,26 @@ def data_kernels(data: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure."
 
 
+def triton(data: dict[str, Any]) -> str:
+    """Our Triton kernels beside the vendors'."""
+    rows = []
+    for case, f in data["cases"].items():
+        goal = "-" if "goal" not in f else f"{f['speed']:.2f} of {f['goal']:.2f}: {'met' if f['met'] else 'missed'}"
+        best = f"{f['speed_of_best']:.2f} of `{f['best']}`" if "speed_of_best" in f else "-"
+        rows.append([case, best, goal, f"{f['tb_s']:.2f}" if "tb_s" in f else "-", f"{f['tflop_s']:.0f}" if "tflop_s" in f else "-"])
+    text = table(["case", "speed, of the fastest vendor's", "speed, of what is aimed at", "TB/s", "TFLOP/s"], rows)
+    if uses := data.get("first_uses"):
+        slow = max(uses, key=lambda n: uses[n])
+        text += f"\n\nFirst use of a kernel, compilation included: {uses[slow]:.1f} s at most (`{slow}`), of {len(uses)} calls."
+    return text + (f" {data['cut']}" if "cut" in data else "")
+
+
+def sanitizer(data: dict[str, Any]) -> str:
+    """What compute-sanitizer says of our own kernels."""
+    tools = [t for t in ("memcheck", "racecheck") if t in data]
+    return table(["tool", "cases", "errors", "seconds"], [[t, *(str(data[t][n]) for n in ("cases", "errors", "seconds"))] for t in tools])
+
+
 WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))
 
 
@@ -137,7 +157,9 @@ def cell(f: dict[str, Any] | None) -> str:
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels": ("Proven", proven),
     "direct": ("Against the vendors' own calls", direct),
+    "triton": ("Our Triton kernels against the vendors'", triton),
     "data": ("What moves data", data_kernels),
+    "sanitizer": ("Our Triton kernels under compute-sanitizer", sanitizer),
     "regret": ("The automatic choice against the best", regret),
     "overhead": ("What a call costs", overhead),
 }

@@ -80,6 +80,8 @@ def main() -> int:
     print("\n".join(texts))
     files = [file for at in range(processes) if (file := folder / f"kernels.{at}.json").exists()]
     report = merge([json.loads(file.read_text()) for file in files])
+    if failures := sorted({name for text in texts for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)}):
+        report["failed_tests"] = failures
     report |= {"tests": counts(texts), "seconds": round(time.monotonic() - start), "passed": failed == 0 and bool(files)}
     (folder / "kernels.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     for file in files:
