@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling as _compiling
 
-from attnops.kernel import generation, takes
+# Read where they lie: a function that hands one out costs more than the read.
+from attnops.kernel import _REGISTRY, takes
 from attnops.ops._op import Op
-from attnops.problem import pretended
-from attnops.select import choose
+from attnops.problem import _OVERRIDE
+from attnops.select import _ACTIVE, choose
 
 # What Dynamo checks a compiled function's inputs with: type, dtype, device, sizes, strides, requires_grad and dispatch keys (hence
 # vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
@@ -22,68 +24,117 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 
+Values = tuple[Any, ...]
+Types = tuple[type, ...]
 Run = Callable[..., Any]
-Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+Pick = Callable[[Values], Values]
+Pattern = tuple[int, Pick, Pick, int]
 KINDS = 512
 SHAPES = 8
+UNBOUNDED = (-1, -1)
+"""The default window, known by its identity."""
 
 
 class Direct:
     """The op, called eagerly. Anything out of the ordinary, and every first call, goes through the dispatcher, whose errors are the errors.
 
-    Remembered: at most KINDS combinations of numbers and policies, and at most SHAPES sets of shapes of each.
+    It is given the arguments of the public function as they are: first the op's tensors in the schema's order, then all else.
+    others: takes the op's first tensor and all else, and returns the op's other arguments by name, policy among them. Of these nothing
+    but the tensor's shape and the policy in force may come from elsewhere: it is asked once for all calls that are alike.
+
+    Remembered: at most KINDS combinations of types, as many of numbers and policies, and at most SHAPES sets of shapes of each.
     """
 
-    def __init__(self, op: Op) -> None:
-        self.op, self.overload = op, op.packet.default
-        self.patterns: dict[tuple[Any, ...], tuple[int, Pick, Pick, Pick] | None] = {}
-        self.seen: dict[tuple[Any, ...], list[tuple[Any, Any, Run]]] = {}
+    def __init__(self, op: Op, others: Callable[..., dict[str, Any]]) -> None:
+        self.op, self.overload, self.others = op, op.packet.default, others
+        arguments = self.overload._schema.arguments
+        self.kinds = {a.name: str(a.type) for a in arguments}
+        self.count, self.positional = len(op.tensors), sum(not a.kwarg_only for a in arguments)
+        self.named = tuple(enumerate(op.tensors))[self.positional :]
+        self.numbers = count()
+        self.last: tuple[list[type], Pattern | None] = ([], None)
+        self.patterns: dict[Types, Pattern | None] = {}
+        self.seen: dict[Values, list[tuple[Any, Any, Run]]] = {}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op's result. args: every positional argument. kwargs: always the same names, in the same order, policy among them."""
+    def __call__(self, values: Values) -> Any:
+        """The op's result."""
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone. Then: may a gradient be
         # asked for, does somebody listen in, has somebody put something in the place of torch?
         if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
+            args, kwargs = self._arguments(values)
             return self.overload(*args, **kwargs)
-        values = (*args, *kwargs.values())
-        types = tuple(map(type, values))
-        try:
-            pattern = self.patterns[types]
-        except KeyError:
-            picks = _pattern(types, self._kinds(len(args), kwargs))
-            pattern = self.patterns[types] = picks and (len(self.patterns), *picks)
-        if pattern is None:
-            return self.overload(*args, **kwargs)
-        number, even, odd, rest = pattern
-        a, b, key = even(values), odd(values), (number, generation(), pretended(), rest(values))
-        for first, second, run in self.seen.get(key, ()):
-            if first.check(*a) and second.check(*b):
-                return run(*args, **kwargs)
-        returned = self.overload(*args, **kwargs)
-        self._remember(key, a, b, args, kwargs)
-        return returned
+        types = [*map(type, values)]
+        last, pattern = self.last
+        if types != last:
+            pattern = self._pattern(types)
+        if pattern is not None:
+            number, even, odd, pair = pattern
+            # 1, 1.0 and True are equal, and so are pairs of them.
+            if not pair or (window := values[pair]) is UNBOUNDED or tuple(map(type, window)) == (int, int):
+                key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[self.count :])
+                a, b = even(values), odd(values)
+                for first, second, run in self.seen.get(key, ()):
+                    if first.check(*a) and second.check(*b):
+                        return run(*values[: self.count])
+                args, kwargs = self._arguments(values)
+                returned = self.overload(*args, **kwargs)
+                self._remember(tuple(types), key, a, b, args, kwargs)
+                return returned
+        args, kwargs = self._arguments(values)
+        return self.overload(*args, **kwargs)
 
-    def _kinds(self, positional: int, kwargs: dict[str, Any]) -> list[str]:
-        kinds = {a.name: str(a.type) for a in self.overload._schema.arguments}
-        return [*list(kinds.values())[:positional], *(kinds[n] for n in kwargs)]
+    def _arguments(self, values: Values) -> tuple[Values, dict[str, Any]]:
+        kwargs = self.others(values[0], *values[self.count :])
+        for i, name in self.named:
+            kwargs[name] = values[i]
+        return values[: self.positional], kwargs
 
-    def _remember(self, key: tuple[Any, ...], a: Any, b: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pattern(self, kinds: list[type]) -> Pattern | None:
+        types = tuple(kinds)
+        if types not in self.patterns:
+            if len(self.patterns) >= KINDS:
+                self.patterns.clear()
+            picks = _picks(types, self.count)
+            self.patterns[types] = picks and (next(self.numbers), *picks)
+        pattern = self.patterns.get(types)
+        self.last = kinds, pattern
+        return pattern
+
+    def _remember(self, types: Types, key: Values, a: Values, b: Values, args: Values, kwargs: dict[str, Any]) -> None:
+        if any(type(v) not in PLAIN.get(self.kinds[n], ()) for n, v in kwargs.items()):
+            # An int for a float, say: the dispatcher makes one of it.
+            self.patterns[types], self.last = None, ([], None)
+            return
         first, second = (TensorGuards(*x, dynamic_dims_sizes=None, dynamic_dims_strides=None) for x in (a, b))
         if not (first.check(*a) and second.check(*b)):
             return  # one tensor given twice
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
         kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
-        run = (kernel.settled and kernel.settled(*args, **kwargs)) or kernel.run
-        # The dispatcher drops what is at its default, so a kernel may not know such an argument.
-        unknown = tuple(n for n in kwargs if not takes(run, n))
+        run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
         if len(self.seen) >= KINDS:
             self.seen.clear()
         kept = self.seen.setdefault(key, [])
         kept[SHAPES - 1 :] = []
-        kept.insert(0, (first, second, _without(run, unknown) if unknown else run))
+        kept.insert(0, (first, second, run))
+
+    def _bound(self, run: Run, kwargs: dict[str, Any]) -> Run:
+        """`run` as a function of the op's tensors alone."""
+        # The dispatcher drops what is at its default, so a kernel may not know such an argument.
+        known = {n: v for n, v in kwargs.items() if takes(run, n)}
+        moving = tuple((i, n) for i, n in self.named if isinstance(known.get(n), Tensor))
+        fixed = {n: v for n, v in known.items() if not isinstance(v, Tensor)}
+        positional = self.positional
+
+        def call(*tensors: Any) -> Any:
+            kwargs = fixed.copy()
+            for i, name in moving:
+                kwargs[name] = tensors[i]
+            return run(*tensors[:positional], **kwargs)
+
+        return call
 
 
-PLAIN: dict[str, tuple[type, ...]] = {
+PLAIN: dict[str, Types] = {
     "Tensor": (Tensor, torch.nn.Parameter),
     "Optional[Tensor]": (Tensor, torch.nn.Parameter, type(None)),
     "int": (int,),
@@ -94,13 +145,17 @@ PLAIN: dict[str, tuple[type, ...]] = {
 """What the dispatcher hands on as it is, by the schema's word for it."""
 
 
-def _pattern(types: tuple[type, ...], kinds: list[str]) -> tuple[Pick, Pick, Pick] | None:
-    """What picks from a call's values two sets of tensors and the rest; None for types that the dispatcher must see."""
-    if TensorGuards is None or any(t not in PLAIN.get(kind, ()) for t, kind in zip(types, kinds, strict=True)):
+def _picks(types: Types, count: int) -> tuple[Pick, Pick, int] | None:
+    """What picks two sets of tensors from a call's values, and where a pair stands (0: nowhere); None for types that are not keyed."""
+    tensors, others = types[:count], types[count:]
+    pairs = [i for i, t in enumerate(types) if t is tuple]
+    if TensorGuards is None or len(pairs) > 1 or not set(tensors) <= {*PLAIN["Optional[Tensor]"]}:
         return None
-    where = [i for i, t in enumerate(types) if issubclass(t, Tensor)]
+    if not set(others) <= {int, float, bool, str, tuple, type(None)}:
+        return None
+    where = [i for i, t in enumerate(tensors) if t is not type(None)]
     # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
-    return _pick(where[::2]), _pick(where[1::2]), _pick([i for i, t in enumerate(types) if i not in where and t is not type(None)])
+    return _pick(where[::2]), _pick(where[1::2]), pairs[0] if pairs else 0
 
 
 def _pick(where: list[int]) -> Pick:
@@ -108,12 +163,3 @@ def _pick(where: list[int]) -> Pick:
         only = where[0]
         return lambda values: (values[only],)
     return itemgetter(*where) if where else lambda values: ()
-
-
-def _without(run: Run, names: tuple[str, ...]) -> Run:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in names:
-            kwargs.pop(name)
-        return run(*args, **kwargs)
-
-    return call
