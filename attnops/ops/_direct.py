@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -39,19 +39,19 @@ class Direct:
     """The op, called eagerly. Anything out of the ordinary, and every first call, goes through the dispatcher, whose errors are the errors.
 
     It is given the arguments of the public function as they are: first the op's tensors in the schema's order, then all else.
-    others: takes the op's first tensor and all else, and returns the op's other arguments by name, policy among them. Of these nothing
-    but the tensor's shape and the policy in force may come from elsewhere: it is asked once for all calls that are alike.
+    canonical: takes the same and returns the op's arguments, (args, kwargs), always the same names, policy among them. It may look at
+    nothing but the values, the shapes of the tensors and the policy in force: it is asked once for all calls that are alike.
 
     Remembered: at most KINDS combinations of types, as many of numbers and policies, and at most SHAPES sets of shapes of each.
     """
 
-    def __init__(self, op: Op, others: Callable[..., dict[str, Any]]) -> None:
-        self.op, self.overload, self.others = op, op.packet.default, others
+    def __init__(self, op: Op, canonical: Callable[..., tuple[Values, dict[str, Any]]]) -> None:
+        self.op, self.overload, self.canonical = op, op.packet.default, canonical
         arguments = self.overload._schema.arguments
         self.kinds = {a.name: str(a.type) for a in arguments}
         self.count, self.positional = len(op.tensors), sum(not a.kwarg_only for a in arguments)
         self.named = tuple(enumerate(op.tensors))[self.positional :]
-        self.numbers = count()
+        self.numbers = itertools.count()
         self.last: tuple[list[type], Pattern | None] = ([], None)
         self.patterns: dict[Types, Pattern | None] = {}
         self.seen: dict[Values, list[tuple[Any, Any, Run]]] = {}
@@ -61,33 +61,29 @@ class Direct:
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone. Then: may a gradient be
         # asked for, does somebody listen in, has somebody put something in the place of torch?
         if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
-            args, kwargs = self._arguments(values)
+            args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
         types = [*map(type, values)]
         last, pattern = self.last
         if types != last:
             pattern = self._pattern(types)
-        if pattern is not None:
-            number, even, odd, pair = pattern
-            # 1, 1.0 and True are equal, and so are pairs of them.
-            if not pair or (window := values[pair]) is UNBOUNDED or tuple(map(type, window)) == (int, int):
-                key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[self.count :])
-                a, b = even(values), odd(values)
-                for first, second, run in self.seen.get(key, ()):
-                    if first.check(*a) and second.check(*b):
-                        return run(*values[: self.count])
-                args, kwargs = self._arguments(values)
-                returned = self.overload(*args, **kwargs)
-                self._remember(tuple(types), key, a, b, args, kwargs)
-                return returned
-        args, kwargs = self._arguments(values)
-        return self.overload(*args, **kwargs)
-
-    def _arguments(self, values: Values) -> tuple[Values, dict[str, Any]]:
-        kwargs = self.others(values[0], *values[self.count :])
-        for i, name in self.named:
-            kwargs[name] = values[i]
-        return values[: self.positional], kwargs
+        # 1, 1.0 and True are equal, and so are pairs of them.
+        if pattern is None or (
+            (pair := pattern[3]) and (window := values[pair]) is not UNBOUNDED and tuple(map(type, window)) != (int, int)
+        ):
+            args, kwargs = self.canonical(*values)
+            return self.overload(*args, **kwargs)
+        number, even, odd, _ = pattern
+        count = self.count
+        key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[count:])
+        a, b = even(values), odd(values)
+        for first, second, run in self.seen.get(key, ()):
+            if first.check(*a) and second.check(*b):
+                return run(*values[:count])
+        args, kwargs = self.canonical(*values)
+        returned = self.overload(*args, **kwargs)
+        self._remember(tuple(types), key, a, b, args, kwargs)
+        return returned
 
     def _pattern(self, kinds: list[type]) -> Pattern | None:
         types = tuple(kinds)
@@ -122,7 +118,7 @@ class Direct:
         # The dispatcher drops what is at its default, so a kernel may not know such an argument.
         known = {n: v for n, v in kwargs.items() if takes(run, n)}
         moving = tuple((i, n) for i, n in self.named if isinstance(known.get(n), Tensor))
-        fixed = {n: v for n, v in known.items() if not isinstance(v, Tensor)}
+        fixed = {n: None if isinstance(v, Tensor) else v for n, v in known.items()}
         positional = self.positional
 
         def call(*tensors: Any) -> Any:
@@ -145,9 +141,9 @@ PLAIN: dict[str, Types] = {
 """What the dispatcher hands on as it is, by the schema's word for it."""
 
 
-def _picks(types: Types, count: int) -> tuple[Pick, Pick, int] | None:
+def _picks(types: Types, width: int) -> tuple[Pick, Pick, int] | None:
     """What picks two sets of tensors from a call's values, and where a pair stands (0: nowhere); None for types that are not keyed."""
-    tensors, others = types[:count], types[count:]
+    tensors, others = types[:width], types[width:]
     pairs = [i for i, t in enumerate(types) if t is tuple]
     if TensorGuards is None or len(pairs) > 1 or not set(tensors) <= {*PLAIN["Optional[Tensor]"]}:
         return None

@@ -336,18 +336,18 @@ def attention(
     return (output, lse) if return_lse else output
 
 
-def _others(
-    query: Tensor, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, return_lse: bool,
-    kernel: str | None,
-) -> dict[str, Any]:  # fmt: skip
+def _canonical(
+    query: Tensor, key: Any, value: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_start: Any, kv_end: Any, q_scale: Any,
+    scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, return_lse: bool, kernel: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
-    return {
+    return (query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end), {
         "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right, "softcap": softcap,
-        "attention_chunk": attention_chunk, "return_lse": return_lse, "policy": key_for("attention", kernel),
+        "attention_chunk": attention_chunk, "return_lse": return_lse, "q_scale": q_scale, "policy": key_for("attention", kernel),
     }  # fmt: skip
 
 
-_dense = Direct(ATTENTION, _others)
+_dense = Direct(ATTENTION, _canonical)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

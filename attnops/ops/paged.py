@@ -233,18 +233,21 @@ def paged_attention(
     return output
 
 
-def _others(
-    query: Tensor, max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
+def _canonical(
+    query: Tensor, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, cu: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any,
+    plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any,
+    max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
     kernel: str | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
-    return {
-        "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right,
-        "softcap": softcap, "attention_chunk": attention_chunk, "padded": padded, "policy": key_for("paged_attention", kernel),
+    return (query, k_pages, v_pages, page_table, seq_lens, cu, mask, sinks, k_scale, v_scale, plan), {
+        "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
+        "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
+        "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
     }  # fmt: skip
 
 
-_paged = Direct(PAGED, _others)
+_paged = Direct(PAGED, _canonical)
 
 
 def _check_write(
@@ -327,4 +330,4 @@ def write_kv(
     _write((key, value, k_pages, v_pages, slots, k_scale, v_scale, kernel))
 
 
-_write = Direct(WRITE_KV, lambda _, kernel: {"policy": key_for("write_kv", kernel)})
+_write = Direct(WRITE_KV, lambda *given: (given[:-1], {"policy": key_for("write_kv", given[-1])}))

@@ -293,16 +293,17 @@ def varlen_attention(
     return (output, lse) if return_lse else output
 
 
-def _others(
-    query: Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float | None, causal: bool, window: Any, softcap: float,
-    attention_chunk: int, return_lse: bool, padded: bool, kernel: str | None,
-) -> dict[str, Any]:  # fmt: skip
+def _canonical(
+    query: Tensor, key: Any, value: Any, cu_q: Any, cu_k: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any, q_scale: Any,
+    max_seqlen_q: int, max_seqlen_k: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int,
+    return_lse: bool, padded: bool, kernel: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
-    return {
+    return (query, key, value, cu_q, cu_k, mask, sinks, k_scale, v_scale), {
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
         "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,
-        "return_lse": return_lse, "padded": padded, "policy": key_for("varlen_attention", kernel),
+        "return_lse": return_lse, "q_scale": q_scale, "padded": padded, "policy": key_for("varlen_attention", kernel),
     }  # fmt: skip
 
 
-_packed = Direct(VARLEN, _others)
+_packed = Direct(VARLEN, _canonical)
