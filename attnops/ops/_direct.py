@@ -28,7 +28,7 @@ Values = tuple[Any, ...]
 Types = tuple[type, ...]
 Run = Callable[..., Any]
 Pick = Callable[[Values], Values]
-Pattern = tuple[int, Pick, Pick, int]
+Pattern = tuple[int, Pick, int]
 KINDS = 512
 SHAPES = 8
 UNBOUNDED = (-1, -1)
@@ -69,20 +69,20 @@ class Direct:
             pattern = self._pattern(types)
         # 1, 1.0 and True are equal, and so are pairs of them.
         if pattern is None or (
-            (pair := pattern[3]) and (window := values[pair]) is not UNBOUNDED and tuple(map(type, window)) != (int, int)
+            (pair := pattern[2]) and (window := values[pair]) is not UNBOUNDED and tuple(map(type, window)) != (int, int)
         ):
             args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
-        number, even, odd, _ = pattern
+        number, pick, _ = pattern
         count = self.count
         key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[count:])
-        a, b = even(values), odd(values)
+        tensors = pick(values)
         for first, second, run in self.seen.get(key, ()):
-            if first.check(*a) and second.check(*b):
+            if first.check(*tensors) if second is None else first.check(*tensors[::2]) and second.check(*tensors[1::2]):
                 return run(*values[:count])
         args, kwargs = self.canonical(*values)
         returned = self.overload(*args, **kwargs)
-        self._remember(tuple(types), key, a, b, args, kwargs)
+        self._remember(tuple(types), key, tensors, args, kwargs)
         return returned
 
     def _pattern(self, kinds: list[type]) -> Pattern | None:
@@ -90,20 +90,23 @@ class Direct:
         if types not in self.patterns:
             if len(self.patterns) >= KINDS:
                 self.patterns.clear()
-            picks = _picks(types, self.count)
-            self.patterns[types] = picks and (next(self.numbers), *picks)
+            found = _pick(types, self.count)
+            self.patterns[types] = found and (next(self.numbers), *found)
         pattern = self.patterns.get(types)
         self.last = kinds, pattern
         return pattern
 
-    def _remember(self, types: Types, key: Values, a: Values, b: Values, args: Values, kwargs: dict[str, Any]) -> None:
+    def _remember(self, types: Types, key: Values, tensors: Values, args: Values, kwargs: dict[str, Any]) -> None:
         if any(type(v) not in PLAIN.get(self.kinds[n], ()) for n, v in kwargs.items()):
             # An int for a float, say: the dispatcher makes one of it.
             self.patterns[types], self.last = None, ([], None)
             return
-        first, second = (TensorGuards(*x, dynamic_dims_sizes=None, dynamic_dims_strides=None) for x in (a, b))
-        if not (first.check(*a) and second.check(*b)):
-            return  # one tensor given twice
+        first, second = _guards(tensors), None
+        if not first.check(*tensors):
+            # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
+            first, second = _guards(tensors[::2]), _guards(tensors[1::2])
+            if not (first.check(*tensors[::2]) and second.check(*tensors[1::2])):
+                return
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
         kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
         run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
@@ -141,8 +144,12 @@ PLAIN: dict[str, Types] = {
 """What the dispatcher hands on as it is, by the schema's word for it."""
 
 
-def _picks(types: Types, width: int) -> tuple[Pick, Pick, int] | None:
-    """What picks two sets of tensors from a call's values, and where a pair stands (0: nowhere); None for types that are not keyed."""
+def _guards(tensors: Values) -> Any:
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _pick(types: Types, width: int) -> tuple[Pick, int] | None:
+    """What picks the tensors from a call's values, and where a pair stands (0: nowhere); None for types that are not keyed."""
     tensors, others = types[:width], types[width:]
     pairs = [i for i, t in enumerate(types) if t is tuple]
     if TensorGuards is None or len(pairs) > 1 or not set(tensors) <= {*PLAIN["Optional[Tensor]"]}:
@@ -150,12 +157,5 @@ def _picks(types: Types, width: int) -> tuple[Pick, Pick, int] | None:
     if not set(others) <= {int, float, bool, str, tuple, type(None)}:
         return None
     where = [i for i, t in enumerate(tensors) if t is not type(None)]
-    # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
-    return _pick(where[::2]), _pick(where[1::2]), pairs[0] if pairs else 0
-
-
-def _pick(where: list[int]) -> Pick:
-    if len(where) == 1:
-        only = where[0]
-        return lambda values: (values[only],)
-    return itemgetter(*where) if where else lambda values: ()
+    # With one or none itemgetter returns no tuple, and no op is called with so few.
+    return (itemgetter(*where), pairs[0] if pairs else 0) if len(where) > 1 else None

@@ -253,6 +253,21 @@ def test_one_tensor_given_twice(dispatched):
     for _ in range(3):
         attnops.attention(q, q, q)
     assert dispatched["attention"] == 4  # not remembered, and no harm done
+    v = k.clone()
+    for _ in range(2):
+        want = attnops.attention(q, k, k)
+        assert torch.equal(attnops.attention(q, k, v), want)
+    assert dispatched["attention"] == 4  # guards of two sets serve tensors that are not the same too
+
+
+@torch.no_grad()
+def test_one_tensor_given_twice_after_calls_with_two(dispatched):
+    q, k, v = qkv()
+    attnops.attention(q, k, v)
+    for _ in range(3):
+        attnops.attention(q, k, k)
+        attnops.attention(q, k, v)
+    assert dispatched["attention"] == 2
 
 
 @torch.no_grad()
