@@ -143,8 +143,9 @@ class Kernel:
     device_plan: takes the op's arguments by name and returns the `plan` that the kernel reads on the device: what its users make once
         a step, so that it is timed with it. It runs without one too, and then makes in every layer what the plan holds: `cost_us`
         says what of, by `Problem.plan`. None: it reads none, or is none the faster for it.
-    settled: takes one call's arguments and returns a `run` for all eager calls like it, whose tensors have its shapes, strides, dtypes
-        and device and whose other arguments are its own; what follows from those need not be worked out again. None: `run` serves.
+    settled: takes one call's arguments and returns what serves all eager calls like it, whose tensors have its shapes, strides, dtypes
+        and device and whose other arguments are its own: a function of the op's tensors alone, in the schema's order (`Op.tensors`),
+        so that what follows from the rest need not be worked out again. None: `run` serves.
 
     `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """

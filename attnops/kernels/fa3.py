@@ -207,12 +207,16 @@ def settled(
     if query.dtype == FLOAT8 or not as_they_are or left_padding(k_pages.shape[1], rows, policy, seq_lens) is not None:
         return None
     fwd, tail = raw_op()
-    numbers = (scale, causal, window_left, window_right, attention_chunk, softcap, False, None, 0, None, 0, None, *tail)
+    # An overload is a function in Python around this, which takes 35 arguments from one tuple into another.
+    fwd = getattr(fwd, "_op", fwd)
 
-    def run(query: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, cu: Tensor, *_: None, output: Tensor, **__: Any) -> None:
+    def run(
+        query: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, cu: Tensor, _mask: None, _sinks: None, _k_scale: None,
+        _v_scale: None, _plan: None, _q_scale: None, output: Tensor, *_: None,
+    ) -> None:  # fmt: skip
         fwd(
             query, k, v, None, None, None, output, cu, None, None, None, lens, max_seqlen_q, None, table, None, None, None, None, None,
-            None, None, None, *numbers,
+            None, None, None, scale, causal, window_left, window_right, attention_chunk, softcap, False, None, 0, None, 0, None, *tail,
         )  # fmt: skip
 
     return run

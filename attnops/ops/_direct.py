@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling as _compiling
 
-from attnops.kernel import generation, takes
+# Read where they lie: a function that hands one out costs more than the read.
+from attnops.kernel import _REGISTRY, takes
 from attnops.ops._op import Op
-from attnops.problem import pretended
-from attnops.select import choose
+from attnops.problem import _OVERRIDE
+from attnops.select import _ACTIVE, choose
 
 # What Dynamo checks a compiled function's inputs with: type, dtype, device, sizes, strides, requires_grad and dispatch keys (hence
 # vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
@@ -22,68 +24,116 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 
+Values = tuple[Any, ...]
+Types = tuple[type, ...]
 Run = Callable[..., Any]
-Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+Pick = Callable[[Values], Values]
+Pattern = tuple[int, Pick, int]
 KINDS = 512
 SHAPES = 8
+UNBOUNDED = (-1, -1)
+"""The default window, known by its identity."""
 
 
 class Direct:
     """The op, called eagerly. Anything out of the ordinary, and every first call, goes through the dispatcher, whose errors are the errors.
 
-    Remembered: at most KINDS combinations of numbers and policies, and at most SHAPES sets of shapes of each.
+    It is given the arguments of the public function as they are: first the op's tensors in the schema's order, then all else.
+    canonical: takes the same and returns the op's arguments, (args, kwargs), always the same names, policy among them. It may look at
+    nothing but the values, the shapes of the tensors and the policy in force: it is asked once for all calls that are alike.
+
+    Remembered: at most KINDS combinations of types, as many of numbers and policies, and at most SHAPES sets of shapes of each.
     """
 
-    def __init__(self, op: Op) -> None:
-        self.op, self.overload = op, op.packet.default
-        self.patterns: dict[tuple[Any, ...], tuple[int, Pick, Pick, Pick] | None] = {}
-        self.seen: dict[tuple[Any, ...], list[tuple[Any, Any, Run]]] = {}
+    def __init__(self, op: Op, canonical: Callable[..., tuple[Values, dict[str, Any]]]) -> None:
+        self.op, self.overload, self.canonical = op, op.packet.default, canonical
+        arguments = self.overload._schema.arguments
+        self.kinds = {a.name: str(a.type) for a in arguments}
+        self.count, self.positional = len(op.tensors), sum(not a.kwarg_only for a in arguments)
+        self.named = tuple(enumerate(op.tensors))[self.positional :]
+        self.numbers = itertools.count()
+        self.last: tuple[list[type], Pattern | None] = ([], None)
+        self.patterns: dict[Types, Pattern | None] = {}
+        self.seen: dict[Values, list[tuple[Any, Any, Run]]] = {}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op's result. args: every positional argument. kwargs: always the same names, in the same order, policy among them."""
+    def __call__(self, values: Values) -> Any:
+        """The op's result."""
         # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone. Then: may a gradient be
         # asked for, does somebody listen in, has somebody put something in the place of torch?
         if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
+            args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
-        values = (*args, *kwargs.values())
-        types = tuple(map(type, values))
-        try:
-            pattern = self.patterns[types]
-        except KeyError:
-            picks = _pattern(types, self._kinds(len(args), kwargs))
-            pattern = self.patterns[types] = picks and (len(self.patterns), *picks)
-        if pattern is None:
+        types = [*map(type, values)]
+        last, pattern = self.last
+        if types != last:
+            pattern = self._pattern(types)
+        # 1, 1.0 and True are equal, and so are pairs of them.
+        if pattern is None or (
+            (pair := pattern[2]) and (window := values[pair]) is not UNBOUNDED and tuple(map(type, window)) != (int, int)
+        ):
+            args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
-        number, even, odd, rest = pattern
-        a, b, key = even(values), odd(values), (number, generation(), pretended(), rest(values))
+        number, pick, _ = pattern
+        count = self.count
+        key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[count:])
+        tensors = pick(values)
         for first, second, run in self.seen.get(key, ()):
-            if first.check(*a) and second.check(*b):
-                return run(*args, **kwargs)
+            if first.check(*tensors) if second is None else first.check(*tensors[::2]) and second.check(*tensors[1::2]):
+                return run(*values[:count])
+        args, kwargs = self.canonical(*values)
         returned = self.overload(*args, **kwargs)
-        self._remember(key, a, b, args, kwargs)
+        self._remember(tuple(types), key, tensors, args, kwargs)
         return returned
 
-    def _kinds(self, positional: int, kwargs: dict[str, Any]) -> list[str]:
-        kinds = {a.name: str(a.type) for a in self.overload._schema.arguments}
-        return [*list(kinds.values())[:positional], *(kinds[n] for n in kwargs)]
+    def _pattern(self, kinds: list[type]) -> Pattern | None:
+        types = tuple(kinds)
+        if types not in self.patterns:
+            if len(self.patterns) >= KINDS:
+                self.patterns.clear()
+            found = _pick(types, self.count)
+            self.patterns[types] = found and (next(self.numbers), *found)
+        pattern = self.patterns.get(types)
+        self.last = kinds, pattern
+        return pattern
 
-    def _remember(self, key: tuple[Any, ...], a: Any, b: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first, second = (TensorGuards(*x, dynamic_dims_sizes=None, dynamic_dims_strides=None) for x in (a, b))
-        if not (first.check(*a) and second.check(*b)):
-            return  # one tensor given twice
+    def _remember(self, types: Types, key: Values, tensors: Values, args: Values, kwargs: dict[str, Any]) -> None:
+        if any(type(v) not in PLAIN.get(self.kinds[n], ()) for n, v in kwargs.items()):
+            # An int for a float, say: the dispatcher makes one of it.
+            self.patterns[types], self.last = None, ([], None)
+            return
+        first, second = _guards(tensors), None
+        if not first.check(*tensors):
+            # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
+            first, second = _guards(tensors[::2]), _guards(tensors[1::2])
+            if not (first.check(*tensors[::2]) and second.check(*tensors[1::2])):
+                return
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
         kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
-        run = (kernel.settled and kernel.settled(*args, **kwargs)) or kernel.run
-        # The dispatcher drops what is at its default, so a kernel may not know such an argument.
-        unknown = tuple(n for n in kwargs if not takes(run, n))
+        run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
         if len(self.seen) >= KINDS:
             self.seen.clear()
         kept = self.seen.setdefault(key, [])
         kept[SHAPES - 1 :] = []
-        kept.insert(0, (first, second, _without(run, unknown) if unknown else run))
+        kept.insert(0, (first, second, run))
+
+    def _bound(self, run: Run, kwargs: dict[str, Any]) -> Run:
+        """`run` as a function of the op's tensors alone."""
+        # The dispatcher drops what is at its default, so a kernel may not know such an argument.
+        known = {n: v for n, v in kwargs.items() if takes(run, n)}
+        moving = tuple((i, n) for i, n in self.named if isinstance(known.get(n), Tensor))
+        fixed = {n: None if isinstance(v, Tensor) else v for n, v in known.items()}
+        positional = self.positional
+
+        def call(*tensors: Any) -> Any:
+            kwargs = fixed.copy()
+            for i, name in moving:
+                kwargs[name] = tensors[i]
+            return run(*tensors[:positional], **kwargs)
+
+        return call
 
 
-PLAIN: dict[str, tuple[type, ...]] = {
+PLAIN: dict[str, Types] = {
     "Tensor": (Tensor, torch.nn.Parameter),
     "Optional[Tensor]": (Tensor, torch.nn.Parameter, type(None)),
     "int": (int,),
@@ -94,26 +144,18 @@ PLAIN: dict[str, tuple[type, ...]] = {
 """What the dispatcher hands on as it is, by the schema's word for it."""
 
 
-def _pattern(types: tuple[type, ...], kinds: list[str]) -> tuple[Pick, Pick, Pick] | None:
-    """What picks from a call's values two sets of tensors and the rest; None for types that the dispatcher must see."""
-    if TensorGuards is None or any(t not in PLAIN.get(kind, ()) for t, kind in zip(types, kinds, strict=True)):
+def _guards(tensors: Values) -> Any:
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _pick(types: Types, width: int) -> tuple[Pick, int] | None:
+    """What picks the tensors from a call's values, and where a pair stands (0: nowhere); None for types that are not keyed."""
+    tensors, others = types[:width], types[width:]
+    pairs = [i for i, t in enumerate(types) if t is tuple]
+    if TensorGuards is None or len(pairs) > 1 or not set(tensors) <= {*PLAIN["Optional[Tensor]"]}:
         return None
-    where = [i for i, t in enumerate(types) if issubclass(t, Tensor)]
-    # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.
-    return _pick(where[::2]), _pick(where[1::2]), _pick([i for i, t in enumerate(types) if i not in where and t is not type(None)])
-
-
-def _pick(where: list[int]) -> Pick:
-    if len(where) == 1:
-        only = where[0]
-        return lambda values: (values[only],)
-    return itemgetter(*where) if where else lambda values: ()
-
-
-def _without(run: Run, names: tuple[str, ...]) -> Run:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in names:
-            kwargs.pop(name)
-        return run(*args, **kwargs)
-
-    return call
+    if not set(others) <= {int, float, bool, str, tuple, type(None)}:
+        return None
+    where = [i for i, t in enumerate(tensors) if t is not type(None)]
+    # With one or none itemgetter returns no tuple, and no op is called with so few.
+    return (itemgetter(*where), pairs[0] if pairs else 0) if len(where) > 1 else None

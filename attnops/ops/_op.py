@@ -50,6 +50,11 @@ class Op:
         """`torch.ops.attnops.<name>`."""
         return getattr(torch.ops.attnops, self.name)
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the arguments that are tensors, in the schema's order."""
+        return tuple(a.name for a in self.packet.default._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]"))
+
 
 def define(op: Op) -> Op:
     """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""

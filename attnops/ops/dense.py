@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
-from attnops.ops._direct import Direct
+from attnops.ops._direct import UNBOUNDED, Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem
 from attnops.reference import attention as reference
@@ -286,7 +286,7 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -327,18 +327,27 @@ def attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    left, right = check.window(window)
     output, lse = _dense(
-        (query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end),
-        {
-            "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right, "softcap": softcap,
-            "attention_chunk": attention_chunk, "return_lse": return_lse, "q_scale": q_scale, "policy": key_for("attention", kernel),
-        },
+        (
+            query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, q_scale,
+            scale, causal, window, softcap, attention_chunk, return_lse, kernel,
+        )
     )  # fmt: skip
     return (output, lse) if return_lse else output
 
 
-_dense = Direct(ATTENTION)
+def _canonical(
+    query: Tensor, key: Any, value: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any, kv_start: Any, kv_end: Any, q_scale: Any,
+    scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, return_lse: bool, kernel: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    left, right = check.window(window)
+    return (query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end), {
+        "scale": default_scale(query, scale), "causal": causal, "window_left": left, "window_right": right, "softcap": softcap,
+        "attention_chunk": attention_chunk, "return_lse": return_lse, "q_scale": q_scale, "policy": key_for("attention", kernel),
+    }  # fmt: skip
+
+
+_dense = Direct(ATTENTION, _canonical)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:

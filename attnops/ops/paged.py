@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.ops import _check as check
-from attnops.ops._direct import Direct
+from attnops.ops._direct import UNBOUNDED, Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.ops.varlen import token_mask
@@ -176,7 +176,7 @@ def paged_attention(
     max_seqlen_q: int,
     scale: float | None = None,
     causal: bool = True,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -224,19 +224,30 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=check.result_dtype(query), device=query.device)
-    left, right = check.window(window)
     _paged(
-        (query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan),
-        {
-            "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
-            "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
-            "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
-        },
+        (
+            query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, q_scale, output, lse,
+            workspace, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, kernel,
+        )
     )  # fmt: skip
     return output
 
 
-_paged = Direct(PAGED)
+def _canonical(
+    query: Tensor, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, cu: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any,
+    plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any,
+    max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
+    kernel: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    left, right = check.window(window)
+    return (query, k_pages, v_pages, page_table, seq_lens, cu, mask, sinks, k_scale, v_scale, plan), {
+        "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
+        "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
+        "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
+    }  # fmt: skip
+
+
+_paged = Direct(PAGED, _canonical)
 
 
 def _check_write(
@@ -316,7 +327,7 @@ def write_kv(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    _write((key, value, k_pages, v_pages, slots, k_scale, v_scale), {"policy": key_for("write_kv", kernel)})
+    _write((key, value, k_pages, v_pages, slots, k_scale, v_scale, kernel))
 
 
-_write = Direct(WRITE_KV)
+_write = Direct(WRITE_KV, lambda *given: (given[:-1], {"policy": key_for("write_kv", given[-1])}))

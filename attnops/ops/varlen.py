@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
-from attnops.ops._direct import Direct
+from attnops.ops._direct import UNBOUNDED, Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.problem import Extent, Problem
@@ -253,7 +253,7 @@ def varlen_attention(
     max_seqlen_k: int,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -284,16 +284,26 @@ def varlen_attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    left, right = check.window(window)
     output, lse = _packed(
-        (query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale),
-        {
-            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
-            "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,
-            "return_lse": return_lse, "q_scale": q_scale, "padded": padded, "policy": key_for("varlen_attention", kernel),
-        },
+        (
+            query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, q_scale,
+            max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, attention_chunk, return_lse, padded, kernel,
+        )
     )  # fmt: skip
     return (output, lse) if return_lse else output
 
 
-_packed = Direct(VARLEN)
+def _canonical(
+    query: Tensor, key: Any, value: Any, cu_q: Any, cu_k: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any, q_scale: Any,
+    max_seqlen_q: int, max_seqlen_k: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int,
+    return_lse: bool, padded: bool, kernel: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    left, right = check.window(window)
+    return (query, key, value, cu_q, cu_k, mask, sinks, k_scale, v_scale), {
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
+        "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,
+        "return_lse": return_lse, "q_scale": q_scale, "padded": padded, "policy": key_for("varlen_attention", kernel),
+    }  # fmt: skip
+
+
+_packed = Direct(VARLEN, _canonical)

@@ -30,6 +30,7 @@ def dispatched(monkeypatch):
     for name, direct in DIRECT.items():
         direct.seen.clear()
         direct.patterns.clear()
+        direct.last = ([], None)
 
         def overload(*args, _name=name, _to=direct.op.packet.default, **kwargs):
             counts[_name] += 1
@@ -169,6 +170,61 @@ def test_compiled_code_has_the_op(dispatched):
 
 
 @torch.no_grad()
+def test_equal_windows_of_other_types_are_not_alike(dispatched):
+    q, k, v = qkv()
+    for _ in range(2):
+        attnops.attention(q, k, v, window=(1, 0))
+        attnops.attention(q, k, v, window=(-1, -1))
+    assert dispatched["attention"] == 2
+    want = attnops.attention(q, k, v, window=(1, 0))
+    assert torch.equal(attnops.attention(q, k, v, window=[1, 0]), want) and dispatched["attention"] == 3
+    for _ in range(2):
+        for window in ((1.0, 0), (-1.5, -1), ("1", 0), ([], 0)):
+            with pytest.raises(RuntimeError, match="window_left"):
+                attnops.attention(q, k, v, window=window)
+        for window in ((1, 0, 0), (1,), "10"):
+            with pytest.raises(InvalidInput) as caught:
+                attnops.attention(q, k, v, window=window)
+            assert caught.value.field == "window"
+
+
+@torch.no_grad()
+def test_what_the_dispatcher_converts_is_not_remembered(dispatched):
+    q, k, v = qkv()
+    want = attnops.attention(q, k, v, scale=1.0)
+    for _ in range(3):
+        assert torch.equal(attnops.attention(q, k, v, scale=1), want)
+    assert dispatched["attention"] == 4
+    with pytest.raises(RuntimeError, match="softcap"):
+        attnops.attention(q, k, v, softcap=[1.0])
+
+
+@torch.no_grad()
+def test_a_kernel_settles_a_call_for_all_like_it(dispatched):
+    """It is asked once, and what it returns is given the op's tensors, in the schema's order, and nothing else."""
+    asked, given = [], []
+
+    def settled(*args, **kwargs):
+        asked.append(kwargs["scale"])
+        return lambda *tensors: given.append(tensors)
+
+    attnops.kernel.register(Kernel("settles", "paged_attention", lambda *a, **k: None, settled=settled, cost_us=lambda p: 1e9))
+    try:
+        call = builders.paged(Source(0), (1, 2), (5, 9), 4, Features(), padding=0)
+        tensors = [call.arguments[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
+        out, work = call.arguments["output"], torch.zeros(8, dtype=torch.uint8)
+        for _ in range(3):
+            attnops.paged_attention(*tensors, max_seqlen_q=2, output=out, workspace=work, kernel="settles")
+        assert asked == [tensors[0].shape[-1] ** -0.5] and dispatched["paged_attention"] == 1
+        assert len(given) == 2
+        for got in given:
+            assert [*map(id, got)] == [*map(id, (*tensors, *[None] * 6, out, None, work))]
+    finally:
+        del _REGISTRY.kernels["paged_attention"]["settles"]
+        _REGISTRY.generation += 1
+
+
+@torch.no_grad()
 def test_arguments_a_kernel_does_not_know_are_left_out(dispatched):
     def old(query, key, value, mask=None, sinks=None, k_scale=None, v_scale=None, kv_start=None, kv_end=None, *, scale, causal=False,
             window_left=-1, window_right=-1, softcap=0.0, return_lse=False, policy=""):  # fmt: skip
@@ -197,6 +253,21 @@ def test_one_tensor_given_twice(dispatched):
     for _ in range(3):
         attnops.attention(q, q, q)
     assert dispatched["attention"] == 4  # not remembered, and no harm done
+    v = k.clone()
+    for _ in range(2):
+        want = attnops.attention(q, k, k)
+        assert torch.equal(attnops.attention(q, k, v), want)
+    assert dispatched["attention"] == 4  # guards of two sets serve tensors that are not the same too
+
+
+@torch.no_grad()
+def test_one_tensor_given_twice_after_calls_with_two(dispatched):
+    q, k, v = qkv()
+    attnops.attention(q, k, v)
+    for _ in range(3):
+        attnops.attention(q, k, k)
+        attnops.attention(q, k, v)
+    assert dispatched["attention"] == 2
 
 
 @torch.no_grad()
@@ -208,6 +279,7 @@ def test_what_is_remembered_is_bounded(dispatched):
     for i in range(_direct.KINDS + 5):
         attnops.attention(*qkv(), scale=1.0 + i)
     assert len(dense._dense.seen) <= _direct.KINDS
+    assert len(dense._dense.patterns) <= _direct.KINDS
 
 
 def test_threads_share_it(dispatched):
