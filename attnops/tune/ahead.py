@@ -11,11 +11,14 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from attnops.kernel import Kernel
 from attnops.measured import Sizes
+from attnops.testing import Call
 from attnops.tune.calls import Pool, build
 from attnops.tune.run import lengths
 from attnops.tune.shapes import Plan, plans_of
@@ -54,9 +57,13 @@ def kinds(plan: Plan) -> Iterator[Sizes]:
                     yield at
 
 
+def _no_clock(kernel: Kernel, call: Call, run: Callable[[], Any]) -> float:
+    return 0.0
+
+
 def compile_for(plans: Sequence[Plan], names: tuple[str, ...], device: torch.device) -> int:
     """Call each of the kernels at the kinds of every plan. Returns how many calls were made; what a kernel raises is its own affair."""
-    pool, stopwatch, made = Pool(device), Stopwatch(lambda *_: 0.0, names=names), 0
+    pool, stopwatch, made = Pool(device), Stopwatch(_no_clock, names=names), 0
     for plan in plans:
         for at in kinds(plan):
             call = build(plan.shape, *lengths(plan.shape, at), pool)
