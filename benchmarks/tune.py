@@ -30,7 +30,8 @@ def main() -> None:
     plans = plans_of(given.grid or ("full" if given.device == "cuda" else "cpu"), tuple(filter(None, given.ops.split(","))))
     stopwatch = Stopwatch(clock_for(device), given.first_calls_s, tuple(filter(None, given.kernels.split(","))))
     if given.device == "cuda" and (not given.kernels or set(COMPILED) & set(given.kernels.split(","))):
-        print(f"compiled ahead in {compile_ahead(given.grid or 'full', tuple(filter(None, given.ops.split(',')))):.0f} s", flush=True)
+        seconds = compile_ahead(given.grid or "full", device, tuple(filter(None, given.ops.split(","))))
+        print(f"compiled ahead in {seconds:.0f} s", flush=True)
     last = [time.monotonic()]
 
     def progress(what: str, done: int, total: int) -> None:

@@ -344,6 +344,37 @@ def test_a_call_that_does_not_fit_is_left_out(lab, monkeypatch):
     assert report.late == 1 and [i for i, t in enumerate(table.grids[0].us["a"]) if t is None] == [2]
 
 
+def test_a_plan_that_cannot_be_made_leaves_its_kernel_out(lab):
+    lab("a")
+    lab("b")
+    lab("planned", needs=(needs_plan,))
+
+    def equip(kernel, call):
+        raise RuntimeError("no library")
+
+    table, report = measure([PLAN], Stopwatch(Fake(linear), equip=equip), CPU)
+    assert set(table.grids[0].us) == {"a", "b"} and report.broken == {"plan of planned": "RuntimeError: no library"}
+
+    def too_large(kernel, call):
+        raise torch.OutOfMemoryError("too large")
+
+    assert measure([PLAN], Stopwatch(Fake(linear), equip=too_large), CPU)[1].late == 6
+
+
+def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+
+    def slow(*args, **kwargs):
+        now[0] += 5.0
+
+    lab("a", slow)
+    lab("b", slow)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    report = measure([PLAN], Stopwatch(lambda *_: 10.0, first_calls_s=1e9), CPU, budget_s=20.0)[1]
+    assert report.points == 3 and report.late == 3, "24 seconds hold three sizes of two kernels at five seconds"
+
+
 def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
     seen = []
     lab("a", run=lambda q, k, v, **_: seen.append((q.shape[0], q.shape[1])))
@@ -356,7 +387,8 @@ def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
 
 def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
-    assert ahead.compile_ahead("tiny", ("attention",), ("triton",), workers=1, limit_s=100) < 100
+    assert 0 < ahead.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) < 100
+    assert ahead.compile_ahead("tiny", CPU, kernels=("nobody",)) == 0
 
 
 def test_names_narrow_the_field(lab):

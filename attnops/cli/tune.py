@@ -49,7 +49,7 @@ def run(
     stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
     if device.type == "cuda" and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
-            compile_ahead(grid or "full", ops, compiled)
+            compile_ahead(grid or "full", device, ops, compiled)
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("tune")

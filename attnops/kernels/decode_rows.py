@@ -45,6 +45,8 @@ def _missing(target: Target) -> Refusal | None:
 
 def _unread(p: Problem) -> Refusal | None:
     """Zeros in place of a schedule would have flashmla do nothing at all, so where it may run there is no other than its own."""
+    if few_tokens(p) is not None:
+        return None  # nor may flashmla_fp8 run, which has the same need
     if not p.q_heads or p.target.device != "cuda" or p.target.arch != 90 or PACKAGE.missing(p.target) or _missing(p.target):
         return None
     return Refusal("q_heads", p.q_heads, "0 where flashmla is: its schedule is made by flashmla")

@@ -1,6 +1,6 @@
 """Has kernels that compile at first use compiled beforehand, by processes side by side that share the compilers' caches on disk.
 
-    python -m attnops.tune.ahead GRID OPS KERNELS AT OF
+    python -m attnops.tune.ahead DEVICE GRID OPS KERNELS AT OF
 
 is one of them: every OF-th plan of the grid from the AT-th on, its smallest calls of every kind, each kernel called once.
 """
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Kernel
+from attnops.kernel import Kernel, all_kernels
 from attnops.measured import Sizes
+from attnops.problem import Target
 from attnops.testing import Call
 from attnops.tune.calls import Pool, build
 from attnops.tune.run import lengths
@@ -30,10 +31,23 @@ COMPILED = ("triton",)
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
 
 
-def compile_ahead(grid: str, ops: Sequence[str] = (), kernels: Sequence[str] = COMPILED, workers: int = 8, limit_s: float = 60.0) -> float:
-    """Compile for every plan of `grid`; seconds that it took. What fails or comes too late is compiled when it is timed."""
-    start = time.monotonic()
-    command = [sys.executable, "-m", "attnops.tune.ahead", grid, ",".join(ops), ",".join(kernels)]
+def compile_ahead(
+    grid: str,
+    device: torch.device,
+    ops: Sequence[str] = (),
+    kernels: Sequence[str] = COMPILED,
+    workers: int = 8,
+    limit_s: float = 60.0,
+) -> float:
+    """Compile for every plan of `grid` on `device`; seconds that it took. What fails or comes too late is compiled when it is timed.
+
+    Nothing is started where none of `kernels` is there.
+    """
+    start, target = time.monotonic(), Target.of(device)
+    there = [k.name for k in all_kernels() if k.name in kernels and not k.absences(target)]
+    if not there:
+        return 0.0
+    command = [sys.executable, "-m", "attnops.tune.ahead", str(device), grid, ",".join(ops), ",".join(dict.fromkeys(there))]
     started = [
         subprocess.Popen([*command, str(at), str(workers)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for at in range(workers)
     ]
@@ -74,12 +88,14 @@ def compile_for(plans: Sequence[Plan], names: tuple[str, ...], device: torch.dev
     return made
 
 
-def main(grid: str, ops: str, kernels: str, at: str, of: str) -> None:
+def main(where: str, grid: str, ops: str, kernels: str, at: str, of: str) -> None:
     """One process's share."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(where)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     plans = plans_of(grid, tuple(filter(None, ops.split(","))))[int(at) :: int(of)]
     print(compile_for(plans, tuple(kernels.split(",")), device))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:6])
+    main(*sys.argv[1:7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -61,16 +62,19 @@ def measure(
     total = left = sum(sum(map(plan.allows, _points(plan))) for plan in plans)
     pool = Pool(device)
     if device.type == "cuda" and plans:
-        pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
+        with contextlib.suppress(torch.OutOfMemoryError):  # else it grows as far as it can
+            pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
     grids = []
     for plan in plans:
         mine = sum(map(plan.allows, _points(plan)))
         rest = budget_s - (_timed_s(stopwatch) - began)
-        share = min(max(rest * 1.5 * mine / max(left, 1), LEAST_S), rest, HARD * budget_s - (time.monotonic() - start))
-        grid = _measure(plan, stopwatch, pool, share, report, partial(_step, progress, plan.shape.op, total - left, total))
+        share = min(max(rest * 1.5 * mine / max(left, 1), LEAST_S), rest)
+        step = partial(_step, progress, plan.shape.op, total - left, total)
+        grid = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
         if len(grid.us) > 1:
             grids.append(grid)
         left -= mine
+    report.broken |= {f"plan of {name}": why for name, why in stopwatch.unplanned.items()}
     report.seconds = round(time.monotonic() - start, 1)
     return Table(gpu_name(device), str(Target.of(device)), _versions(grids), tuple(grids), _made(stopwatch, report)), report
 
@@ -100,7 +104,11 @@ def _timed_s(stopwatch: Stopwatch) -> float:
     return time.monotonic() - stopwatch.starting_s
 
 
-def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, report: Report, step: Callable[[int], None]) -> Grid:
+def _measure(
+    plan: Plan, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
+) -> Grid:
+    """limits: seconds that this shape may take without first calls, and the time at which all ends."""
+    (share_s, end) = limits
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
@@ -110,17 +118,17 @@ def _measure(plan: Plan, stopwatch: Stopwatch, pool: Pool, share_s: float, repor
             continue
         done += 1
         step(done)
-        if _timed_s(stopwatch) - start > share_s:
+        if _timed_s(stopwatch) - start > share_s or time.monotonic() > end:
             report.late += 1
             continue
         batch, queries = int(at.batch), int(at.queries)
         try:
             call = build(shape, *lengths(shape, at), pool)
+            candidates = stopwatch.candidates(call)
         except torch.OutOfMemoryError:
             pool.drop()
             report.late += 1
             continue
-        candidates = stopwatch.candidates(call)
         if len(candidates) < 2:
             continue
         report.points += 1

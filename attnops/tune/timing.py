@@ -86,7 +86,8 @@ class Stopwatch:
     `kind` is what a kernel compiles for, as far as a caller can tell. A kernel whose slow first calls have taken `first_calls_s` in
     all stops where its last two first calls were slow, and is not started on another kind unless most kinds began at once (what is
     built ahead goes on), nor at all after three times as long: flex_attention would compile all day.
-    names: only these kernels are timed; empty for all. starting_s: what first calls have taken in all.
+    names: only these kernels are timed; empty for all. starting_s: what first calls have taken in all. unplanned: kernels
+    whose plan could not be made, and why.
     """
 
     clock: Clock
@@ -95,6 +96,7 @@ class Stopwatch:
     equip: Equip = equip_as_used
     spent_s: dict[str, float] = field(default_factory=dict)
     starting_s: float = 0.0
+    unplanned: dict[str, str] = field(default_factory=dict)
     _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
     _starts: dict[str, list[bool]] = field(default_factory=dict)
 
@@ -102,6 +104,7 @@ class Stopwatch:
         """The kernels that can answer `call`, each with the call as its users make it, and the host microseconds of a plan of the host.
 
         A plan of the device is made here, outside of what is timed, as it is made outside of the layers that share it.
+        Raises torch.OutOfMemoryError.
         """
         out: list[tuple[Kernel, Call, float | None]] = []
         problem = call.problem
@@ -110,12 +113,17 @@ class Stopwatch:
             if (kernel.inline and kernel.core is None) or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
-            if not reasons:
-                out.append((kernel, call if kernel.device_plan is None else self.equip(kernel, call), None))
-            elif reasons <= {"plan", "workspace"}:
-                given = self.equip(kernel, call)
-                if not kernel.refusals(given.problem):
-                    out.append((kernel, given, plan_us(kernel, call, given)))
+            try:
+                if not reasons:
+                    out.append((kernel, call if kernel.device_plan is None else self.equip(kernel, call), None))
+                elif reasons <= {"plan", "workspace"}:
+                    given = self.equip(kernel, call)
+                    if not kernel.refusals(given.problem):
+                        out.append((kernel, given, plan_us(kernel, call, given)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a plan raises: its kernel is no candidate, the others are
+                self.unplanned[kernel.name] = f"{type(error).__name__}: {str(error)[:200]}"
         return out
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:

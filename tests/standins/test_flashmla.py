@@ -227,6 +227,13 @@ def test_without_the_wheel_a_schedule_is_zeros_and_with_it_none_is_made_but_its_
     assert select(OPS["decode_rows"].problem(*(call.arguments[n] for n in TABLES), num_tokens=3)).kernel.name == "reference"
 
 
+def test_more_tokens_than_a_float8_schedule_holds_get_zeros():
+    """Who plans every step plans prefills too, which other kernels attend."""
+    t = batch().arguments
+    found = decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=3000, q_heads=16, float8=True)
+    assert not found[: found.shape[0] - 3000 * (1 + t["page_table"].shape[1])].any()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_plan_made_in_the_graph_is_made_once(dynamic):
     call = batch()

@@ -48,6 +48,24 @@ def test_grid(op, label):
         pytest.skip(str(figures))
 
 
+@interpreted
+def test_heads_may_lie_far_apart():
+    """As in a pool whose heads come first: offsets of heads are more than 32 bits hold. Untouched memory is none."""
+    apart = 1_073_758_208
+    pages = torch.empty(2 * apart + 4096, dtype=INT8).as_strided((4, 16, 3, 16), (256, 16, apart, 1))
+    key, value = (torch.randint(-99, 99, (5, 3, 16), dtype=INT8).float().to(F16) for _ in range(2))
+    slots, one = torch.tensor([3, 60, -1, 17, 0]), torch.ones(1)
+    near = torch.zeros(4, 16, 3, 16, dtype=INT8)
+    kernels_of("write_kv")["triton"].run(key, value, pages, near, slots, one, one)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            stored = (x[slot // 16, slot % 16].half() for x in (pages, near))
+            assert all(map(torch.equal, stored, (key[token], value[token])))
+    pool = pages[None]
+    kernels_of("copy_kv")["triton"].run(pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
+    assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
+
+
 @pytest.mark.parametrize("op", DATA)
 @interpreted
 def test_random_calls(op):

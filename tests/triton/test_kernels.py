@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnops
+from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
@@ -71,6 +72,48 @@ def test_a_request_does_not_see_its_mates(op):
         host._launches.cache_clear()
 
 
+@pytest.mark.parametrize("op", OURS[:2])
+@interpreted
+def test_parts_are_bounded(op):
+    """Requests that take turns give the bits of requests served at once, padding tokens too."""
+    from attnops.kernels._triton import call as host
+    from attnops.kernels._triton import plan
+
+    plan.SPLIT_KEYS, before = 128, (plan.SPLIT_KEYS, host.MOST_PARTS_BYTES)
+    host._launches.cache_clear()
+    try:
+        f = Features(dtype=F16, head_dim=32, q_heads=4, kv_heads=2, causal=True, lse=True)
+        small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
+        for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
+            call = {
+                "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (400, 130, 90, 300, 17), 16, f, padding=3),
+                "mla_attention": lambda q=q_lens: latent.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
+            }[op]()
+            results = []
+            for most in (1 << 30, 1 << 16, 1):
+                host.MOST_PARTS_BYTES = most
+                for n in ("output", "lse"):
+                    call.arguments[n].fill_(float("nan"))
+                triton(op).run(*call.args, **call.kwargs, policy="deterministic")
+                results.append([call.arguments[n].clone() for n in ("output", "lse")])
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+            assert not any(x.isnan().any() for x in results[0])
+    finally:
+        plan.SPLIT_KEYS, host.MOST_PARTS_BYTES = before
+        host._launches.cache_clear()
+
+
+@interpreted
+def test_a_page_of_far_keys_is_refused():
+    """Before any launch: the pages are no memory at all."""
+    call = builders.paged(Source(0), (1,), (20,), 16, Features(dtype=F16, head_dim=16, causal=True), padding=0)
+    far = torch.empty_strided(call.arguments["k_pages"].shape, (1, 1 << 28, 1, 1), dtype=F16, device="meta")
+    given = call.with_(k_pages=far)
+    with pytest.raises(InvalidInput, match=r"k_pages.stride\(1\): got 268435456, want < 2\*\*31 / 16"):
+        triton("paged_attention").run(*given.args, **given.kwargs)
+
+
 def test_a_deterministic_policy_takes_it():
     assert select(LLAMA, Policy(deterministic=True)).kernel.name == "triton"
 
@@ -99,7 +142,7 @@ def test_a_compiled_model_calls_it(step):
         model.clear()
         with pretend(SM90), attnops.use({"paged_attention": "triton"}):
             got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
-    assert kernel_calls(code) == ["paged_attention.triton"] * 2
+    assert kernel_calls(code) == ["write_kv.triton", "paged_attention.triton"] * 2
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     for after, before in zip(model.pages(), pages, strict=True):
         torch.testing.assert_close(after, before)
@@ -118,11 +161,10 @@ LLAMA = Problem(
 )  # fmt: skip
 
 
-def test_it_runs_where_it_is_asked_for():
+def test_it_runs_where_no_vendor_does():
     many = Extent.of(2048)
     for problem in (LLAMA, replace(LLAMA, tokens=many, queries=many, batch=Extent.of(1)), replace(LLAMA, kv_dtype=E4M3, kv_scales=True)):
-        assert select(problem).kernel.name != "triton", "not on its own while no GPU has shown it right"
-        assert select(problem, "kernel=triton").kernel.name == "triton"
+        assert select(problem).kernel.name == "triton", "whose rivals here are sdpa and the reference"
         assert "triton missing" in str(select(replace(problem, target=Target("cuda", 90, assume=()))).refused["triton"][0])
     assert select(replace(LLAMA, target=Target("cpu", 0, assume=("triton",)))).kernel.name != "triton"
 

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attnops.errors import InvalidInput
 from attnops.kernels._triton import plan
 from attnops.kernels._triton.device.attend import attend as _attend
 from attnops.kernels._triton.device.combine import combine as _combine
@@ -23,6 +24,9 @@ merge_all: Any = _merge_all
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
 """Said outright, because Triton's default changes from release to release."""
+
+MOST_PARTS_BYTES = 1 << 29
+"""Of float32 that stage one leaves for stage two. A fixed split leaves many where the page table is wide; then requests take turns."""
 
 INTERPRETED = (4, 227 * 1024, True)
 """Multiprocessors and shared memory where there is none of either: few enough that small calls are split as large ones are."""
@@ -133,13 +137,38 @@ def steps(
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
     for launch in _launches(shape, batch.deterministic, sms, memory, choice):
-        yield from _stages(launch, shape, keys, batch, fixed, constants, output, lse)
+        for at, some, first in _bounded(launch, shape, heads * (keys.v_dims + 1) * 4):
+            yield from _stages(at, some, keys, batch, fixed | _requests(fixed, first, some.requests), constants, output, lse)
+
+
+def _bounded(launch: plan.Launch, shape: plan.Shape, row_bytes: int) -> Iterator[tuple[plan.Launch, plan.Shape, int]]:
+    """`launch` for so many requests at a time that their parts fit into MOST_PARTS_BYTES: (launch, shape, the first request)."""
+    each = launch.queries * launch.splits * row_bytes
+    most = max(1, MOST_PARTS_BYTES // each) if launch.parts and each else shape.requests
+    if most >= shape.requests:
+        yield launch, shape, 0
+        return
+    for first in range(0, shape.requests, most):
+        count = min(most, shape.requests - first)
+        yield plan.part_of(launch, count, first + count == shape.requests), shape._replace(requests=count), first
+
+
+def _requests(fixed: dict[str, Any], first: int, count: int) -> dict[str, Any]:
+    """The arguments that tell of requests, from `first` on."""
+    if first == 0 and count == fixed["requests"]:
+        return {}
+    table, lengths, starts = (fixed[f"{n}_ptr"] for n in ("table", "lengths", "starts"))
+    end = first + count
+    return {"table_ptr": table[first:end], "lengths_ptr": lengths[first:end], "starts_ptr": starts[first : end + 1], "requests": count}
 
 
 def _arguments(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None) -> dict[str, Any]:
     """What `attend` takes whatever the launch."""
     k, v = keys.k, keys.k if keys.v is None else keys.v
     table = batch.table if batch.table.stride(1) == 1 else batch.table.contiguous()
+    for field, x, most in (("k_pages", k, keys.page), ("v_pages", v, keys.page), ("mask", batch.mask, table.shape[1] * keys.page)):
+        if x is not None and x.stride(1) * most >= 2**31:
+            raise InvalidInput(f"{field}.stride(1)", x.stride(1), f"< 2**31 / {most} (triton counts a page's keys in 32 bits)")
     mask = batch.mask if batch.mask is None or batch.mask.dtype != torch.bool else batch.mask.view(torch.uint8)
     # A soft cap works on scale * logit / cap, and gives back logits in base 2.
     scale, cap = (batch.scale / batch.softcap, batch.softcap * LOG2E) if batch.softcap > 0 else (batch.scale * LOG2E, 0.0)

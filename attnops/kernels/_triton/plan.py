@@ -110,6 +110,13 @@ class Launch(NamedTuple):
         return self.splits > 1 or self.split_keys > 0
 
 
+def part_of(launch: Launch, requests: int, last: bool) -> Launch:
+    """The same for `requests` of the requests; padding is served with the last ones. Of a launch that is not ragged."""
+    across = launch.blocks // ((launch.tiles - launch.pads) * launch.splits + launch.pads)
+    direct, pads = requests * launch.each, launch.pads if last else 0
+    return launch._replace(blocks=across * (direct * launch.splits + pads), tiles=direct + pads, pads=pads)
+
+
 # (what is multiplied, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). A tile of keys less than
 # `stages` is in flight. Eight warps on 64 rows would each make the same scores twice, unless there is no room for four.
 TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {

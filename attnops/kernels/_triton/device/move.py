@@ -14,7 +14,7 @@ def copy_part(
     """BLOCK columns of every entry: all are read before any is written, and no other program touches these columns."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None] & (column < HEADS * D)[None, :]
-    at = ((column // D) * h + (column % D) * d)[None, :]
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
     x = tl.load(pages_ptr + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0)
     # One thread reads what another writes.
     tl.debug_barrier()
@@ -47,7 +47,7 @@ def through(
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = entry < entries
     source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
     target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
@@ -56,7 +56,7 @@ def through(
     real = ((source >= 0) & (target >= 0))[:, None]
     if HEADS * D % BLOCK != 0:
         real = real & (column < HEADS * D)[None, :]
-    at = ((column // D) * h + (column % D) * d)[None, :]
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
     kept_ptr = scratch_ptr + ((at_layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
     if OUT:
         tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
@@ -69,7 +69,8 @@ def move_rows(row, rows, offset, real, from_ptr, to_ptr, h, d, HEADS: tl.constex
     """Row `row` of `to` `[rows, HEADS * D]` is what lies at `offset`, or 0."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (column < HEADS * D)[None, :]
-    x = tl.load(from_ptr + offset[:, None] + ((column // D) * h + (column % D) * d)[None, :], mask=real[:, None] & inside, other=0)
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    x = tl.load(from_ptr + offset[:, None] + at, mask=real[:, None] & inside, other=0)
     tl.store(to_ptr + (row * (HEADS * D))[:, None] + column[None, :], x, mask=(row < rows)[:, None] & inside)
 
 

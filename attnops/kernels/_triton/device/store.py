@@ -19,8 +19,9 @@ def store_part(
 ):  # fmt: skip
     """BLOCK columns of HEADS * D of each token."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
-    head = column // D
-    dim = column % D
+    # Strides may be as wide as a pool of all layers.
+    head = (column // D).to(tl.int64)
+    dim = (column % D).to(tl.int64)
     # What is read does not wait for the slot: a skipped token's row may hold anything, and is not stored.
     read, write = here[:, None], (slot >= 0)[:, None]
     if HEADS * D % BLOCK != 0:
