@@ -219,8 +219,8 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
     stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
     table, _ = measure([PLAN, other], stopwatch, CPU)
     assert stopwatch.spent_s == {"slow": 15.0}
-    assert [t is not None for t in table.grids[0].us["slow"]] == [True] * 3 + [False] * 3
-    assert "slow" not in table.grids[1].us and table.grids[1].skipped["slow"] == "its first calls took over 12 s"
+    for grid in table.grids:  # half of its sizes were timed in the first: what the others would take, nobody knows
+        assert "slow" not in grid.us and grid.skipped["slow"] == "its first calls took over 12 s"
 
 
 def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):

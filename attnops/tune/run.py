@@ -145,9 +145,9 @@ def _measure(
             elif found.broken:
                 skipped[kernel.name] = found.reason
                 report.broken[f"{shape.op}.{kernel.name}"] = f"{found.reason} (batch {batch}, queries {queries}, ratio {at.ratio:g})"
-            elif not any(row):
+            elif not any(row) or found.given_up:
                 skipped[kernel.name] = found.reason
-    # A kernel that raised at one size is not trusted at the others.
+    # A kernel that raised at one size is not trusted at the others, and of one that was given up half-way the large sizes are missing.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
     return Grid(shape, plan.batch, plan.queries, plan.ratio, us, host, skipped)

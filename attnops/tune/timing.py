@@ -71,12 +71,16 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Device microseconds of one kernel at one size; None with a reason when none were taken. plan_us: host microseconds of its plan."""
+    """Device microseconds of one kernel at one size; None with a reason when none were taken. plan_us: host microseconds of its plan.
+
+    broken: it raised. given_up: it was not started, see Stopwatch.
+    """
 
     us: float | None
     reason: str = ""
     plan_us: float | None = None
     broken: bool = False
+    given_up: bool = False
 
 
 @dataclass
@@ -129,7 +133,7 @@ class Stopwatch:
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
         """Time `kernel` on `call`. Never raises for what the kernel raises: the Timing says it."""
         if self._given_up(kernel.name, kind):
-            return Timing(None, f"its first calls took over {self.first_calls_s:g} s")
+            return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
 
         run = runner(kernel, call)
         try:

@@ -195,8 +195,12 @@ def test_the_scale_on_the_edge(power):
         assert float(unpack(row, GROUP, 2)[0]) == pytest.approx(float(top), rel=2**-4)
 
 
+# `triton` has the same numbers asked of it in its interpreter, tests/triton/test_data.py.
+HERE = [n for n, k in kernels_of("write_latent_packed").items() if not k.packages]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
-@pytest.mark.parametrize("kernel", list(kernels_of("write_latent_packed")))
+@pytest.mark.parametrize("kernel", HERE)
 def test_what_is_not_finite_spoils_its_group_and_no_other(kernel, bad):
     latent, k_pe = torch.randn(2, 384), torch.randn(2, 4)
     latent[0, 200], k_pe[1, 2] = bad, bad
@@ -228,7 +232,7 @@ def test_what_is_packed_is_exact_in_bfloat16():
     assert torch.equal(back.bfloat16().float(), back)
 
 
-@pytest.mark.parametrize("kernel", list(kernels_of("write_latent_packed")))
+@pytest.mark.parametrize("kernel", HERE)
 @given(data=st.data())
 @settings(max_examples=15)
 def test_written_latents_are_read_back(kernel, data):

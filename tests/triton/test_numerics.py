@@ -30,9 +30,9 @@ def mode(name):
     """What a mode changes, and back. In a process of one test at a time."""
     from attnops.kernels._triton import call
 
-    before = plan.LEAST_KEYS, plan.SPLIT_KEYS, call.INTERPRETED
+    before = plan.LEAST_KEYS, plan.LEAST_LATENTS, plan.SPLIT_KEYS, call.INTERPRETED
     if name == "split":
-        plan.LEAST_KEYS, call.INTERPRETED = 1, (16, call.INTERPRETED[1])
+        plan.LEAST_KEYS, plan.LEAST_LATENTS, call.INTERPRETED = 1, 1, (16, *call.INTERPRETED[1:])
     if name == "deterministic":
         plan.SPLIT_KEYS = 128
     call._launches.cache_clear()
@@ -40,7 +40,7 @@ def mode(name):
         with pretend(SM90):
             yield
     finally:
-        plan.LEAST_KEYS, plan.SPLIT_KEYS, call.INTERPRETED = before
+        plan.LEAST_KEYS, plan.LEAST_LATENTS, plan.SPLIT_KEYS, call.INTERPRETED = before
         call._launches.cache_clear()
 
 
