@@ -84,8 +84,26 @@ def write(report: dict[str, Any], name: str, device: str) -> Path:
     """Write one results file."""
     path = folder_of(device) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    path.write_text(text_of(report))
     return path
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """A results file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
+    lines = []
+    for name, section in sorted(report.items()):
+        brackets = "{}" if isinstance(section, dict) else "[]"
+        if isinstance(section, dict):
+            entries = [f"{json.dumps(key)}: {_dense(value)}" for key, value in sorted(section.items())]
+        else:
+            entries = [_dense(value) for value in section] if isinstance(section, list) else []
+        long = len(_dense(section)) > 120 and entries
+        lines.append(f"{json.dumps(name)}: " + (brackets[0] + "\n" + ",\n".join(entries) + "\n" + brackets[1] if long else _dense(section)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dense(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def default_device() -> str:

@@ -120,7 +120,7 @@ def data_kernels(data: dict[str, Any]) -> str:
     for case, found in {**data.get("append", {}), **data["cases"]}.items():
         gpu = {**data.get("append", {}).get(case, {}).get("gpu", {}), **found["gpu"]}
         shown = [gpu.get(n) for n in ("triton", "compiled", "eager", "flashinfer_append", "copy")]
-        counts = "/".join(str(len(found["device_kernels"].get(n, []))) for n in ("triton", "compiled", "eager"))
+        counts = "/".join(str(found["device_kernels"].get(n, 0)) for n in ("triton", "compiled", "eager"))
         share = f"{gpu['triton']['of_copy']:.2f}" if "of_copy" in gpu.get("triton", {}) else "-"
         rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
     head = ["us", "triton", "compiled", "eager", "flashinfer_append", "copy", "triton, of copy", "device kernels of the first three"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ from attnops.reference import data
 from attnops.select import active_policy, choose, key_for
 
 NAMES = {str(d).removeprefix("torch."): d for d in (*check.FLOATS, *check.QUANTISED)}
-
-
-def _dtype(field: str, given: str) -> torch.dtype:
-    check.one_of(field, given, tuple(NAMES))
-    return NAMES[given]
 
 
 def _check_plan(
@@ -46,6 +41,19 @@ def _check_plan(
     plan: Tensor,
     workspace: Tensor,
 ) -> None:
+    check_batch(page_table, seq_lens, cu_seqlens_q, workspace, num_tokens, max_seqlen_q)
+    for field, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        check.need(value >= 1, field, value, ">= 1")
+    check.need(q_heads % kv_heads == 0, "q_heads", q_heads, f"a multiple of kv_heads = {kv_heads}")
+    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
+    check.numbers(1.0, window_left, window_right, 0.0)
+    check_buffers(plan, workspace, dtype, kv_dtype)
+
+
+def check_batch(
+    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, workspace: Tensor, num_tokens: int, max_seqlen_q: int
+) -> None:
+    """What every plan op is told of a batch."""
     check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
     check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
     check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
@@ -54,18 +62,12 @@ def _check_plan(
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
     check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
-    for field, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-        check.need(value >= 1, field, value, ">= 1")
-    check.need(q_heads % kv_heads == 0, "q_heads", q_heads, f"a multiple of kv_heads = {kv_heads}")
-    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-    check.numbers(1.0, window_left, window_right, 0.0)
-    _dtype("dtype", dtype)
-    _dtype("kv_dtype", kv_dtype)
-    check_buffers(plan, workspace)
 
 
-def check_buffers(plan: Tensor, workspace: Tensor) -> None:
-    """What every plan op writes: int64 on the CPU, bytes on the device, both without gaps."""
+def check_buffers(plan: Tensor, workspace: Tensor, dtype: str, kv_dtype: str) -> None:
+    """The dtypes a plan is for, and what every plan op writes: int64 on the CPU, bytes on the device, both without gaps."""
+    check.one_of("dtype", dtype, tuple(NAMES))
+    check.one_of("kv_dtype", kv_dtype, tuple(NAMES))
     check.tensor("plan", plan, 1, (torch.int64,), "int64 [n], on the CPU")
     check.tensor("workspace", workspace, 1, (torch.uint8,), "uint8 [n], on the device of page_table")
     if plan.device.type != "cpu":
@@ -108,8 +110,8 @@ def _problem_plan(
     )
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def nothing(*_: Any, **__: Any) -> None:
+    """The fake of an op that writes its results."""
 
 
 PLAN = define(
@@ -119,7 +121,7 @@ PLAN = define(
         "int kv_heads, int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, int window_left=-1, "
         'int window_right=-1, bool softcap=False, bool sinks=False, str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
         check=_check_plan,
-        fake=_nothing,
+        fake=nothing,
         problem=_problem_plan,
         reference=data.no_plan,
         about="host plan of paged attention",
@@ -194,12 +196,18 @@ def plan_sizes(
 
     max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
     """
-    target = Target.of(torch.device(device))
+    return largest_sizes(PLAN, spec.statics, max_tokens, max_requests, max_pages, torch.device(device))
+
+
+def largest_sizes(
+    op: Op, statics: dict[str, Any], max_tokens: int, max_requests: int, max_pages: int, device: torch.device
+) -> tuple[int, int]:
+    """As `plan_sizes`, of any plan op."""
     sizes = [(0, 0)]
-    for kernel in kernels_of("plan_paged_attention").values():
-        if kernel.plan_sizes is not None and not kernel.absences(target):
+    for kernel in kernels_of(op.name).values():
+        if kernel.plan_sizes is not None and not kernel.absences(Target.of(device)):
             maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-            sizes.append(kernel.plan_sizes(**spec.statics, **maxima, device=torch.device(device)))
+            sizes.append(kernel.plan_sizes(**statics, **maxima, device=device))
     return max(n for n, _ in sizes), max(b for _, b in sizes)
 
 
@@ -236,16 +244,36 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    sizes = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q}
-    PLAN.check(page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics, plan=plan, workspace=workspace)
-    problem = spec.problem(target_of(page_table), num_tokens, page_table.shape[0], page_table.shape[1], max_seqlen_q)
-    chosen = choose(problem, key_for("paged_attention", kernel))
-    found = kernels_of("plan_paged_attention").get(chosen.name)
+    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, plan, workspace, kernel)
+
+
+class Spec(Protocol):
+    """What `PagedSpec` and `LatentSpec` have in common."""
+
+    @property
+    def statics(self) -> dict[str, Any]: ...
+
+    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem: ...
+
+
+def ask(
+    op: Op,
+    spec: Spec,
+    tables: tuple[Tensor, Tensor, Tensor],
+    num_tokens: int,
+    max_seqlen_q: int,
+    plan: Tensor,
+    workspace: Tensor,
+    kernel: str | None,
+) -> str | None:
+    """As `plan_paged_attention`, of any plan op. tables: page_table, seq_lens, cu_seqlens_q."""
+    given = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q, **spec.statics, "plan": plan, "workspace": workspace}
+    op.check(*tables, **given)
+    requests, pages = tables[0].shape
+    problem = spec.problem(target_of(tables[0]), num_tokens, requests, pages, max_seqlen_q)
+    found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan_sizes is None:
         return None
-    rest = "deterministic" if "deterministic" in active_policy().split(";") else ""
-    torch.ops.attnops.plan_paged_attention.default(
-        page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics,
-        policy=";".join(filter(None, [f"kernel=plan_paged_attention:{found.name}", rest])), plan=plan, workspace=workspace,
-    )  # fmt: skip
+    rest = ";deterministic" if "deterministic" in active_policy().split(";") else ""
+    op.packet.default(*tables, **given, policy=f"kernel={op.name}:{found.name}{rest}")
     return found.name

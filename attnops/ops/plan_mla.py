@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import kernels_of
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
-from attnops.ops.plan import NAMES, check_buffers
+from attnops.ops.plan import NAMES, ask, check_batch, check_buffers, largest_sizes, nothing
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
-from attnops.select import active_policy, choose, key_for
 
 
 def _check_plan(
@@ -34,21 +32,12 @@ def _check_plan(
     plan: Tensor,
     workspace: Tensor,
 ) -> None:
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.same_device(page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
+    check_batch(page_table, seq_lens, cu_seqlens_q, workspace, num_tokens, max_seqlen_q)
     check.need(q_heads >= 1, "q_heads", q_heads, ">= 1")
     check.need(v_head_dim >= 1, "v_head_dim", v_head_dim, ">= 1")
     check.need(head_dim > v_head_dim, "head_dim", head_dim, f"> v_head_dim = {v_head_dim}")
     check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-    check.one_of("dtype", dtype, tuple(NAMES))
-    check.one_of("kv_dtype", kv_dtype, tuple(NAMES))
-    check_buffers(plan, workspace)
+    check_buffers(plan, workspace, dtype, kv_dtype)
 
 
 def _problem_plan(
@@ -85,10 +74,6 @@ def _problem_plan(
     )
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
 PLAN = define(
     Op(
         name="plan_mla_attention",
@@ -96,7 +81,7 @@ PLAN = define(
         "int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, "
         'str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
         check=_check_plan,
-        fake=_nothing,
+        fake=nothing,
         problem=_problem_plan,
         reference=data.no_plan,
         about="host plan of attention over latents",
@@ -165,13 +150,7 @@ def plan_mla_sizes(
 
     max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
     """
-    where = torch.device(device)
-    sizes = [(0, 0)]
-    for kernel in kernels_of("plan_mla_attention").values():
-        if kernel.plan_sizes is not None and not kernel.absences(Target.of(where)):
-            maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-            sizes.append(kernel.plan_sizes(**spec.statics, **maxima, device=where))
-    return max(n for n, _ in sizes), max(b for _, b in sizes)
+    return largest_sizes(PLAN, spec.statics, max_tokens, max_requests, max_pages, torch.device(device))
 
 
 def plan_mla_attention(
@@ -205,16 +184,4 @@ def plan_mla_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    sizes = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q}
-    PLAN.check(page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics, plan=plan, workspace=workspace)
-    problem = spec.problem(target_of(page_table), num_tokens, page_table.shape[0], page_table.shape[1], max_seqlen_q)
-    chosen = choose(problem, key_for("mla_attention", kernel))
-    found = kernels_of("plan_mla_attention").get(chosen.name)
-    if found is None or found.plan_sizes is None:
-        return None
-    rest = "deterministic" if "deterministic" in active_policy().split(";") else ""
-    torch.ops.attnops.plan_mla_attention.default(
-        page_table, seq_lens, cu_seqlens_q, **sizes, **spec.statics,
-        policy=";".join(filter(None, [f"kernel=plan_mla_attention:{found.name}", rest])), plan=plan, workspace=workspace,
-    )  # fmt: skip
-    return found.name
+    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, plan, workspace, kernel)

@@ -23,7 +23,7 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     at = torch.arange(tokens, device=cu_seqlens.device)
     if cu_seqlens.shape[0] == 1:
         return at * 0  # Triton compiles no search in nothing
-    # Ends of one less than themselves are a tensor of its own: Inductor up to 2.12 looks a view's offset over.
+    # Ends of one less than themselves are a tensor of its own: Inductor of torch 2.11 looks a view's offset over.
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attnops.kernel import all_kernels
+from tests.gpu.run import ALONE
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND: dict[str, Any] = {}
@@ -26,8 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     items.sort(key=lambda item: "flashinfer" in item.nodeid or "xqa" in item.nodeid)
     # One of several processes takes its share; see run.py.
     if shard := os.environ.get("SHARD"):
-        at, of = map(int, shard.split("/"))
-        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == at]
+        alone = {item for item in items if item.get_closest_marker("alone")}
+        if shard == ALONE:
+            mine = [item for item in items if item in alone]
+        else:
+            at, of = map(int, shard.split("/"))
+            mine = [item for item in items if item not in alone and zlib.crc32(item.nodeid.encode()) % of == at]
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
         items[:] = mine
 

@@ -19,33 +19,43 @@ SELECTED = tuple(sys.argv[2:])
 # Of the stand-ins only the files that define nothing at import: an op defined twice ends the process when the real library loads.
 PINS = tuple(f"tests/standins/test_{name}.py" for name in ("fa3", "fa4"))
 OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
-SECONDS = 400
+SECONDS, SECONDS_ALONE = 400, 70
+ALONE = "alone"
+"""The shard of what measures."""
+
+
+def start(shard: str, folder: Path) -> subprocess.Popen[bytes]:
+    """One process with its share of the tests, its output in shard.<name>.txt."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
+        cwd=ROOT,
+        env={**os.environ, "SHARD": shard, "OUT": str(folder)},
+        stdout=(folder / f"shard.{shard.partition('/')[0]}.txt").open("w"),
+        stderr=subprocess.STDOUT,
+    )
 
 
 def run(processes: int, folder: Path) -> int:
-    """Every shard to its end or the end of the time, its output in shard.<i>.txt. Returns how many failed."""
+    """Every shard to its end or the end of the time, then what measures, with nothing beside it. Returns how many failed."""
     # Its modules take a minute each; the tests that call them come last.
     builder = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, stdout=(folder / "built.txt").open("w"), stderr=subprocess.STDOUT
     )
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
-            cwd=ROOT,
-            env={**os.environ, "SHARD": f"{at}/{processes}", "OUT": str(folder)},
-            stdout=(folder / f"shard.{at}.txt").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for at in range(processes)
-    ]
-    failed, end = 0, time.monotonic() + SECONDS
+    failed = ended([start(f"{at}/{processes}", folder) for at in range(processes)], SECONDS)
+    builder.kill()
+    builder.wait()
+    return failed + ended([start(ALONE, folder)], SECONDS_ALONE)
+
+
+def ended(started: list[subprocess.Popen[bytes]], seconds: float) -> int:
+    """Wait for all, so many seconds in all. Returns how many failed."""
+    failed, end = 0, time.monotonic() + seconds
     for process in started:
         try:
             failed += process.wait(max(end - time.monotonic(), 0.1)) not in (0, 5)  # 5: no test fell to this one
         except subprocess.TimeoutExpired:
             process.kill()
             failed += 1
-    builder.kill()
     return failed
 
 
@@ -74,15 +84,16 @@ def main() -> int:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else min(4, os.cpu_count() or 1)
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
     folder.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
+    began = time.monotonic()
     failed = run(processes, folder)
-    texts = [(folder / f"shard.{at}.txt").read_text() for at in range(processes)]
+    shards = [*map(str, range(processes)), ALONE]
+    texts = [(folder / f"shard.{name}.txt").read_text() for name in shards]
     print("\n".join(texts))
-    files = [file for at in range(processes) if (file := folder / f"kernels.{at}.json").exists()]
+    files = [file for name in shards if (file := folder / f"kernels.{name}.json").exists()]
     report = merge([json.loads(file.read_text()) for file in files])
     if failures := sorted({name for text in texts for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)}):
         report["failed_tests"] = failures
-    report |= {"tests": counts(texts), "seconds": round(time.monotonic() - start), "passed": failed == 0 and bool(files)}
+    report |= {"tests": counts(texts), "seconds": round(time.monotonic() - began), "passed": failed == 0 and bool(files)}
     (folder / "kernels.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     for file in files:
         file.unlink()

@@ -1,9 +1,6 @@
 """`triton` on a GPU, beyond what every kernel is asked: long calls, a request's bits whatever its mates, what is compiled and how fast."""
 
-import os
-import sys
 from dataclasses import replace
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -13,12 +10,12 @@ from attnops.kernel import kernels_of
 from attnops.kernels._triton import plan
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
+from tests.gpu.first_use import LIMIT_S, first_use_s
 from tests.triton.test_kernels import row_of
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
 SMALL = Features(dtype=F16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
-FIRST_USE_S = 3.0
 
 LONG = {
     "decode": lambda s: builders.paged(s, (1,) * 4, (8192, 1, 70, 3000), 16, LLAMA),
@@ -89,35 +86,15 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
                 assert torch.equal(call.arguments[n], x), f"{splits} splits, {how}, time {step}: {n} differs"
 
 
-FIRST_USE = """
-import time, torch
-from attnops.kernel import kernels_of
-from attnops.testing import Source
-from tests.gpu.test_triton import LONG
-torch.zeros(1, device="cuda")
-import attnops.kernels._triton.call
-for name in ("decode", "extend", "mla", "mla_128_heads"):
-    call = LONG[name](Source(1, "cuda"))
-    kernel = kernels_of(call.op)["triton"]
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(2):
-        start = time.perf_counter()
-        kernel.run(*call.args, **call.kwargs)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    print(name, times[0] - times[1])
-"""
+FIRST_USES = {n: lambda n=n: LONG[n](Source(1, "cuda")) for n in ("decode", "extend", "mla", "mla_128_heads")}
 
 
+@pytest.mark.alone
 def test_first_use_is_quick(found: dict[str, Any], tmp_path: Any) -> None:
-    """A fresh process with an empty cache: seconds of the first call above the second's, compilation of both stages included."""
-    done = run([sys.executable, "-c", FIRST_USE], env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    seconds = {name: float(s) for name, s in (line.split() for line in done.stdout.splitlines())}
-    found["triton_first_use_s"] = {n: round(s, 2) for n, s in seconds.items()}
-    # Compiled beside other processes that compile; benchmarks/triton_vendors.py measures alone.
-    assert max(seconds.values()) < FIRST_USE_S * (3 if os.environ.get("SHARD") else 1), seconds
+    """Compilation of both stages included."""
+    seconds = found["triton_first_use_s"] = first_use_s("tests.gpu.test_triton", tmp_path)
+    assert max(seconds.values()) < LIMIT_S, seconds
+
 
 
 def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:

@@ -1,10 +1,7 @@
 """`triton`'s kernels that move data on a GPU, at sizes that are served: the reference's bits, overlap, how long the first use takes."""
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -14,13 +11,13 @@ from torch import Tensor
 from attnops.kernel import kernels_of
 from attnops.testing import Call, Features, builders, latent, moves, sparse
 from attnops.testing.check import clone
+from tests.gpu.first_use import LIMIT_S, first_use_s
 from tests.gpu.wide import DeviceSource
 from tests.triton.values import every_number
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
-FIRST_USE_S = 3.0
 
 
 def source() -> DeviceSource:
@@ -128,31 +125,18 @@ def test_a_copy_reads_before_it_writes(entries: int) -> None:
         assert torch.equal(k.flatten(1, 2), want[0]) and torch.equal(v.flatten(1, 2), want[1]), f"run {nth}"
 
 
-FIRST_USE = """
-import time, torch
-from attnops.kernel import kernels_of
-from tests.gpu.test_triton_data import CALLS
-torch.zeros(1, device="cuda")
-import attnops.kernels._triton.data
-for name in ("write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000",
-             "pad_queries", "unpad_queries", "page_table_64", "kv_indices_64", "num_kv_splits_64"):
-    call = CALLS[name]()
-    kernel = kernels_of(call.op)["triton"]
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(2):
-        start = time.perf_counter()
-        kernel.run(*call.args, **call.kwargs)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    print(name, times[0] - times[1])
-"""
+FIRST_USES = {
+    name: CALLS[name]
+    for name in (
+        "write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000", "pad_queries",
+        "unpad_queries", "page_table_64", "kv_indices_64", "num_kv_splits_64",
+    )
+}  # fmt: skip
 
 
+@pytest.mark.alone
 def test_first_use_is_quick(found: dict[str, Any], tmp_path: Any) -> None:
-    """A fresh process with an empty cache: seconds of the first call above the second's."""
-    done = run([sys.executable, "-c", FIRST_USE], env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    seconds = {name: float(s) for name, s in (line.split() for line in done.stdout.splitlines())}
-    found["triton_data_first_use_s"] = {n: round(s, 2) for n, s in seconds.items()}
-    assert max(seconds.values()) < FIRST_USE_S, seconds
+    """Compilation of both stages included."""
+    seconds = found["triton_data_first_use_s"] = first_use_s("tests.gpu.test_triton_data", tmp_path)
+    assert max(seconds.values()) < LIMIT_S, seconds
+

@@ -30,7 +30,7 @@ def test_a_view_is_seen():
 
 @pytest.mark.parametrize("kernel", INLINE)
 def test_nothing_is_searched_in_a_view(kernel):
-    """Inductor up to torch 2.12 forgets a view's storage offset on CUDA, and rows go to the request before."""
+    """Inductor of torch 2.11 forgets a view's storage offset on CUDA, and rows go to the request before."""
     case = next((c for c in CASES[kernel.op] if not kernel.refusals(c.call().problem)), None)
     if case is None:
         pytest.skip(f"{kernel.name} takes no case here")

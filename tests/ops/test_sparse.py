@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import attnops
 from attnops import ops
 from attnops.kernel import kernels_of
+from attnops.ops import OPS
 from attnops.reference.latent_format import GROUP, pack, packed_bytes, unpack
 from attnops.testing import CASES, Source, oracle, sparse
 from attnops.testing.check import clone, fill
@@ -195,15 +196,20 @@ def test_the_scale_on_the_edge(power):
         assert float(unpack(row, GROUP, 2)[0]) == pytest.approx(float(top), rel=2**-4)
 
 
-# `triton` has the same numbers asked of it in its interpreter, tests/triton/test_data.py.
-HERE = [n for n, k in kernels_of("write_latent_packed").items() if not k.packages]
+def runs_here(kernel):
+    """Skips where it does not, and says why; tests/triton and tests/gpu are where `triton` does."""
+    latent, pages = torch.zeros(1, 128), torch.zeros(1, 1, packed_bytes(128, 4), dtype=torch.uint8)
+    problem = OPS["write_latent_packed"].problem(latent, torch.zeros(1, 4), pages, torch.zeros(1, dtype=torch.int64))
+    if reasons := kernels_of("write_latent_packed")[kernel].refusals(problem):
+        pytest.skip(f"{kernel}: {'; '.join(map(str, reasons))}")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
-@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("kernel", list(kernels_of("write_latent_packed")))
 def test_what_is_not_finite_spoils_its_group_and_no_other(kernel, bad):
     latent, k_pe = torch.randn(2, 384), torch.randn(2, 4)
     latent[0, 200], k_pe[1, 2] = bad, bad
+    runs_here(kernel)
     pages = torch.zeros(1, 2, packed_bytes(384, 4), dtype=torch.uint8)
     ops.write_latent_packed(latent, k_pe, pages, torch.tensor([0, 1]), kernel=kernel)
     back = unpack(pages[0], 384, 4)
@@ -232,10 +238,11 @@ def test_what_is_packed_is_exact_in_bfloat16():
     assert torch.equal(back.bfloat16().float(), back)
 
 
-@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("kernel", list(kernels_of("write_latent_packed")))
 @given(data=st.data())
 @settings(max_examples=15)
 def test_written_latents_are_read_back(kernel, data):
+    runs_here(kernel)
     page, tokens = data.draw(st.sampled_from([1, 3, 16])), data.draw(st.integers(1, 6))
     source = Source(data.draw(st.integers(0, 99)))
     latent, k_pe = source.normal(tokens, 128), source.normal(tokens, 6)

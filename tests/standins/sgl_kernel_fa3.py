@@ -17,27 +17,12 @@ import torch
 from torch import Tensor
 
 from attnops.problem import pretended
-
-SCHEMA = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, "
-    "Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float? softmax_scale, bool is_causal, int window_size_left, "
-    "int window_size_right, int attention_chunk, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, "
-    "int num_splits, bool? pack_gqa, int sm_margin, Tensor? sinks) -> (Tensor(a!), Tensor, Tensor, Tensor)"
-)
-"""Read from flash_ops.abi3.so of the wheel."""
+from tests.standins.schemas import FWD as SCHEMA
+from tests.standins.schemas import METADATA
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""
 
-METADATA = (
-    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, "
-    "int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, "
-    "Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, int window_size_left, "
-    "int window_size_right, int attention_chunk, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"
-)
-"""Of the same wheel, from the call in its flash_attn.py and its C++ declaration."""
 
 TILE = 128
 FLOAT8 = torch.float8_e4m3fn

@@ -8,25 +8,7 @@ these raise or return NaN. That a tensor is on CUDA is the one thing they do not
 import torch
 
 from attnops.problem import pretended
-
-DENSE_DECODE = (
-    "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
-    "bool is_causal, Tensor? tile_scheduler_metadata, Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
-)
-DENSE_METADATA = (
-    "get_mla_decoding_metadata(Tensor seqlens_k, int num_q_tokens_per_head_k, int h_k, int? h_q, bool is_fp8_kvcache, int? topk) "
-    "-> Tensor[]"
-)
-FP8_METADATA = "get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
-FP8_DECODE = (
-    "fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
-    "bool is_causal, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor? descale_q, Tensor? descale_k) -> Tensor[]"
-)
-CUTLASS_DECODE = (
-    "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
-    "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
-)
-CUTLASS_SIZE = "cutlass_mla_get_workspace_size(int _0, int _1, int _2, int _3) -> int _0"
+from tests.standins.schemas import CUTLASS_DECODE, CUTLASS_SIZE, DECODE_FP8, DENSE_DECODE, METADATA_DENSE, METADATA_FP8
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""
@@ -211,11 +193,11 @@ LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 if not hasattr(torch.ops.sgl_kernel, "dense_decode_fwd"):
     LIBRARY.define(DENSE_DECODE)
     LIBRARY.impl("dense_decode_fwd", dense_decode_fwd, "CPU")
-    LIBRARY.define(DENSE_METADATA)
+    LIBRARY.define(METADATA_DENSE)
     LIBRARY.impl("get_mla_decoding_metadata", get_mla_decoding_metadata, "CPU")
-    LIBRARY.define(FP8_METADATA)
+    LIBRARY.define(METADATA_FP8)
     LIBRARY.impl("get_mla_decoding_metadata_dense_fp8", get_mla_decoding_metadata_dense_fp8, "CPU")
-    LIBRARY.define(FP8_DECODE)
+    LIBRARY.define(DECODE_FP8)
     LIBRARY.impl("fwd_kvcache_mla_fp8", fwd_kvcache_mla_fp8, "CPU")
 if not hasattr(torch.ops.sgl_kernel, "cutlass_mla_decode"):
     LIBRARY.define(CUTLASS_DECODE)

@@ -8,17 +8,8 @@ these raise for, and what comes of it there as garbage or NaN comes of it here a
 
 import torch
 
+from tests.standins.schemas import SPARSE_DECODE, SPARSE_PREFILL
 from tests.standins.sgl_kernel_mla import architecture, check
-
-SPARSE_DECODE = (
-    "sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, Tensor? tile_scheduler_metadata, "
-    "Tensor? num_splits, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, int d_v, float sm_scale) "
-    "-> (Tensor, Tensor, Tensor?, Tensor?)"
-)
-SPARSE_PREFILL = (
-    "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? attn_sink=None, "
-    "Tensor? topk_length=None) -> Tensor[]"
-)
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""

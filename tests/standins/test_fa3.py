@@ -17,7 +17,8 @@ from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
-from tests.standins.sgl_kernel_fa3 import SCHEMA, SCHEMA_37, installed
+from tests.standins.schemas import FWD as SCHEMA
+from tests.standins.sgl_kernel_fa3 import SCHEMA_37, installed
 
 ATTENTION = ("attention", "varlen_attention", "paged_attention")
 SM90 = Target("cuda", 90, assume=("sgl_kernel",))

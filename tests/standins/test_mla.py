@@ -15,6 +15,7 @@ from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import schemas
 from tests.standins import sgl_kernel_mla as standin
 
 NAMES = ("flashmla", "flashmla_fp8", "cutlass_mla")
@@ -76,11 +77,11 @@ def test_schemas_are_the_wheels():
 @pytest.mark.parametrize(
     ("pattern", "schema"),
     [
-        (flashmla.LIBRARY, standin.DENSE_DECODE),
-        (flashmla.LIBRARY, standin.DENSE_METADATA),
-        (flashmla_fp8.LIBRARY, standin.FP8_DECODE),
-        (flashmla_fp8.LIBRARY, standin.FP8_METADATA),
-        ("sm*/common_ops.*", standin.CUTLASS_DECODE),
+        (flashmla.LIBRARY, schemas.DENSE_DECODE),
+        (flashmla.LIBRARY, schemas.METADATA_DENSE),
+        (flashmla_fp8.LIBRARY, schemas.DECODE_FP8),
+        (flashmla_fp8.LIBRARY, schemas.METADATA_FP8),
+        ("sm*/common_ops.*", schemas.CUTLASS_DECODE),
     ],
 )
 def test_an_installed_wheel_holds_these_schemas(pattern, schema):

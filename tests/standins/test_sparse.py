@@ -16,6 +16,7 @@ from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import schemas
 from tests.standins import sgl_kernel_sparse as standin
 
 OP = "sparse_mla_attention"
@@ -74,7 +75,7 @@ def test_schemas_are_the_wheels():
     )
 
 
-@pytest.mark.parametrize("schema", [standin.SPARSE_DECODE, standin.SPARSE_PREFILL])
+@pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
     path = _sgl.library(_flashmla_sparse.LIBRARY)
     if path is None:

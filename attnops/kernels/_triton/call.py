@@ -138,7 +138,8 @@ def steps(
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
     for launch in _launches(shape, batch.deterministic, sms, memory, choice):
         for at, some, first in _bounded(launch, shape, heads * (keys.v_dims + 1) * 4):
-            yield from _stages(at, some, keys, batch, fixed | _requests(fixed, first, some.requests), constants, output, lse)
+            given = fixed if at is launch else fixed | _requests(fixed, first, some.requests)
+            yield from _stages(at, some, keys, batch, given, constants, output, lse)
 
 
 def _bounded(launch: plan.Launch, shape: plan.Shape, row_bytes: int) -> Iterator[tuple[plan.Launch, plan.Shape, int]]:
@@ -155,8 +156,6 @@ def _bounded(launch: plan.Launch, shape: plan.Shape, row_bytes: int) -> Iterator
 
 def _requests(fixed: dict[str, Any], first: int, count: int) -> dict[str, Any]:
     """The arguments that tell of requests, from `first` on."""
-    if first == 0 and count == fixed["requests"]:
-        return {}
     table, lengths, starts = (fixed[f"{n}_ptr"] for n in ("table", "lengths", "starts"))
     end = first + count
     return {"table_ptr": table[first:end], "lengths_ptr": lengths[first:end], "starts_ptr": starts[first : end + 1], "requests": count}
