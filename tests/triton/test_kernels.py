@@ -105,6 +105,18 @@ def test_parts_are_bounded(op):
 
 
 @interpreted
+def test_heads_may_lie_far_apart():
+    """Query and output with the heads first, of so many tokens that 32 bits do not hold a head's offset. Untouched memory is none."""
+    call = builders.paged(Source(0), (1, 2), (20, 7), 16, Features(dtype=F16, head_dim=16, q_heads=3, kv_heads=1, causal=True), padding=0)
+    far = {n: torch.empty((1 << 31) + 4096, dtype=F16).as_strided((3, 3, 16), (16, 1 << 30, 1)) for n in ("query", "output")}
+    far["query"].copy_(call.arguments["query"])
+    given = call.with_(**far)
+    for c in (call, given):
+        triton("paged_attention").run(*c.args, **c.kwargs)
+    assert torch.equal(far["output"], call.arguments["output"])
+
+
+@interpreted
 def test_a_page_of_far_keys_is_refused():
     """Before any launch: the pages are no memory at all."""
     call = builders.paged(Source(0), (1,), (20,), 16, Features(dtype=F16, head_dim=16, causal=True), padding=0)

@@ -186,7 +186,7 @@ def attend(
                 live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
                 token = (begin + i).to(tl.int64)
                 zeros = tl.zeros([TILE_M, BLOCK_DV], out_ptr.dtype.element_ty)
-                out_at = out_ptr + (token * out_t + head * out_h)[:, None] + dims_v[None, :] * out_d
+                out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
                 tl.store(out_at, zeros, mask=live[:, None] & (dims_v < DV)[None, :])
                 if lse_ptr is not None:
                     tl.store(lse_ptr + token * lse_t + head * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
@@ -239,12 +239,12 @@ def attend(
     # Page ids are always a step ahead of the keys they lead to, the first ahead of the query.
     page = pages_of(row_ptr, start, high, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
-    q_at = q_ptr + (token * q_t + head * q_h)[:, None] + dims[None, :]
+    q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
     q_rope = q
     if LATENT:
         dims_r = tl.arange(0, BLOCK_DR)
-        r_at = r_ptr + (token * r_t + head * r_h)[:, None] + dims_r[None, :]
+        r_at = r_ptr + (token * r_t + head.to(tl.int64) * r_h)[:, None] + dims_r[None, :]
         q_rope = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
     factor = scale
     if k_scale_ptr is not None:
@@ -299,7 +299,7 @@ def attend(
         tl.store(parts_ptr + part[:, None] * DV + dims_v[None, :], acc, mask=store)
         tl.store(parts_ptr + rows.to(tl.int64) * splits * DV + part, z, mask=live)
     else:
-        out_at = out_ptr + (token * out_t + head * out_h)[:, None] + dims_v[None, :] * out_d
+        out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=store)
         if lse_ptr is not None:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2, mask=live)

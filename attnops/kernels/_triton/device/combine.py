@@ -64,7 +64,7 @@ def combine(
     if sinks_ptr is not None:
         factor, z = with_sink(factor, z, tl.load(sinks_ptr + head).to(tl.float32) * LOG2E)
     token = (begin + i).to(tl.int64)
-    tl.store(out_ptr + token * out_t + head * out_h + dims * out_d, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * out_t + head.to(tl.int64) * out_h + dims * out_d, (acc * factor).to(out_ptr.dtype.element_ty), mask=inside)
     if lse_ptr is not None:
         if at % DV_TILES == 0:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2)

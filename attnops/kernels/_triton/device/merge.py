@@ -27,8 +27,8 @@ def merge(
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
     # An empty side is not even read: it may hold anything.
-    a_at = a_ptr + (token * a_t + head * a_h)[:, None] + dims[None, :] * a_d
-    b_at = b_ptr + (token * b_t + head * b_h)[:, None] + dims[None, :] * b_d
+    a_at = a_ptr + (token * a_t + head.to(tl.int64) * a_h)[:, None] + dims[None, :] * a_d
+    b_at = b_ptr + (token * b_t + head.to(tl.int64) * b_h)[:, None] + dims[None, :] * b_d
     a = tl.load(a_at, mask=(wa > 0)[:, None] & inside, other=0.0).to(tl.float32)
     b = tl.load(b_at, mask=(wb > 0)[:, None] & inside, other=0.0).to(tl.float32)
     merged = a * (wa * inverse)[:, None] + b * (wb * inverse)[:, None]
@@ -50,7 +50,7 @@ def merge_all(
     head = row % HEADS
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
-    a_at = a_ptr + (token * a_t + head * a_h)[:, None] + dims[None, :] * a_d
+    a_at = a_ptr + (token * a_t + head.to(tl.int64) * a_h)[:, None] + dims[None, :] * a_d
     za_at = za_ptr + token * za_t + head * za_h
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
