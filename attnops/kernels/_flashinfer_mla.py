@@ -18,7 +18,7 @@ from torch import Tensor
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, Kernel, Need, dtypes, one_of, register, without
 from attnops.kernels._flashinfer import ALL_KEYS, CAUSAL, FA2, FA3, NAMES, PACKAGE, sm_count
-from attnops.kernels._plan import HEADER, Cutter, dtype_code, host_plan, read_header, write_header
+from attnops.kernels._plan import HEADER, Cutter, dtype_code, host_plan, read_header, within, write_header
 from attnops.problem import Problem, Refusal
 
 MAKER = "attnops.ops.plan_mla_attention"
@@ -57,10 +57,9 @@ def rows_of_plan(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q:
     Queries that see no key, and padding, are rows of their own without keys: causal tiles reckon from a row's keys minus its queries.
     Raises InvalidInput for lengths that the kernels would read past the tables with.
     """
+    within("seq_lens", seq_lens, s.max_pages * s.page_size)
+    within("lengths of cu_seqlens_q", cu_seqlens_q.diff(), max_seqlen_q)
     q_lens, k_lens, starts, firsts, keys = cu_seqlens_q.diff().tolist(), seq_lens.tolist(), [0], [], []
-    for field, lens, most in (("seq_lens", k_lens, s.max_pages * s.page_size), ("lengths of cu_seqlens_q", q_lens, max_seqlen_q)):
-        if lens and not 0 <= min(lens) <= max(lens) <= most:
-            raise InvalidInput(field, lens, f"0 <= each <= {most}")
     if (tokens := sum(q_lens)) > s.num_tokens:
         raise InvalidInput("cu_seqlens_q[-1]", tokens, f"<= {s.num_tokens} tokens")
 

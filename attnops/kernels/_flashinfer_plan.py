@@ -11,16 +11,10 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernels import _flashinfer as fi
 from attnops.kernels._flashinfer import I32, Call, Places, Shape
-from attnops.kernels._plan import HEADER, Cutter, read_header, write_header
+from attnops.kernels._plan import HEADER, Cutter, read_header, within, write_header
 from attnops.reference import data
 
 MAKER = "attnops.ops.plan_paged_attention"
-
-
-def within(field: str, lengths: Tensor, most: int) -> None:
-    """Raises InvalidInput for a length that the kernels would read past the tables with."""
-    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
-        raise InvalidInput(field, lengths.tolist(), f"0 <= each <= {most}")
 
 
 def host_tables(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

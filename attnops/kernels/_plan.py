@@ -79,6 +79,12 @@ def host_plan(maker: str) -> Need:
     return need
 
 
+def within(field: str, lengths: Tensor, most: int) -> None:
+    """Raises InvalidInput for a length, on the CPU, that the kernels would read past the tables with."""
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
+        raise InvalidInput(field, lengths.tolist(), f"0 <= each <= {most}")
+
+
 class Cutter:
     """Cuts one byte buffer into aligned pieces, one after the other; without a buffer it only counts.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
 
 PACK = 16
+OFFSETS = 2**32
 
 
 def aligned(**given: Tensor) -> None:
@@ -18,3 +20,15 @@ def aligned(**given: Tensor) -> None:
         steps = [stride * x.dtype.itemsize for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
         if x.numel() and any(n % PACK for n in (x.data_ptr(), *steps)):
             raise InvalidInput(field, f"strides {x.stride()} from {x.data_ptr():#x}", f"rows that start at multiples of {PACK} bytes")
+
+
+def countable(**given: Tensor) -> None:
+    """Raise InvalidInput unless the kernel's 32 bits hold the offset of every number."""
+    for field, x in given.items():
+        if x.numel() >= OFFSETS:
+            raise InvalidInput(field, f"{x.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits")
+
+
+def cleared(output: Tensor, lse: Tensor) -> Tensor:
+    """`output`, 0 where `lse` says that nothing was seen: a kernel that multiplies by 0 would spread NaN that stands there."""
+    return torch.where((lse == float("-inf"))[..., None], 0.0, output)

@@ -84,7 +84,7 @@ def _one_dim(p: Problem) -> Refusal | None:
 
 
 def _cost_us(p: Problem) -> float:
-    """What it takes to redirect skipped tokens, two dozen small launches, then three passes over the rows; not measured."""
+    """What it takes to redirect skipped tokens, two dozen small launches, then three passes over the rows. benchmarks/data.py times it."""
     numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
     return 60.0 + 3 * max(p.tokens.hint, 1) * numbers / 1e6
 

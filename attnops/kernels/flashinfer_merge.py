@@ -12,15 +12,13 @@ from math import log
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, arch, dtypes, register
 from attnops.kernels import _flashinfer_pkg as _pkg
-from attnops.kernels._rows import aligned
+from attnops.kernels._rows import aligned, cleared, countable
 from attnops.problem import Problem
 from attnops.reference.attention import compact
 
 LN_2 = log(2.0)
-OFFSETS = 2**32
 
 
 def merge_state(
@@ -29,7 +27,7 @@ def merge_state(
     """See `attnops.merge_state`."""
     if output_a.numel() == 0:
         return _nothing(output_a.shape, output_a)
-    _count(output_a=output_a)
+    countable(output_a=output_a)
     a, b = _part(output_a, lse_a, stale), _part(output_b, lse_b, stale)
     output, lse = _pkg.module("cascade").merge_state(*a, *b)
     return output, lse.mul_(LN_2)
@@ -39,28 +37,20 @@ def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: s
     """See `attnops.ops.merge_states`."""
     if outputs.numel() == 0:
         return _nothing((outputs.shape[0], *outputs.shape[2:]), outputs)
-    _count(outputs=outputs)
+    countable(outputs=outputs)
     output, lse = _pkg.module("cascade").merge_states(*_part(outputs, lses, stale))
     return output, lse.mul_(LN_2)
 
 
 def _part(output: Tensor, lse: Tensor, stale: bool) -> tuple[Tensor, Tensor]:
-    if stale:
-        output = torch.where((lse == float("-inf"))[..., None], 0.0, output)
     # The results take their strides from these, odd ones of sizes of 1 included.
-    output = compact(output)
+    output = compact(cleared(output, lse) if stale else output)
     aligned(output=output)
     return output, compact(lse * (1 / LN_2))
 
 
 def _nothing(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(shape), like.new_full(shape[:-1], float("-inf"), dtype=torch.float32)
-
-
-def _count(**given: Tensor) -> None:
-    for field, x in given.items():
-        if x.numel() >= OFFSETS:
-            raise InvalidInput(field, f"{x.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits")
 
 
 def _cost_us(p: Problem) -> float:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, arch, dtypes, register
 from attnops.kernels import _sgl
-from attnops.kernels._rows import aligned
+from attnops.kernels._rows import aligned, cleared, countable
 from attnops.problem import Problem, Refusal, Target
 
 ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)
 LEAST = torch.finfo(torch.float32).min
-OFFSETS = 2**32
 
 
 def merge_state(
@@ -29,8 +27,7 @@ def merge_state(
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=output_a.device)
     if output.numel() == 0:
         return output, lse.fill_(float("-inf"))
-    if output.numel() >= OFFSETS:
-        raise InvalidInput("output_a", f"{output.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits")
+    countable(output_a=output_a)
     _sgl.load("merge_state_v2", _sgl.common_ops(Target.of(output_a.device)))
     a, b = _side(output_a, lse_a, stale), _side(output_b, lse_b, stale)
     torch.ops.sgl_kernel.merge_state_v2(*a, *b, output, lse)
@@ -38,9 +35,7 @@ def merge_state(
 
 
 def _side(output: Tensor, lse: Tensor, stale: bool) -> tuple[Tensor, Tensor]:
-    if stale:
-        output = torch.where((lse == float("-inf"))[..., None], 0.0, output)
-    output = output.contiguous()
+    output = (cleared(output, lse) if stale else output).contiguous()
     aligned(output=output)
     return output, lse.clamp(min=LEAST).contiguous()
 

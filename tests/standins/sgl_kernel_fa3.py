@@ -154,10 +154,13 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
 
 def _schedule(
     batch: int, queries: int, keys: int, hq: int, hkv: int, d: int, dv: int, dtype: torch.dtype, seqused_k: Tensor, cu_q: Tensor | None,
-    cu_k: Any, cu_k_new: Any, seqused_q: Any, leftpad_k: Tensor | None, page: int | None, new: int, causal: bool, left: int, right: int,
-    chunk: int, softcap: bool, splits: int, pack: bool | None, margin: int,
+    cu_k: Any, cu_k_new: Any, seqused_q: Any, leftpad_k: Tensor | None, page: int | None, new: int = 0, causal: bool = False,
+    left: int = -1, right: int = -1, chunk: int = 0, softcap: bool = False, splits: int = 0, pack: bool | None = None, margin: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The right size, and in it a number of everything that the real one depends on."""
+    """The right size, and in it a number of everything that the real one depends on.
+
+    The schema's defaults stand here again: torch drops the last arguments of a call that equal them.
+    """
     left, right = -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
     if queries == 1 and (left, right, chunk) == (-1, -1, 0) and (d <= 64 or d > 128 or page is None):
         causal = False

@@ -186,7 +186,7 @@ def test_merges_compile():
 
 def test_more_than_32_bits_of_offsets_are_refused(monkeypatch):
     [call] = [c.call() for c in CASES["merge_state"] if c.label == "bfloat16_512"]
-    monkeypatch.setattr(sgl_merge, "OFFSETS", 4096)
+    monkeypatch.setattr(_rows, "OFFSETS", 4096)
     with pytest.raises(InvalidInput, match=r"^output_a: got \d+ numbers, want < 4096"):
         sgl_merge.merge_state(*call.args)
 
