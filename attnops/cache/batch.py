@@ -1,4 +1,4 @@
-"""`PagedBatch`: one step of several requests, as tensors."""
+"""`PagedBatch`: one step of several requests, as tensors, and what else a step may say of its tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,34 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
+
+
+@dataclass(frozen=True)
+class PrefixChunk:
+    """Cached tokens of the requests, packed one request after the other: for layers that expand latents before they attend (MLA).
+
+    slots: int64 `[N]`, `page_id * page_size + offset` where each lies. cu_seqlens_k: int32 `[B + 1]`; request b has tokens
+        `cu[b]:cu[b + 1]` of the chunk, none perhaps. max_seqlen_k: the most tokens of one request in it.
+    """
+
+    slots: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Whole pages that all requests of a batch begin with, and what each has beyond them: the two parts of a cascade.
+
+    page_table: int32 `[1, M]`, the shared pages. seq_lens: int32 `[1]`, their tokens. cu_seqlens_q: int32 `[2]`, `(0, T)`: every new
+        token asks. rest_table: int32 `[B, M]`, rest_lens: int32 `[B]`: the batch's own without the shared pages.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    rest_table: Tensor
+    rest_lens: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +52,8 @@ class PagedBatch:
         Whoever appends tokens to a batch must say True.
     plan: what a `Planner` adds for kernels that plan on the host, with the workspace that goes with it; give both to `paged_attention`.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
+    prefix: what the requests had before these tokens, in chunks; `()`: nothing. None: it was not worked out, as in a decode step.
+    shared: set when the requests begin with the same pages and the cache was asked to look. The tables above hold them all the same.
     """
 
     page_table: Tensor
@@ -35,6 +65,9 @@ class PagedBatch:
     padded: bool = True
     plan: Tensor | None = None
     workspace: Tensor | None = None
+    prefix: tuple[PrefixChunk, ...] | None = None
+    shared: SharedPrefix | None = None
 
 
-register_dataclass(PagedBatch)
+for _cls in (PrefixChunk, SharedPrefix, PagedBatch):
+    register_dataclass(_cls)
