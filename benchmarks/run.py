@@ -5,6 +5,7 @@
 overhead: what a call through attnops costs. direct: against the vendors' own calls. regret: the automatic choice against the best.
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
+mla: one attention layer of DeepSeek-V3, see mla.py.
 tune: the table of measured times, written as table.json beside the results; a regret suite in the same run goes by it.
 """
 
@@ -18,7 +19,7 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240}
+LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
 DEFAULT = {"cuda": "overhead,direct,regret", "cpu": "overhead"}
 
 
