@@ -16,7 +16,7 @@ from attnops.select import use
 from tests.standins import flashinfer_mla, flashinfer_trtllm_mla
 from tests.standins import sgl_kernel_mla as sgl
 
-BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, DC, DR = 16, 512, 64
 SCALE = 192**-0.5
 SPEC = LatentSpec(HEADS, 64, BF16)
