@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from attnops.cache.batch import PagedBatch
@@ -94,11 +95,25 @@ class Step(NamedTuple):
     fresh: bool
 
 
+class Returned:
+    """What a cache has instead of pages after `generate()` took them back."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
+        raise InvalidInput("past_key_values", "the cache of a generate() call that has ended", want)
+
+
 class State:
-    """The pages while one cache uses them. What the cache and its layers hold in common: when all are gone the pages are free again."""
+    """The pages while one cache uses them. What the cache and its layers hold in common: when all are gone the pages are free again.
+
+    give_back: of pages that are lent, what frees them now.
+    """
 
     def __init__(self, pages: LatentPages) -> None:
-        self.pages = pages
+        self.pages: Any = pages
+        self.give_back: Any = None
         self.step: Step | None = None
         # Read by the host, so it is no tensor: which form runs depends on it.
         self.filled = False
@@ -228,7 +243,7 @@ class PagedLatentCache(Cache):  # type: ignore[misc]
     def _begin(self, start: Tensor, queries: int, heads: int) -> Step:
         pages, rows = self.state.pages, start.shape[0]
         device = pages.page_table.device
-        fresh, self.state.filled = not self.state.filled, True
+        fresh = not self.state.filled
         table = pages.page_table[:rows]
         before = pages.seen - start
         positions = (before[:, None] + torch.arange(queries, device=device)).reshape(-1)
@@ -237,8 +252,11 @@ class PagedLatentCache(Cache):  # type: ignore[misc]
         cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * queries
         # A negative position, which padding has, gives no slot.
         slots = slot_mapping(positions, owner, table, page_size=pages.page_size)
-        pages.pad[:rows].copy_(start)
-        pages.seen.add_(queries)
+        # Whoever runs the model on fake tensors, as `explain` does, has stored nothing.
+        if torch.compiler.is_compiling() or not isinstance(slots, FakeTensor):
+            pages.pad[:rows].copy_(start)
+            pages.seen.add_(queries)
+            self.state.filled = True
         return Step(PagedBatch(table, lengths, cu_seqlens_q, slots, positions, queries, padded=False, workspace=pages.workspace), fresh)
 
 

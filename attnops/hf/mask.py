@@ -247,12 +247,13 @@ def tracing(padding: Tensor) -> bool:
 class Generation:
     """What is known of the masks of one generate() call. A mask that once failed spoils the whole call.
 
-    pages_checked: the prompt's mask fits a cache of pages (see attnops.hf.paged_mask).
+    pages_checked: the prompt's mask fits a cache of pages (see attnops.hf.paged_mask). lent: the caches made for it (attnops.hf.paged).
     """
 
     def __init__(self) -> None:
         self.verdict: Verdict | None = None
         self.pages_checked = False
+        self.lent: list[Any] = []
 
     def note(self, new: Verdict) -> None:
         lasting = Verdict(new.grows, new.full and new.grows, new.grows)
@@ -273,11 +274,11 @@ def current_generation() -> Generation | None:
 
 
 @contextmanager
-def growing() -> Iterator[None]:
+def growing() -> Iterator[Generation]:
     """Within the block (and this thread) every 2-D mask is an earlier one with ones appended, as in `generate()`."""
     before = _GENERATION.current
     _GENERATION.current = Generation()
     try:
-        yield
+        yield _GENERATION.current
     finally:
         _GENERATION.current = before

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import latent
-from attnops.hf.latent_cache import LatentPages, PagedLatentCache, Sizes, other_layers
+from attnops.hf.latent_cache import LatentPages, PagedLatentCache, Returned, Sizes, other_layers
+from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
 from attnops.nn.absorb import HELD
 
@@ -88,7 +89,10 @@ class PagedMode:
         return self._over(LatentPages(self._sizes(rows, length), page_size, None if self.kernel is None else (self.kernel,)))
 
     def lend(self, rows: int, length: int) -> PagedLatentCache:
-        """A cache on pages kept from earlier calls, if they are large enough and no cache uses them. They come back when it is dropped."""
+        """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
+
+        They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
+        """
         wanted = self._sizes(rows, length)
         try:
             pages = self._free.pop()  # in one step, because two threads may ask
@@ -100,7 +104,9 @@ class PagedMode:
             pages = None  # before the larger ones are made
             pages = LatentPages(wanted, None, None if self.kernel is None else (self.kernel,))
         cache = self._over(pages)
-        weakref.finalize(cache.state, _keep, self._free, pages).atexit = False
+        dropped = weakref.finalize(cache.state, _keep, self._free, pages)
+        dropped.atexit = False
+        cache.state.give_back = dropped
         return cache
 
     def _over(self, pages: LatentPages) -> PagedLatentCache:
@@ -121,6 +127,14 @@ def _keep(free: list[LatentPages], pages: LatentPages) -> None:
     # One set is enough for one conversation at a time; what more there is was for threads.
     if not free:
         free.append(pages)
+
+
+def give_back(cache: PagedLatentCache) -> None:
+    """Take its pages from a cache that was lent, so that others may use them. Whoever still holds the cache gets an error."""
+    state = cache.state
+    if state.give_back is not None:
+        state.pages, state.step = Returned(), None
+        state.give_back()
 
 
 def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
@@ -153,7 +167,9 @@ def _prepare(
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
-            model_kwargs["past_key_values"] = mode.lend(rows, max_cache_length)
+            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
+            if (generation := current_generation()) is not None:
+                generation.lent.append(cache)
             return None
         warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=3)
     own = mode._own_prepare

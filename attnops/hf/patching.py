@@ -16,7 +16,7 @@ from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.latent_cache import PagedLatentCache
 from attnops.hf.mask import Mode, growing
 from attnops.hf.match import Match, Site, match
-from attnops.hf.paged import PagedMode
+from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.report import PATCHED, Report, Row, Verification
 from attnops.hf.verify import compare, output_of
 
@@ -143,9 +143,17 @@ class Patched:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.mask)."""
-    own = model.__dict__[_HANDLE]._own_generate
-    with growing():
-        return type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+    handle: Patched = model.__dict__[_HANDLE]
+    own = handle._own_generate
+    with growing() as generation:
+        result = None
+        try:
+            result = type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+            return result
+        finally:
+            for cache in generation.lent:
+                if getattr(result, "past_key_values", None) is not cache:
+                    give_back(cache)
 
 
 def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "hf") -> Patched:
