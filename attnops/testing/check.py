@@ -14,6 +14,7 @@ from attnops.ops import OPS
 from attnops.problem import Refusal
 from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
+from attnops.reference.rope_quantize import scaled
 from attnops.testing import budget
 from attnops.testing.equip import equip, with_device_plan
 from attnops.testing.inputs import Call
@@ -93,6 +94,8 @@ def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
     for name, tensor in given.tensors().items():
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
+    if kernel.op == "rope_quantize_latent":
+        return Figures(kernel.name, kernel.op, errors=_rotated(kernel, clean, results))
     if kernel.op == "write_latent_packed":
         return Figures(kernel.name, kernel.op, errors=_written_packed(kernel, clean, results["latent_pages"]))
     if kernel.op in OPAQUE:
