@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnops.problem import Refusal
     from attnops.select import Decision
 
 
@@ -71,6 +74,27 @@ class ContractMismatch(RegistrationError):
         self.kernel, self.got, self.want = kernel, got, want
 
 
+class PageSizeConflict(AttnopsError, ValueError):
+    """No page size suits all the kernels that a cache is to serve, or the one given does not.
+
+    page_size: the one given, or None. takes: the sizes, of those tried, that each kernel takes. refused: what each says of the others.
+    """
+
+    def __init__(
+        self,
+        page_size: int | None,
+        tried: tuple[int, ...],
+        takes: Mapping[str, tuple[int, ...]],
+        refused: Mapping[str, tuple[Refusal, ...]],
+    ) -> None:
+        lines = [f"page_size: got {page_size}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
+        for kernel, sizes in takes.items():
+            some = f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}" if sizes else "none"
+            lines.append(f"  {kernel} takes {': '.join([some, *('; '.join(map(str, r)) for r in [refused[kernel]] if r)])}")
+        super().__init__("\n".join(lines))
+        self.page_size, self.takes, self.refused = page_size, takes, refused
+
+
 class CacheError(AttnopsError, RuntimeError):
     """Base of the paged cache's errors. The cache is as it was before the call that raised."""
 
@@ -79,7 +103,7 @@ class OutOfPages(CacheError):
     """The pool has fewer free pages than the call needs."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(f"pages: need {needed}, got {free} free of {total}; free a request or build a larger PagedCache")
+        super().__init__(f"pages: need {needed}, got {free} free of {total}; free a request or build a larger cache")
         self.needed, self.free, self.total = needed, free, total
 
 
@@ -97,8 +121,8 @@ class UnknownRequest(CacheError, KeyError):
 class RequestTooLong(CacheError, ValueError):
     """A request would pass the length its row of the page table can describe."""
 
-    def __init__(self, request: object, got: int, limit: int) -> None:
-        super().__init__(f"length of request {request!r}: got {got} tokens, want at most {limit} (max_pages_per_request * page_size)")
+    def __init__(self, request: object, got: int, limit: int, limited_by: str) -> None:
+        super().__init__(f"length of request {request!r}: got {got} tokens, want at most {limit} ({limited_by})")
         self.request, self.got, self.limit = request, got, limit
 
 
@@ -106,7 +130,7 @@ class TooManyRequests(CacheError):
     """Every row of the cache's tables belongs to a live request."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"requests: got {limit} live, want fewer than max_requests = {limit}; free a request or build a larger PagedCache")
+        super().__init__(f"requests: got {limit} live, want fewer than max_requests = {limit}; free a request or build a larger cache")
         self.limit = limit
 
 

@@ -451,7 +451,7 @@ BAD = [
     (lambda: Attention(4, head_dim=D, scale=float("inf")), "scale", "inf", "number"),
     (lambda: RotaryEmbedding(7), "head_dim", "7", "even"),
     (lambda: RotaryEmbedding(8, 0.5), "theta", "0.5", ">= 1.0"),
-    (lambda: RotaryEmbedding(8, scaling="yarn"), "scaling", "'yarn'", "'none' | 'linear'"),
+    (lambda: RotaryEmbedding(8, scaling="ntk"), "scaling", "'ntk'", "'none' | 'linear' | 'yarn'"),
     (lambda: RotaryEmbedding(8, scaling="linear", factor=0.5), "factor", "0.5", ">= 1.0"),
     (lambda: RotaryEmbedding(8, factor=2.0), "factor", "2.0", "scaling is 'none'"),
     (lambda: RotaryEmbedding(8)(torch.zeros(1, 1, 8), torch.zeros(1, 1, 6), torch.zeros(1)), "key.shape[2]", "6", "8"),

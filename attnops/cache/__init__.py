@@ -1,7 +1,10 @@
-"""The paged cache: pages of keys and values, who owns them, and what a step of a batch needs to know of them."""
+"""The paged caches: pages of keys and values or of latents, who owns them, and what a step of a batch needs to know of them."""
 
 from attnops.cache.batch import PagedBatch as PagedBatch
 from attnops.cache.batch import PrefixChunk as PrefixChunk
 from attnops.cache.batch import SharedPrefix as SharedPrefix
+from attnops.cache.latent import LatentCache as LatentCache
+from attnops.cache.page_size import PageSizeChoice as PageSizeChoice
+from attnops.cache.page_size import negotiate_page_size as negotiate_page_size
 from attnops.cache.paged import PagedCache as PagedCache
 from attnops.cache.planner import Planner as Planner

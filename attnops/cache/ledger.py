@@ -47,11 +47,14 @@ class Plan:
 
 
 class Ledger:
-    """Requests, pages and reference counts. See `PagedCache` for the meaning of the numbers and of each verb."""
+    """Requests, pages and reference counts. See `PagedCache` for the meaning of the numbers and of each verb.
 
-    def __init__(self, num_pages: int, page_size: int, max_requests: int, max_pages_per_request: int) -> None:
+    limit: the most tokens of a request; limited_by: what the user set it by, for messages.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_requests: int, limit: int, limited_by: str) -> None:
         self.page_size = page_size
-        self.limit = max_pages_per_request * page_size
+        self.limit, self.limited_by = limit, limited_by
         self.total = num_pages - 1
         self.free_pages = list(range(num_pages - 1, 0, -1))
         self.free_rows = list(range(max_requests - 1, -1, -1))
@@ -165,7 +168,7 @@ class Ledger:
 
     def _fits(self, request: object, length: int) -> None:
         if length > self.limit:
-            raise RequestTooLong(request, length, self.limit)
+            raise RequestTooLong(request, length, self.limit, self.limited_by)
 
     def _take(self, count: int) -> tuple[int, ...]:
         if count > len(self.free_pages):

@@ -2,40 +2,92 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput
 from attnops.nn import _check as check
 
+SCALINGS = ("none", "linear", "yarn")
+
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding, https://arxiv.org/abs/2104.09864, equation 34, with the halves of a head as the pairs' two parts.
+    """Rotary position embedding, https://arxiv.org/abs/2104.09864, equation 34.
 
-    Pair i of a head is turned by `position / factor * theta ** (-2 i / head_dim)`. There is no buffer: angles are computed in float32
-    (float64 for float64 queries) from Python numbers, so that a cast of the module to a lower precision does not touch them.
+    Pair i of a head is turned by `position * f(i)`, where f(i) is `theta ** (-2 i / head_dim)`; with scaling "linear" it is divided by
+    `factor` (https://arxiv.org/abs/2306.15595). "yarn" (https://arxiv.org/abs/2309.00071, section 3.2) divides the slow pairs by
+    `factor`, leaves the fast ones and goes from the one to the other along a straight line. There is no buffer: angles are computed in
+    float32 (float64 for float64 queries) from Python numbers, so that a cast of the module to a lower precision does not touch them.
 
     Args:
-        head_dim: D, even. theta: base of the frequencies.
-        scaling: "none", or "linear": positions are divided by `factor` (https://arxiv.org/abs/2306.15595).
-        factor: >= 1; 1 unless scaling is "linear".
+        head_dim: D, even. theta: base of the frequencies; > 1 with "yarn".
+        scaling: "none", "linear" or "yarn".
+        factor: >= 1, how many times longer the context became; 1 with "none".
+        interleaved: are the two parts of pair i the numbers 2 i and 2 i + 1 of a head? Otherwise they are i and i + D / 2. The result
+            lies as the input does.
+        original_max_position: "yarn" only, and needed there: positions the model knew before.
+        beta_fast, beta_slow: "yarn": a pair that turns more often than beta_fast within original_max_position is fast, one that turns
+            less often than beta_slow is slow. truncate: the bounds in between are whole pairs.
+        mscale, mscale_all_dim: "yarn", as DeepSeek has them; with m(x) = 0.1 x ln(factor) + 1 the rotation is multiplied by
+            m(mscale) / m(mscale_all_dim), or by m(1) where not both are given, and `softmax_scale()` is m(mscale_all_dim) ** 2.
+        attention_factor: "yarn": multiply the rotation by this instead.
 
     Raises:
         InvalidInput: an argument is out of its range.
     """
 
-    def __init__(self, head_dim: int, theta: float = 10000.0, *, scaling: str = "none", factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float = 10000.0,
+        *,
+        scaling: str = "none",
+        factor: float = 1.0,
+        interleaved: bool = False,
+        original_max_position: int | None = None,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        attention_factor: float | None = None,
+        truncate: bool = True,
+    ) -> None:
         super().__init__()
         self.head_dim = check.size("head_dim", head_dim)
         if head_dim % 2:
             raise InvalidInput("head_dim", head_dim, "an even number")
         self.theta = check.number("theta", theta, 1.0)
-        if scaling not in ("none", "linear"):
-            raise InvalidInput("scaling", repr(scaling), "'none' | 'linear'")
+        if scaling not in SCALINGS:
+            raise InvalidInput("scaling", repr(scaling), " | ".join(map(repr, SCALINGS)))
         self.scaling = scaling
         self.factor = check.number("factor", factor, 1.0)
         if scaling == "none" and factor != 1.0:
             raise InvalidInput("factor", factor, "1.0, because scaling is 'none'")
+        self.interleaved = interleaved
+        # What a head's rotation and its softmax are multiplied by, and the pairs between which the frequencies go over.
+        self.attention_factor, self._softmax_scale, self._ramp = 1.0, 1.0, (0.0, 1.0)
+        if scaling == "yarn":
+            if theta == 1.0:
+                raise InvalidInput("theta", theta, "> 1.0, because scaling is 'yarn'")
+            if original_max_position is None:
+                raise InvalidInput("original_max_position", None, "an int, because scaling is 'yarn'")
+            known = check.size("original_max_position", original_max_position, "positions")
+            slow = check.number("beta_slow", beta_slow, 1e-9)
+            fast = check.number("beta_fast", beta_fast, slow)
+            self._ramp = self._bounds(known, fast, slow, truncate)
+            for field, value in (("mscale", mscale), ("mscale_all_dim", mscale_all_dim), ("attention_factor", attention_factor)):
+                if value is not None:
+                    check.number(field, value, 0.0)
+            both = self._m(mscale) / self._m(mscale_all_dim) if mscale and mscale_all_dim else self._m(1.0)
+            self.attention_factor = both if attention_factor is None else float(attention_factor)
+            self._softmax_scale = self._m(mscale_all_dim) ** 2 if mscale_all_dim else 1.0
+        else:
+            check.absent(
+                "unless scaling is 'yarn'", original_max_position=original_max_position, mscale=mscale, mscale_all_dim=mscale_all_dim,
+                attention_factor=attention_factor,
+            )  # fmt: skip
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """query `[..., T, Hq, D]` and key `[..., T, Hkv, D]` turned by their positions, int `[..., T]`, which may broadcast.
@@ -44,19 +96,61 @@ class RotaryEmbedding(nn.Module):
         """
         check.last("query", query, self.head_dim)
         check.last("key", key, self.head_dim)
+        cos, sin = (x[..., None, :] for x in self.cos_sin(positions, query))
+        return self._turn(query, cos, sin), self._turn(key, cos, sin)
+
+    def cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(`[..., D / 2]`, `[..., D / 2]`): what the pairs are turned by, for kernels that turn them: int positions `[...]`.
+
+        float32 (float64 where `like` is), on the device of `like`, attention factor included. Raises InvalidInput.
+        """
         if positions.is_floating_point() or positions.dtype == torch.bool:
             raise InvalidInput("positions.dtype", positions.dtype, "int32 | int64")
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        pairs = torch.arange(0, self.head_dim, 2, device=query.device, dtype=wide)
-        angles = (positions.to(wide) / self.factor)[..., None, None] * self.theta ** (-pairs / self.head_dim)
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        pairs = torch.arange(0, self.head_dim, 2, device=like.device, dtype=wide)
+        turns = self.theta ** (-pairs / self.head_dim)
+        at = positions.to(wide)[..., None]
+        if self.scaling == "linear":
+            angles = at / self.factor * turns
+        elif self.scaling == "yarn":
+            low, high = self._ramp
+            slow = ((pairs / 2 - low) / (high - low)).clamp(0, 1)
+            angles = at * (turns / self.factor * slow + turns * (1 - slow))
+        else:
+            angles = at * turns
         cos, sin = angles.cos(), angles.sin()
-        return _turn(query, cos, sin), _turn(key, cos, sin)
+        return (cos, sin) if self.attention_factor == 1.0 else (cos * self.attention_factor, sin * self.attention_factor)
+
+    def softmax_scale(self) -> float:
+        """What 1 / sqrt(D) of the attention is to be multiplied by: 1, or with "yarn" and mscale_all_dim the square of its m."""
+        return self._softmax_scale
 
     def extra_repr(self) -> str:
-        """The arguments."""
-        return f"{self.head_dim}, theta={self.theta}" + (f", scaling={self.scaling!r}, factor={self.factor}" if self.factor != 1.0 else "")
+        """The arguments that differ from the defaults."""
+        parts = [f"{self.head_dim}", f"theta={self.theta}"]
+        if self.scaling != "none":
+            parts.append(f"scaling={self.scaling!r}, factor={self.factor}")
+        if self.interleaved:
+            parts.append("interleaved=True")
+        return ", ".join(parts)
 
+    def _m(self, mscale: float | None) -> float:
+        return 0.1 * (mscale or 0.0) * math.log(self.factor) + 1.0
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    def _bounds(self, known: int, fast: float, slow: float, truncate: bool) -> tuple[float, float]:
+        """The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN solved for the dimension."""
+
+        def pair(turns: float) -> float:
+            return self.head_dim * math.log(known / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = pair(fast), pair(slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        return (float(low), float(high) if high != low else high + 0.001)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.to(cos.dtype)
+        a, b = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, -1)
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        return (torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)).to(x.dtype)

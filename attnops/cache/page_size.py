@@ -1,0 +1,180 @@
+"""Which page size a cache of latents gets: what the kernels that may be chosen say of it, asked of their own needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnops.cache.paged import count
+from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
+from attnops.kernel import Kernel, kernels_of
+from attnops.ops._check import FLOATS, name
+from attnops.ops.latent import STORED
+from attnops.problem import Extent, Problem, Refusal, Target
+from attnops.select import active_policy, select
+
+OP = "mla_attention"
+SIZES = (1, 16, 32, 64, 128, 256)
+"""What is tried."""
+
+USUAL = 64
+"""The size that is chosen, or the nearest to it, where nothing else tells two apart."""
+
+STEP = 64
+"""Requests of the decode step that kernels are compared on, where the cache has room for as many."""
+
+HEADS = 128
+"""Query heads of DeepSeek-V3."""
+
+TIE = 1.05
+"""Two costs as near as this are the same: a table of measured times interpolates between page sizes."""
+
+PLANS = ("none", "device", "host")
+
+
+@dataclass(frozen=True)
+class PageSizeChoice:
+    """A page size, and what it rests on.
+
+    page_size: in tokens. target: the machine it was chosen for. why: in a few words.
+    takes: the sizes, of those tried, that each kernel takes: the kernels asked for, or all that can run on the target.
+    refused: why the others cannot run on the target at this page size.
+    """
+
+    page_size: int
+    target: Target
+    why: str
+    takes: Mapping[str, tuple[int, ...]]
+    refused: Mapping[str, tuple[Refusal, ...]]
+
+    def __str__(self) -> str:
+        takes = [f"  {kernel}: {', '.join(map(str, sizes))}" for kernel, sizes in self.takes.items()]
+        refused = [f"  not {kernel} on {self.target}: {'; '.join(map(str, reasons))}" for kernel, reasons in self.refused.items()]
+        return "\n".join([f"page size {self.page_size} on {self.target}: {self.why}", *takes, *refused])
+
+
+def negotiate_page_size(
+    *,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    max_requests: int,
+    max_tokens_per_request: int,
+    page_size: int | None = None,
+    q_heads: int | None = None,
+    kernels: Sequence[str] | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    workspace_bytes: int = 0,
+    max_new_tokens: int = 1,
+) -> PageSizeChoice:
+    """The page size for latents of these sizes, from the kernels of `mla_attention`. Allocates nothing and calls no kernel.
+
+    kernels None: of the sizes 1, 16, 32, 64, 128 and 256 the one at which a decode step is fastest on `device` (or on the target that
+    `pretend` has put in its place) with the kernels installed and under the policy in force, by the costs that `select` goes by; of
+    those alike, the one that most kernels take; then the nearest to 64. A kernel counts with whichever plan and, over quantised
+    latents, query dtype it runs with.
+
+    kernels given: all of them must take the size. Only what they say of the call counts here, and not of the machine: pages may be meant
+    for another one, or for several.
+
+    page_size given: it is taken, if all of `kernels` take it.
+
+    Args:
+        latent_dim, rope_dim: Dc and Dr. max_requests, max_tokens_per_request: of the cache. page_size: tokens, or None.
+        q_heads: query heads; None: 128. kernels: names, or None. dtype: of the pages. device: where they lie.
+        workspace_bytes: scratch that batches carry. max_new_tokens: the most new tokens of a request in a decode step.
+
+    Raises:
+        PageSizeConflict: no size suits all of `kernels`, or the one given does not, or no kernel can run at any.
+        UnknownKernel: one of `kernels` is none of `mla_attention`. InvalidInput: a number, a dtype or `kernels` is none.
+    """
+    if dtype not in (*FLOATS, *STORED):
+        raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
+    named = None if kernels is None else _kernels(kernels)
+    given = None if page_size is None else count("page_size", page_size, 1, "tokens")
+    target = Target.of(torch.device(device))
+    latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
+    batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
+    heads = HEADS if q_heads is None else count("q_heads", q_heads, 1)
+    context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
+    workspace = count("workspace_bytes", workspace_bytes, 0)
+
+    def problems(size: int) -> list[Problem]:
+        queries = (torch.bfloat16, *((dtype,) if dtype.is_floating_point else ())) if dtype in STORED else (dtype,)
+        return [
+            Problem(
+                OP, target, dtype=query, kv_dtype=dtype, q_heads=heads, kv_heads=1, head_dim=latent + rope, v_head_dim=latent,
+                rope_dim=rope, page_size=size, causal=True, kv_scales=dtype in STORED, plan=plan, workspace=workspace,
+                tokens=Extent.of(batch * new), batch=Extent.of(batch), queries=Extent.of(new), context=Extent.of(context),
+            )
+            for query in queries
+            for plan in PLANS
+        ]  # fmt: skip
+
+    sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
+    here = {size: _on_target(problems(size)) for size in sizes}
+    if named is None:
+        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in kernels_of(OP)}
+    else:
+        against = {k.name: {s: _anywhere(k, problems(s)) for s in sizes} for k in named}
+    takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in against.items()}
+    fits = [s for s in sizes if (any if named is None else all)(s in taken for taken in takes.values())]
+    if not fits if given is None else named is not None and given not in fits:
+        raise PageSizeConflict(given, sizes, takes, {k: _once(r for s in sizes for r in refused[s]) for k, refused in against.items()})
+
+    costs = {s: min((us for k, us in here[s].us.items() if k in against), default=math.inf) for s in fits}
+    if given is None:
+        alike = [s for s in fits if costs[s] <= min(costs.values()) * TIE]
+        chosen = min(alike, key=lambda s: (-len(here[s].us), max(s, USUAL) / min(s, USUAL), s))
+    else:
+        chosen = given
+    reasons = ["as given"] * (given is not None) + [f"taken by {', '.join(against)}"] * (named is not None)
+    if not reasons:
+        reasons = [f"{min(here[chosen].us.items(), key=lambda item: item[1])[0]} is the fastest kernel of a decode step"]
+    refused_here = {k: r for k, r in here[chosen].refused.items() if k in against}
+    return PageSizeChoice(chosen, target, ", ".join(reasons), {k: v for k, v in takes.items() if v}, refused_here)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """us: the least cost of each kernel that can run one of some problems. refused: of each other one, why it cannot run the nearest."""
+
+    us: Mapping[str, float]
+    refused: Mapping[str, tuple[Refusal, ...]]
+
+
+def _on_target(problems: Iterable[Problem]) -> _Answers:
+    decisions = [select(p, active_policy()) for p in problems]
+    us: dict[str, float] = {}
+    for decision in decisions:
+        for kernel, cost in decision.costs.items():
+            us[kernel] = min(us.get(kernel, cost.us), cost.us)
+    refused = {k: min((d.refused[k] for d in decisions), key=len) for k in kernels_of(OP) if k not in us}
+    return _Answers(us, refused)
+
+
+def _anywhere(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
+    """What the kernel has against the nearest of `problems`, wherever it runs."""
+    unmet = [tuple(r for need in kernel.needs if (r := need(p)) and r.field not in ("target", "device")) for p in problems]
+    return min(unmet, key=len)
+
+
+def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
+    """The first of each field and wish: page_size=1 (wants 64) says page_size=16 (wants 64) as well."""
+    found: dict[tuple[str, str], Refusal] = {}
+    for refusal in refusals:
+        found.setdefault((refusal.field, refusal.want), refusal)
+    return tuple(found.values())
+
+
+def _kernels(names: Sequence[str]) -> tuple[Kernel, ...]:
+    known = kernels_of(OP)
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
+        raise InvalidInput("kernels", repr(names), "None, or at least one name of a kernel, e.g. ('flashmla',)")
+    for kernel in names:
+        if kernel not in known:
+            raise UnknownKernel(kernel, OP, tuple(known))
+    return tuple(known[n] for n in dict.fromkeys(names))

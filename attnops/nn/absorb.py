@@ -1,0 +1,142 @@
+"""Absorption (MLA): the two halves of the projection that unfolds latents, in the form that attention over latents asks for.
+
+kv_b maps a latent `c` to the keys and values of all heads. With W its weight `[H * (nope + v), Dc]`, W_UK its first `nope` rows of each
+head and W_UV the other v, a score `q . (W_UK c)` is `(q W_UK) . c`, and a sum of values `sum_j p_j (W_UV c_j)` is `W_UV sum_j p_j c_j`:
+DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.errors import InvalidInput
+
+PLAIN = (Tensor, nn.Parameter)
+INTERNAL = frozenset(vars(nn.Module()))
+HELD = "_attnops_absorbed"
+SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device)
+
+
+def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(W_UK `[H, nope, Dc]`, W_UV `[H, v, Dc]`) of the projection `kv_b` as it is now. H follows from its rows.
+
+    Of a plain torch.nn.Linear they are views of the weight: nothing is copied or kept, and every later change of the weight is seen.
+    Of any other module (an adapter around the Linear, a quantised or parametrised weight, one that a hook brings from elsewhere) they
+    are what the module makes of the unit vectors. Compiled code works that out at every call, at the price of unfolding Dc tokens.
+    Eager calls without gradients keep it on the module, outside its state_dict, for as long as the parameters and buffers are the same
+    tensors of the same versions and the plain attributes of all submodules (scales, switches, names of adapters) are as they were; a
+    module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through `.data` into the same
+    memory changes no version and is not seen.
+
+    Args:
+        kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
+        nope, v: numbers of a head's key without its rotated part, and of its value.
+        like: `[..., Dc]`, a latent: of the dtype and on the device that kv_b computes in.
+
+    Raises:
+        InvalidInput: kv_b has a bias, or its rows are not whole heads.
+    """
+    linear = _is_linear(kv_b)
+    if any(getattr(module, "bias", None) is not None for module in ((kv_b,) if linear else kv_b.modules())):
+        raise InvalidInput("kv_b.bias", "a bias", "None, for it cannot be absorbed")
+    weight: Tensor
+    if linear:
+        weight = kv_b.weight  # type: ignore[assignment]
+    elif torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(p.requires_grad for p in kv_b.parameters())):
+        weight = _effective(kv_b, like)
+    else:
+        weight = _kept(kv_b, like)
+    rows, latent = weight.shape
+    if rows % (nope + v):
+        raise InvalidInput("kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
+    heads = weight.view(rows // (nope + v), nope + v, latent)
+    return heads[:, :nope], heads[:, nope:]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Does its forward multiply by `.weight` and do nothing else?"""
+    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one lies on meta.
+    return (
+        type(module) is nn.Linear and type(module.weight) in PLAIN and not module.weight.is_meta and "forward" not in vars(module)
+        and not module._forward_hooks and not module._forward_pre_hooks
+    )  # fmt: skip
+
+
+def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
+    """`[rows, Dc]`."""
+    out: Tensor = kv_b(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device))
+    return out.to(like.dtype).t()
+
+
+class _Held:
+    """An effective weight and what it was made from. A copy of the module, or its pickle, begins without one."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.tensors: list[weakref.ref[Tensor]] = []
+        self.weight: Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return _Held, ()
+
+
+def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
+    tensors: list[Tensor] = []
+    kind = like.device.type
+    try:
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        key = (like.shape[-1], like.dtype, like.device, cast, _state(kv_b, tensors))
+    except _Unknown:
+        return _effective(kv_b, like)
+    held: _Held = vars(kv_b).setdefault(HELD, _Held())
+    same = held.key == key and all(ref() is tensor for ref, tensor in zip(held.tensors, tensors, strict=True))
+    if held.weight is not None and same:
+        return held.weight
+    held.weight = None  # two of them need not fit
+    with torch.inference_mode(False), torch.no_grad():
+        weight = _effective(kv_b, like).contiguous()
+    if type(weight) is Tensor:  # not one of a fake mode
+        held.key, held.tensors, held.weight = key, [weakref.ref(t) for t in tensors], weight
+    return weight
+
+
+class _Unknown(Exception):
+    """The module depends on something that cannot be compared."""
+
+
+def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
+    """All that the output of `kv_b` may depend on, to be compared by ==; its tensors are appended to `tensors`. Raises _Unknown."""
+    state = []
+    for module in kv_b.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise _Unknown
+        own = {n: x for n, x in vars(module).items() if n not in INTERNAL and n != HELD}
+        parts = (own, module._parameters, module._buffers)
+        state.append((type(module), module.training, *(_frozen(part, tensors) for part in parts)))
+    return state
+
+
+def _frozen(x: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(x, SIMPLE):
+        return type(x), x
+    if isinstance(x, (tuple, list)):
+        return [_frozen(item, tensors) for item in x]
+    if isinstance(x, dict):
+        return [(_frozen(key, tensors), _frozen(value, tensors)) for key, value in x.items()]
+    if isinstance(x, (set, frozenset)) and all(isinstance(item, SIMPLE) for item in x):
+        return frozenset(x)
+    if isinstance(x, types.FunctionType) and not x.__closure__:
+        return x
+    if isinstance(x, Tensor) and not x.is_inference():
+        tensors.append(x)
+        if type(x) in PLAIN:
+            return x._version, x.data_ptr(), x.dtype, x.device
+        if hasattr(x, "__tensor_flatten__"):
+            names, _ = x.__tensor_flatten__()
+            return x._version, [_frozen(getattr(x, name), tensors) for name in names]
+    raise _Unknown

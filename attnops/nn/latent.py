@@ -1,0 +1,219 @@
+"""Attention of new tokens over pages of latents (MLA), in both its forms: what a layer does between its projections.
+
+Absorbed: the query is taken into the space of the latents and every head reads them as they are (`attnops.nn.absorb`). Expanded: latents
+are unfolded into the keys and values of each head, and attended as any others. The two are the same sums in another order:
+DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2. Which is cheaper: `attnops.ops.latent_form`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch, PrefixChunk
+from attnops.errors import InvalidInput
+from attnops.nn import _check as check
+from attnops.nn.absorb import absorbed_weights
+from attnops.ops import merge_state, mla_attention, varlen_attention, write_latent
+from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
+from attnops.ops.latent_form import LatentDims as LatentDims
+from attnops.problem import Target
+from attnops.select import key_for
+
+
+def attend_absorbed(
+    dims: LatentDims,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    latent_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+) -> Tensor:
+    """`[T, H, v]`: the new tokens attend to all that the pages hold of their requests, themselves included. No gradient.
+
+    With `batch.shared`, and no window, it is a cascade: all tokens attend to the shared pages as one request, so that these are read
+    once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, section 2.2).
+
+    Args:
+        q_nope: `[T, H, nope]`, q_pe: `[T, H, Dr]` after its rotation; one float dtype.
+        w_uk, w_uv: `[H, nope, Dc]`, `[H, v, Dc]`: what `absorbed_weights` gives.
+        latent_pages: `[P, page, Dc + Dr]`, which hold the new tokens already; the query's dtype, or float8_e4m3fn or int8 with kv_scale,
+            float32 `[1]`.
+        batch: as the cache made it. Its plan serves calls that are no cascade.
+        scale: factor on the scores; see `mla_attention`. causal, window_left, softcap, kernel: likewise.
+
+    Raises:
+        InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
+        cannot run.
+    """
+    _check_query(dims, q_nope, q_pe)
+    heads = q_nope.shape[1]
+    for field, weight, rows in (("w_uk", w_uk, dims.nope), ("w_uv", w_uv, dims.v)):
+        check.last(field, check.tensor(field, weight, f"[{heads}, {rows}, {dims.latent}]", 3), heads, rows, dims.latent)
+    query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+
+    def attend(
+        table: Tensor, lengths: Tensor, cu_q: Tensor, longest: int, causal: bool, plan: Tensor | None, lse: Tensor | None = None
+    ) -> Tensor:
+        return mla_attention(
+            query, q_pe, latent_pages, table, lengths, cu_q, max_seqlen_q=longest, scale=scale, causal=causal, window_left=window_left,
+            softcap=softcap, kv_scale=kv_scale, plan=plan, lse=lse, workspace=batch.workspace, kernel=kernel,
+        )  # fmt: skip
+
+    shared = batch.shared
+    if shared is None or window_left >= 0:
+        out = attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
+    else:
+        lse, rest_lse = (torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device) for _ in range(2))
+        # The plan knows the whole tables; the parts have none.
+        out = attend(shared.page_table, shared.seq_lens, shared.cu_seqlens_q, q_nope.shape[0], False, None, lse)
+        rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, None, rest_lse)
+        out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
+    return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+
+def attend_expanded(
+    dims: LatentDims,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    kv_b: nn.Module,
+    latent_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """`[T, H, v]`: the new tokens attend to each other as they come, and to what their requests had before out of the pages.
+
+    What was before comes in the chunks that `batch.prefix` lists: each is gathered, unfolded, attended to and merged with what came
+    before it, so that no more than the new tokens and one chunk is ever unfolded at a time. The pages may hold the new tokens already.
+    Differentiable in all but the pages where there is no chunk.
+
+    Args:
+        q_nope, q_pe, latent_pages, kv_scale, scale: as in `attend_absorbed`.
+        latent, k_pe: `[T, Dc]`, `[T, Dr]`, those of the new tokens, after norm and rotation, of the query's dtype.
+        kv_b: the projection of a latent to H * (nope + v) numbers.
+        batch: as the cache made it, with its `prefix`.
+        kernel: force a kernel of `varlen_attention` by name.
+
+    Raises:
+        InvalidInput: an argument breaks the contract, or the batch does not say what was before. UnknownKernel, NoKernel: `kernel`
+        cannot run. NoGradient: with chunks, an input requires grad in grad mode.
+    """
+    _check_query(dims, q_nope, q_pe)
+    if batch.prefix is None:
+        raise InvalidInput("batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
+    heads = q_nope.shape[1]
+    query = torch.cat([q_nope, q_pe], -1)
+    key, value = unfold(dims, heads, latent, k_pe, kv_b)
+    if not batch.prefix:
+        return varlen_attention(
+            query, key, value, batch.cu_seqlens_q, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=batch.max_seqlen_q,
+            scale=scale, causal=True, padded=batch.padded, kernel=kernel,
+        )  # fmt: skip
+    out, lse = varlen_attention(
+        query, key, value, batch.cu_seqlens_q, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=batch.max_seqlen_q,
+        scale=scale, causal=True, padded=batch.padded, return_lse=True, kernel=kernel,
+    )  # fmt: skip
+    for chunk in batch.prefix:
+        key, value = unfold(dims, heads, *gathered(dims, latent_pages, chunk, kv_scale, q_nope.dtype), kv_b)
+        part, part_lse = varlen_attention(
+            query, key, value, batch.cu_seqlens_q, chunk.cu_seqlens_k, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_k,
+            scale=scale, causal=False, padded=batch.padded, return_lse=True, kernel=kernel,
+        )  # fmt: skip
+        out, lse = merge_state(out, lse, part, part_lse, stale=False)
+    return out
+
+
+def attend_latents(
+    dims: LatentDims,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    kv_b: nn.Module,
+    latent_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    absorb_up_to: int | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """`[T, H, v]`: write the new tokens into their pages, then attend in the form that fits the batch.
+
+    Absorbed where the batch does not say what was before (a decode step), and where no request brings more than `absorb_up_to` tokens;
+    expanded otherwise. A compiled function holds the one or the other: it is guarded by that comparison.
+
+    Args:
+        q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
+        absorb_up_to: new tokens of a request; None: where `latent_form` finds that the two cost the same.
+        kernel: force a kernel by name, on the ops that have one of that name.
+
+    Raises:
+        InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
+        cannot run.
+    """
+    _check_query(dims, q_nope, q_pe)
+    if absorb_up_to is not None and (not isinstance(absorb_up_to, int) or isinstance(absorb_up_to, bool) or absorb_up_to < 0):
+        raise InvalidInput("absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
+    absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
+    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    before = None if batch.prefix is None else len(batch.prefix) > 0
+    heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
+    if not torch.compiler.is_compiling():
+        target, stored = Target.of(q_nope.device), latent_pages.dtype
+        tell(lambda: (LatentCall(dims, heads, q_nope.dtype, stored, page, target, before, policies, absorb_up_to), batch.max_seqlen_q))
+    write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
+    if before is not None:
+        up_to = absorb_up_to
+        if up_to is None:
+            up_to = crossover(
+                dims.nope, dims.rope, dims.latent, dims.v, heads, q_nope.dtype, latent_pages.dtype, page, q_nope.device, before, *policies
+            )
+        if batch.max_seqlen_q > up_to:
+            return attend_expanded(
+                dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding
+            )
+    w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
+    return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
+
+
+def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.Module) -> tuple[Tensor, Tensor]:
+    """(key `[..., H, nope + Dr]`, value `[..., H, v]`) of latents `[..., Dc]` and rotated keys `[..., Dr]`. Raises InvalidInput."""
+    both = kv_b(latent)
+    if both.shape[-1] != heads * (dims.nope + dims.v):
+        raise InvalidInput("kv_b(latent).shape[-1]", both.shape[-1], f"{heads} * ({dims.nope} + {dims.v}), the heads of the query")
+    both = both.view(*both.shape[:-1], heads, dims.nope + dims.v)
+    rotated = k_pe[..., None, :].expand(*k_pe.shape[:-1], heads, dims.rope)
+    return torch.cat([both[..., : dims.nope], rotated], -1), both[..., dims.nope :]
+
+
+def gathered(
+    dims: LatentDims, latent_pages: Tensor, chunk: PrefixChunk, kv_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, in `dtype`, by which stored ones are multiplied by kv_scale."""
+    page, stored = latent_pages.shape[1], latent_pages.dtype
+    at = (chunk.slots // page, chunk.slots % page)
+    # Indexing has no float8 kernel, and pages may be no view of rows.
+    rows = latent_pages.view(torch.uint8)[at].view(stored) if stored == torch.float8_e4m3fn else latent_pages[at]
+    if stored != dtype:
+        wide = rows.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        rows = (wide if kv_scale is None else wide * kv_scale.to(wide.dtype)).to(dtype)
+    return rows[:, : dims.latent], rows[:, dims.latent :]
+
+
+def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
+    check.last("q_nope", check.tensor("q_nope", q_nope, f"[T, H, {dims.nope}]", 3), dims.nope)
+    check.last("q_pe", check.tensor("q_pe", q_pe, f"[T, H, {dims.rope}]", 3), dims.rope)
