@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _sgl
+from attnops.kernels import _sgl, trtllm
 from attnops.ops import mla_attention, pad_queries, unpad_queries
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent
@@ -49,6 +49,9 @@ def ready(name: str) -> Iterator[None]:
             stack.enter_context(flashinfer_mla.installed())
         if name == "trtllm_mla":
             stack.enter_context(flashinfer_trtllm_mla.installed())
+            # A GPU of few multiprocessors wants little scratch.
+            stack.enter_context(patch.object(trtllm, "SMS", 16))
+            stack.enter_context(patch.object(flashinfer_trtllm_mla, "SM_COUNT", 16))
         if name == "fa3":
             stack.enter_context(sgl_kernel_fa3.installed())
         elif "sgl_kernel" in (TARGETS[name].assume or ()):
