@@ -16,6 +16,7 @@ from attnops.kernels import _flashinfer_pkg as _pkg
 from attnops.kernels._rows import aligned
 from attnops.problem import Problem, Refusal
 from attnops.reference.data import quantise, redirected
+from attnops.reference.mla import rows_of
 
 LATENT, ROPE = 512, 64
 INT32 = 2**31
@@ -53,8 +54,7 @@ def write_latent(
     """See `attnops.ops.write_latent`."""
     if slots.shape[0] == 0 or latent_pages.numel() == 0:
         return
-    stored = quantise(torch.cat([latent, k_pe], -1), kv_scale, latent_pages.dtype)
-    slot, rows = _rows(latent_pages, stored, slots)
+    slot, rows = _rows(latent_pages, rows_of(latent, k_pe, kv_scale, latent_pages.dtype), slots)
     aligned(latent_pages=latent_pages)
     places = _places(slot, latent_pages.shape[1])
     _pkg.module("page").append_paged_mla_kv_cache(

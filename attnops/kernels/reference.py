@@ -7,7 +7,7 @@ from typing import Any
 
 from attnops.kernel import Kernel, register
 from attnops.problem import Problem
-from attnops.reference import attention, data, mla, moves, packed, sparse, vertical_slash
+from attnops.reference import attention, data, mla, moves, packed, rope_quantize, sparse, vertical_slash
 
 
 def _cost_us(p: Problem) -> float:
@@ -47,6 +47,7 @@ _reference("mla_attention", mla.mla_attention)
 _reference("write_latent", mla.write_latent)
 _reference("sparse_mla_attention", sparse.sparse_mla_attention)
 _reference("write_latent_packed", sparse.write_latent_packed)
+_reference("rope_quantize_latent", rope_quantize.rope_quantize_latent)
 _reference("copy_kv", moves.copy_kv)
 _reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes)
 _reference("vertical_slash_attention", vertical_slash.vertical_slash_attention)

@@ -22,7 +22,7 @@ def _cost_us(p: Problem) -> float:
     return 7.0 + max(p.tokens.hint, 1) * numbers / 4e5
 
 
-def _float8(p: Problem) -> Refusal | None:
+def float8_in_triton(p: Problem) -> Refusal | None:
     """Triton makes float8_e4m3fn from SM89 on."""
     older = p.target.device == "cuda" and p.target.arch < 89
     return Refusal("target", p.target, "cpu | sm89 or later") if older else None
@@ -30,7 +30,7 @@ def _float8(p: Problem) -> Refusal | None:
 
 _FITS = one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
 for _op, _run, _need in (
-    ("write_kv", write_kv, _FITS), ("write_latent", write_latent, _FITS), ("write_latent_packed", write_latent_packed, _float8)
+    ("write_kv", write_kv, _FITS), ("write_latent", write_latent, _FITS), ("write_latent_packed", write_latent_packed, float8_in_triton)
 ):  # fmt: skip
     register(
         Kernel(

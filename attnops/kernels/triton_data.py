@@ -127,9 +127,10 @@ def _cost_us(p: Problem) -> float:
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WRITES: tuple[Need, ...] = (_gpu, one_of("dtype", *FLOATS))
+STORED = (torch.float8_e4m3fn, torch.int8)
 for _op, _run, _needs, _about in (
     ("write_kv", write_kv, WRITES, "one launch, whatever is stored"),
-    ("write_latent", write_latent, WRITES, "one launch, both parts"),
+    ("write_latent", write_latent, (_gpu, one_of("dtype", *FLOATS, *STORED)), "one launch, both parts"),
     ("write_latent_packed", write_latent_packed, WRITES, "one launch, scales and all"),
     ("copy_kv", copy_kv, (_gpu,), "one launch up to 256 slots, then two through a scratch"),
     ("pad_queries", pad_queries, (_gpu,), "one launch"),

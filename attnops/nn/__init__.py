@@ -9,6 +9,7 @@ from attnops.nn.latent import attend_absorbed as attend_absorbed
 from attnops.nn.latent import attend_expanded as attend_expanded
 from attnops.nn.latent import attend_latents as attend_latents
 from attnops.nn.latent_attention import LatentAttention as LatentAttention
+from attnops.nn.latent_float8 import attend_float8 as attend_float8
 from attnops.nn.multihead import MultiheadAttention as MultiheadAttention
 from attnops.nn.rotary import RotaryEmbedding as RotaryEmbedding
 from attnops.nn.self_attention import SelfAttention as SelfAttention

@@ -59,25 +59,52 @@ def attend_absorbed(
     for field, weight, rows in (("w_uk", w_uk, dims.nope), ("w_uv", w_uv, dims.v)):
         check.last(field, check.tensor(field, weight, f"[{heads}, {rows}, {dims.latent}]", 3), heads, rows, dims.latent)
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+    out = attend_pages(
+        query, q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left, softcap=softcap,
+        kernel=kernel,
+    )  # fmt: skip
+    return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+
+def attend_pages(
+    query: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """`[T, H, Dc]`: what `attend_absorbed` does between its two products, with queries that may be float8_e4m3fn with q_scale.
+
+    dtype: of the result of such queries, float; None: bfloat16.
+    """
 
     def attend(
         table: Tensor, lengths: Tensor, cu_q: Tensor, longest: int, causal: bool, plan: Tensor | None, lse: Tensor | None = None
     ) -> Tensor:
+        output = None if dtype is None else torch.empty(query.shape, dtype=dtype, device=query.device)
         return mla_attention(
             query, q_pe, latent_pages, table, lengths, cu_q, max_seqlen_q=longest, scale=scale, causal=causal, window_left=window_left,
-            softcap=softcap, kv_scale=kv_scale, plan=plan, lse=lse, workspace=batch.workspace, kernel=kernel,
+            softcap=softcap, q_scale=q_scale, kv_scale=kv_scale, plan=plan, output=output, lse=lse, workspace=batch.workspace,
+            kernel=kernel,
         )  # fmt: skip
 
     shared = batch.shared
     if shared is None or window_left >= 0:
-        out = attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
-    else:
-        lse, rest_lse = (torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device) for _ in range(2))
-        # The plan knows the whole tables; the parts have none.
-        out = attend(shared.page_table, shared.seq_lens, shared.cu_seqlens_q, q_nope.shape[0], False, None, lse)
-        rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, None, rest_lse)
-        out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
-    return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
+    lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
+    # The plan knows the whole tables; the parts have none.
+    out = attend(shared.page_table, shared.seq_lens, shared.cu_seqlens_q, query.shape[0], False, None, lse)
+    rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, None, rest_lse)
+    out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
+    return out
 
 
 def attend_expanded(

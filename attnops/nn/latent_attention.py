@@ -12,6 +12,7 @@ from attnops.errors import InvalidInput
 from attnops.nn import _check as check
 from attnops.nn._positions import positions_of
 from attnops.nn.latent import LatentDims, attend_latents, unfold
+from attnops.nn.latent_float8 import attend_float8, scale_tensor
 from attnops.nn.rotary import RotaryEmbedding
 from attnops.ops import attention, varlen_attention
 from attnops.ops.latent_form import kernel_for
@@ -107,6 +108,7 @@ class LatentAttention(nn.Module):
         batch: PagedBatch | None = None,
         latent_pages: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        float8_scales: tuple[float, float] | None = None,
     ) -> Tensor:
         """Attend, causally.
 
@@ -118,6 +120,8 @@ class LatentAttention(nn.Module):
                 are invisible.
             batch: as the cache made it. latent_pages: this layer's, `[P, page, Dc + Dr]`, into which the new tokens are written;
                 the layer's dtype, or float8_e4m3fn or int8 with kv_scale, float32 `[1]`. No gradient: under torch.no_grad().
+            float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: the queries are quantised
+                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`.
 
         Returns:
             As hidden.
@@ -129,8 +133,14 @@ class LatentAttention(nn.Module):
         dense = cu_seqlens is None and batch is None
         layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
         hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
-        self._check_form(dense, mask, kv_start, kv_end, cu_seqlens, max_seqlen, batch, latent_pages, kv_scale)
-        q_nope, q_pe, latent, k_pe = self._project(hidden, positions_of(hidden, positions, cu_seqlens, batch))
+        self._check_form(dense, mask, kv_start, kv_end, cu_seqlens, max_seqlen, batch, latent_pages, kv_scale, float8_scales)
+        at = positions_of(hidden, positions, cu_seqlens, batch)
+        if float8_scales is not None and batch is not None and latent_pages is not None:
+            if batch.prefix is None:
+                attended = self._attend_float8(hidden, at, latent_pages, batch, float8_scales)
+                return self._out(attended)
+            kv_scale = scale_tensor(float8_scales[1], hidden)
+        q_nope, q_pe, latent, k_pe = self._project(hidden, at)
         if batch is not None:
             assert latent_pages is not None
             attended = attend_latents(
@@ -151,11 +161,26 @@ class LatentAttention(nn.Module):
                     query, key, value, scale=self.scale, causal=True, mask=mask, kv_start=kv_start, kv_end=kv_end,
                     kernel=kernel_for("attention", self.kernel),
                 )  # fmt: skip
+        return self._out(attended)
+
+    def _out(self, attended: Tensor) -> Tensor:
         out: Tensor = self.o_proj(attended.flatten(-2))
         return out
 
-    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, turned by their positions."""
+    def _attend_float8(
+        self, hidden: Tensor, positions: Tensor, latent_pages: Tensor, batch: PagedBatch, scales: tuple[float, float]
+    ) -> Tensor:
+        q_nope, q_pe, latent, k_pe = self._project(hidden, None)
+        assert self.rope is not None
+        # A table of this step's own positions, alike in all layers: one of all positions there may be is nobody's here.
+        table = torch.cat(self.rope.cos_sin(positions, hidden), -1).float()
+        return attend_float8(
+            self.dims, q_nope, q_pe, latent, k_pe, self.kv_b_proj, table, torch.arange(table.shape[0], device=table.device), latent_pages,
+            batch, scale=self.scale, q_scale=scales[0], kv_scale=scales[1], interleaved=self.rope.interleaved, kernel=self.kernel,
+        )  # fmt: skip
+
+    def _project(self, hidden: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, turned by positions given."""
         d = self.dims
         both = self.kv_a_proj_with_mqa(hidden)
         if self.q_lora_rank is None:
@@ -168,7 +193,7 @@ class LatentAttention(nn.Module):
         latent, k_pe = both.split([d.latent, d.rope], -1)
         # Autocast norms in float32 and the ops take one dtype.
         latent = self.kv_a_layernorm(latent).to(both.dtype)
-        if self.rope is not None:
+        if self.rope is not None and positions is not None:
             q_pe, turned = self.rope(q_pe, k_pe[..., None, :], positions)
             k_pe = turned[..., 0, :]
         return q_nope, q_pe, latent, k_pe
@@ -184,6 +209,7 @@ class LatentAttention(nn.Module):
         batch: PagedBatch | None,
         latent_pages: Tensor | None,
         kv_scale: Tensor | None,
+        float8_scales: tuple[float, float] | None,
     ) -> None:
         if not dense:
             check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
@@ -192,7 +218,7 @@ class LatentAttention(nn.Module):
         elif max_seqlen is None:
             raise InvalidInput("max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
         if batch is None:
-            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale)
+            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales)
             return
         check.absent("with batch", cu_seqlens=cu_seqlens, mask=mask)
         if not isinstance(batch, PagedBatch):
@@ -200,6 +226,14 @@ class LatentAttention(nn.Module):
         if latent_pages is None:
             raise InvalidInput("latent_pages", None, "this layer's pages of the cache, because batch is given")
         check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
+        if float8_scales is not None:
+            check.absent("with float8_scales", kv_scale=kv_scale)
+            if not isinstance(float8_scales, tuple) or len(float8_scales) != 2:
+                raise InvalidInput("float8_scales", repr(float8_scales), "(q_scale, kv_scale), host floats, or None")
+            if latent_pages.dtype != torch.float8_e4m3fn:
+                raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
+            if self.rope is None:
+                raise InvalidInput("float8_scales", float8_scales, "None: this layer has no rope to fuse with")
 
     def extra_repr(self) -> str:
         """Heads, their dims, and what differs from the defaults."""

@@ -39,15 +39,26 @@ def check_stored(latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dty
 
 
 def _check_write(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    check.tensor("latent", latent, 2, check.FLOATS, "[T, Dc]")
+    check.tensor("latent", latent, 2, (*check.FLOATS, *STORED), "[T, Dc]")
     check.tensor("k_pe", k_pe, 2, (latent.dtype,), "[T, Dr]")
     check_pages(latent_pages, latent.shape[1], k_pe.shape[1])
     check.tensor("slots", slots, 1, check.INDEX, "[T]")
     check.same_device(latent, k_pe=k_pe, latent_pages=latent_pages, slots=slots, kv_scale=kv_scale)
     check.equal("k_pe.shape[0]", k_pe.shape[0], latent.shape[0], "as many as latents")
     check.equal("slots.shape[0]", slots.shape[0], latent.shape[0], "one slot a token")
-    check_stored(latent_pages, kv_scale, latent.dtype)
+    if latent.dtype in STORED:
+        _check_quantised(latent, latent_pages, kv_scale)
+    else:
+        check_stored(latent_pages, kv_scale, latent.dtype)
     check.scales(1, kv_scale=kv_scale)
+
+
+def _check_quantised(latent: Tensor, latent_pages: Tensor, kv_scale: Tensor | None) -> None:
+    own = check.name(latent.dtype)
+    if latent_pages.dtype != latent.dtype:
+        raise InvalidInput("latent_pages.dtype", check.name(latent_pages.dtype), f"{own}, as the latents, which are stored as they are")
+    if kv_scale is not None:
+        raise InvalidInput("kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
 def _problem_write(latent: Any, k_pe: Any, latent_pages: Any, slots: Any, kv_scale: Any = None, **_: Any) -> Problem:
@@ -86,10 +97,11 @@ def write_latent(
     """Write new latents and their rotated keys into their slots, in place. No gradient.
 
     Args:
-        latent, k_pe: `[T, Dc]`, `[T, Dr]`, float, the latent after its norm and the key after its rotation.
-        latent_pages: `[P, page, Dc + Dr]`, written. The latent's dtype, or float8_e4m3fn/int8 with kv_scale.
+        latent, k_pe: `[T, Dc]`, `[T, Dr]`, float, the latent after its norm and the key after its rotation. Or float8_e4m3fn/int8,
+            quantised already (by `rope_quantize_latent`): stored as they are.
+        latent_pages: `[P, page, Dc + Dr]`, written. The latent's dtype, or float8_e4m3fn/int8 with kv_scale for float latents.
         slots: int32 or int64 `[T]`, `page_id * page_size + offset`; a negative slot skips the token. Distinct among written tokens.
-        kv_scale: float32 `[1]`; what is stored is divided by it, saturated and rounded.
+        kv_scale: float32 `[1]`; what is stored is divided by it, saturated and rounded. None for latents that are quantised already.
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.

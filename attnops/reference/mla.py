@@ -69,4 +69,11 @@ def write_latent(
     latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, kv_scale: Tensor | None = None, *, policy: str = ""
 ) -> None:
     """Reference of the latents' write; see `attnops.ops.write_latent`."""
-    store(latent_pages, quantise(torch.cat([latent, k_pe], -1), kv_scale, latent_pages.dtype), slots)
+    store(latent_pages, rows_of(latent, k_pe, kv_scale, latent_pages.dtype), slots)
+
+
+def rows_of(latent: Tensor, k_pe: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[T, Dc + Dr]` of `dtype`: both parts end to end as pages store them, the very bits of what is quantised already."""
+    if latent.dtype == dtype and dtype.itemsize == 1:
+        return torch.cat([latent.view(torch.uint8), k_pe.view(torch.uint8)], -1).view(dtype)
+    return quantise(torch.cat([latent, k_pe], -1), kv_scale, dtype)

@@ -14,6 +14,7 @@ from attnops.testing.inputs import Call, Case, Features, Source
 from attnops.testing.latent import LATENT_CASES
 from attnops.testing.moves import MOVE_CASES
 from attnops.testing.plans import PLAN_CASES
+from attnops.testing.rope_quantize import ROPE_QUANTIZE_CASES
 from attnops.testing.sparse import SPARSE_CASES
 from attnops.testing.vertical_slash import VERTICAL_SLASH_CASES
 
@@ -206,6 +207,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "paged_attention": _grid("paged_attention", _paged((1, 4, 0, 2), (6, 4, 0, 21), 16), PAGED_SHAPES),
     **LATENT_CASES,
     **SPARSE_CASES,
+    **ROPE_QUANTIZE_CASES,
     **PLAN_CASES,
     **DATA_CASES,
     **MOVE_CASES,

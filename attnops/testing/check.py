@@ -14,6 +14,7 @@ from attnops.ops import OPS
 from attnops.problem import Refusal
 from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
+from attnops.reference.rope_quantize import scaled
 from attnops.testing import budget
 from attnops.testing.equip import equip, with_device_plan
 from attnops.testing.inputs import Call
@@ -93,6 +94,8 @@ def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
     for name, tensor in given.tensors().items():
         if name not in given.mutated and not _same_bits(tensor, before.arguments[name]):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
+    if kernel.op == "rope_quantize_latent":
+        return Figures(kernel.name, kernel.op, errors=_rotated(kernel, clean, results))
     if kernel.op == "write_latent_packed":
         return Figures(kernel.name, kernel.op, errors=_written_packed(kernel, clean, results["latent_pages"]))
     if kernel.op in OPAQUE:
@@ -236,9 +239,24 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[
         want = call.arguments[pages].double().flatten(0, 1)
         allowed = torch.zeros_like(want)
         want[real] = exact
-        allowed[real] = budget.stored(exact, got.dtype)
+        # What comes quantised already is stored as it is.
+        allowed[real] = 0.0 if call.arguments[rows[0]].dtype == got.dtype else budget.stored(exact, got.dtype)
         what = f"{kernel.op}.{kernel.name}: {pages}"
         errors[pages] = compare(what, got.double().flatten(0, 1), want, allowed, 1.0)
+    return errors
+
+
+def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """What is stored is within half a step of the exact numbers, or of what float32's roundings of a rotation make of them."""
+    wide: dict[str, Any] = {"q_scale": 1.0, "kv_scale": 1.0, "interleaved": False}
+    wide |= {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.arguments.items()}
+    parts, errors = scaled(**wide), {}
+    for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
+        top = torch.finfo(got.dtype).max
+        want = exact.clamp(-top, top)
+        # A pair is as long after its rotation as before, so that the largest number bounds what was added up.
+        allowed = budget.stored(want, got.dtype) + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
+        errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
     return errors
 
 

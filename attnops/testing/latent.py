@@ -55,9 +55,18 @@ def mla(
 
 
 def write_latent(
-    source: Source, slots: Sequence[int], pages: int, page_size: int, f: Features, slot_dtype: torch.dtype = torch.int64
+    source: Source,
+    slots: Sequence[int],
+    pages: int,
+    page_size: int,
+    f: Features,
+    slot_dtype: torch.dtype = torch.int64,
+    quantised: bool = False,
 ) -> Call:
-    """`write_latent`. slots: one a token, negative to skip it; the latents of a skipped token are free."""
+    """`write_latent`. slots: one a token, negative to skip it; the latents of a skipped token are free.
+
+    quantised: the latents are of `f.kv_dtype` already, and views of one tensor.
+    """
     kv = f.kv_dtype or f.dtype
     # Some values lie far outside what a quantised dtype can hold.
     spread = {INT8: 3.0, E4M3: 60.0}.get(kv, 1.0)
@@ -68,7 +77,10 @@ def write_latent(
         "latent_pages": source.stored(pages, page_size, f.head_dim, dtype=kv),
         "slots": at,
     }
-    if f.kv_dtype is not None:
+    if quantised:
+        both = source.stored(len(slots), f.head_dim, dtype=kv)
+        arguments |= {"latent": both[:, : f.v_dim], "k_pe": both[:, f.v_dim :]}
+    elif f.kv_dtype is not None:
         arguments["kv_scale"] = source.scales(1, kv)
     skipped = (at < 0)[:, None]
     return Call("write_latent", arguments, {"latent": skipped, "k_pe": skipped})
@@ -198,6 +210,12 @@ def _write() -> tuple[Case, ...]:
         "float8_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {}),
         "int8": (mixed, 4, 3, replace(SMALL, dtype=BF16, kv_dtype=INT8), {}),
         "int8_float64": (mixed, 4, 3, replace(SMALL, dtype=F64, kv_dtype=INT8), {}),
+        "quantised": (mixed, 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
+        "quantised_int8": (mixed, 4, 3, replace(SMALL, kv_dtype=INT8), {"quantised": True, "slot_dtype": torch.int32}),
+        "quantised_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
+        "quantised_rope_1": (mixed, 4, 3, replace(SMALL, head_dim=17, kv_dtype=E4M3), {"quantised": True}),
+        "quantised_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
+        "quantised_no_tokens": ((), 4, 3, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
     }
 
     def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:

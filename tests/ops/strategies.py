@@ -5,12 +5,13 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from attnops.testing import CASES, Features, Source, builders, latent, moves, sparse, vertical_slash
+from attnops.testing import CASES, Features, Source, builders, latent, moves, rope_quantize, sparse, vertical_slash
 
 LENGTH = st.integers(0, 5)
 LENGTHS = st.lists(st.integers(0, 5), max_size=3)
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
 INDEX = st.sampled_from([torch.int32, torch.int64])
+SCALES = st.sampled_from([0.02, 0.3, 1.0, 40.0])
 QUANTISED = st.sampled_from([None, None, None, torch.float8_e4m3fn, torch.int8])
 
 
@@ -92,7 +93,19 @@ def mla(draw):
 def write_latent(draw):
     pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
-    return latent.write_latent(source(draw), slots, pages, page, draw(latent_features()), draw(INDEX))
+    f = draw(latent_features())
+    quantised = f.kv_dtype is not None and draw(st.booleans())
+    return latent.write_latent(source(draw), slots, pages, page, f, draw(INDEX), quantised)
+
+
+@st.composite
+def rotated(draw):
+    f = draw(latent_features())
+    positions = draw(st.lists(st.integers(0, 6), max_size=4))
+    return rope_quantize.rope_quantize(
+        source(draw), positions, f, rows=7, scales=(draw(SCALES), draw(SCALES)), interleaved=draw(st.booleans()), index=draw(INDEX),
+        fused=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
@@ -197,6 +210,7 @@ CALLS = {
     "write_kv": write(),
     "mla_attention": mla(),
     "write_latent": write_latent(),
+    "rope_quantize_latent": rotated(),
     "sparse_mla_attention": sparse_mla(),
     "write_latent_packed": write_packed(),
     "merge_state": merge(),

@@ -163,6 +163,7 @@ DIMS = {
         "max_seqlen_q": "Q", "output": "T..", "lse": "T.",
     },
     "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
+    "rope_quantize_latent": {"q_nope": "T..", "q_pe": "T..", "latent": "T.", "k_pe": "T.", "cos_sin": "N.", "positions": "T"},
     "sparse_mla_attention": {
         "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "indices": "TK", "topk_length": "T", "output": "T..", "lse": "T.",
     },

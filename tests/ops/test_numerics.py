@@ -174,6 +174,7 @@ def typical_mistakes():
     dense, packed, paged, write = (OPS[n].reference for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
 
     mla, write_latent = OPS["mla_attention"].reference, OPS["write_latent"].reference
+    rope = OPS["rope_quantize_latent"].reference
     sparse, write_packed = OPS["sparse_mla_attention"].reference, OPS["write_latent_packed"].reference
 
     def narrow_sum(query, key, value, *args, **kw):
@@ -245,6 +246,14 @@ def typical_mistakes():
     yield "mla_attention", "deepseek-lse", lambda qn, qp, p, *a, **kw: mla(qn, qp * 0.9, p, *a, **kw)
     yield "write_latent", "plain", lambda c, k, p, slots, **kw: write_latent(c.nan_to_num(), k.nan_to_num(), p, slots.clamp(min=0), **kw)
     yield "write_latent", "int8", lambda c, k, p, slots, s, **kw: write_latent(c, k, p, slots, s * 1.07, **kw)
+    yield "write_latent", "quantised", lambda c, k, p, slots, **kw: write_latent(c.float() * 1.07, k.float(), p, slots, torch.ones(1), **kw)
+    yield "rope_quantize_latent", "plain", lambda *a, **kw: rope(*a, **kw | {"interleaved": True})
+    yield "rope_quantize_latent", "interleaved", lambda *a, **kw: rope(*a, **kw | {"interleaved": False})
+    yield "rope_quantize_latent", "plain", lambda *a, **kw: rope(*a[:5], a[5] + 1 - (a[5] == 8).long(), **kw)
+    yield "rope_quantize_latent", "plain", lambda *a, **kw: rope(*a[:4], a[4].flip(1), a[5], **kw)
+    yield "rope_quantize_latent", "plain", lambda *a, **kw: rope(*a, **kw | {"q_scale": kw["kv_scale"]})
+    yield "rope_quantize_latent", "deepseek", lambda qn, *a, **kw: rope(qn.nextafter(qn * 2) * 1.02, *a, **kw)
+    yield "rope_quantize_latent", "saturated", lambda *a, **kw: [x.float().clamp(-240, 240).to(x.dtype) for x in rope(*a, **kw)]
     yield "sparse_mla_attention", "plain", lambda qn, qp, p, at, **kw: sparse(qn, qp, p.nan_to_num(), at.clamp(min=0), **kw)
     yield "sparse_mla_attention", "lse", lambda *a, lse, **kw: (sparse(*a, lse=lse, **kw), lse.div_(math.log(2)))[0]
     yield "sparse_mla_attention", "sinks_lse", lambda *a, lse, **kw: (sparse(*a, **kw), sparse(*a[:4], lse=lse, **kw))[0]

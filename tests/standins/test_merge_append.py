@@ -63,7 +63,7 @@ TAKEN = {
     ("merge_state", "flashinfer_merge"): 8,
     ("merge_states", "flashinfer_merge"): 9,
     ("write_kv", "flashinfer_append"): 10,
-    ("write_latent", "flashinfer_append"): 2,
+    ("write_latent", "flashinfer_append"): 4,
 }
 
 
@@ -84,7 +84,7 @@ def test_opcheck(op, name):
     for case in CASES[op]:
         call = case.call()
         # torch.allclose, by which opcheck sees mutation, knows no float8.
-        blind = "float8" in case.label or not all(t.numel() for t in call.tensors().values())
+        blind = "float8" in case.label or "quantised" in case.label or not all(t.numel() for t in call.tensors().values())
         if blind or kernel(op, name).refusals(call.problem):
             continue
         checked = torch.library.opcheck(getattr(OPS[op].packet, name), call.args, call.kwargs)

@@ -1,6 +1,7 @@
 """The device functions that move data through Triton's compiler and ptxas: wide accesses, nothing spilled, the GPU's own float8."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ CALLS = {
     "write_kv_int8": (stored(INT8), (128, 64)),
     "write_latent": (lambda: latent.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
     "write_latent_1": (lambda: latent.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
+    "write_latent_quantised": (
+        lambda: latent.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True), (128, 128)
+    ),
     "write_latent_packed": (lambda: sparse.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
     "copy_kv_64": (copy(64), (128, 128)),
@@ -72,6 +76,7 @@ CALLS = {
     **{op: (tables(op), (32, 32)) for op in ("page_table", "kv_indices", "num_kv_splits")},
 }
 ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
+ELSEWHERE += [(80, "write_latent_quantised")]
 ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64"), (100, "unpad_queries")]
 
 

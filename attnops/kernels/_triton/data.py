@@ -66,6 +66,8 @@ def write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tupl
     given: dict[str, Any] = {}
     for name, (rows, pages, scale) in zip("ab", parts, strict=True):
         same = scale is None and pages.dtype == rows.dtype
+        if same and rows.dtype.itemsize == 1:
+            rows, pages = _bits(rows), _bits(pages)  # Triton knows float8 from SM89 on
         strides = dict(zip((f"{name}_{s}" for s in ("t", "h", "d")), rows.stride(), strict=True))
         strides |= dict(zip((f"{name}_{s}" for s in ("p", "n", "ph", "pd")), pages.stride(), strict=True))
         given |= strides | {

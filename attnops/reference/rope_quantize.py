@@ -1,0 +1,69 @@
+"""Reference rotation and quantisation of what latent attention is about to read: queries after absorption, new latents.
+
+    pairs (a, b) of the rotated part, of a token at position p:  (a cos - b sin, b cos + a sin)
+    stored = round(saturate(x / scale))
+
+Pairs lie side by side (interleaved) or half a part apart, and stay where they are: RoFormer, https://arxiv.org/abs/2104.09864, 3.2.2.
+Nothing is rounded between rotation and quantisation. Plain pointwise torch ops, one loop for the query and one for the latents when
+a compiler fuses them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.reference.attention import compact
+
+STORED = torch.float8_e4m3fn
+
+
+def rope_quantize_latent(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    *,
+    q_scale: float = 1.0,
+    kv_scale: float = 1.0,
+    interleaved: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """(`[T, H, Dc + Dr]`, `[T, Dc + Dr]`) float8_e4m3fn; see `attnops.ops.rope_quantize_latent`."""
+    parts = scaled(q_nope, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved)
+    top = torch.finfo(STORED).max
+    stored = [part.clamp(-top, top).to(STORED) for part in parts]
+    # Joined last, so that a compiler writes each part into its place and nothing else.
+    return compact(torch.cat(stored[:2], -1)), compact(torch.cat(stored[2:], -1))
+
+
+def scaled(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    *,
+    q_scale: float,
+    kv_scale: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four parts before they are saturated and rounded, in float32, or float64 for float64."""
+    wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
+    cos, sin = torch.index_select(cos_sin, 0, positions).to(wide).chunk(2, -1)
+    turned = rotate(q_pe.to(wide), cos[:, None], sin[:, None], interleaved), rotate(k_pe.to(wide), cos, sin, interleaved)
+    return q_nope.to(wide) / q_scale, turned[0] / q_scale, latent.to(wide) / kv_scale, turned[1] / kv_scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`x` `[..., D]` turned in place of its pairs by cosines and sines `[..., D / 2]`, which may broadcast."""
+    pair = -1 if interleaved else -2
+    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    # The other of each pair is read from its place: nothing is put together that a compiler would have to store.
+    other = pairs.flip(pair)
+    first = (torch.arange(2, device=x.device) == 0).unflatten(0, (1, 2) if interleaved else (2, 1))
+    turned: Tensor = pairs * cos.unsqueeze(pair) + torch.where(first, -other, other) * sin.unsqueeze(pair)
+    return turned.flatten(-2)

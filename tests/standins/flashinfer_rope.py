@@ -1,0 +1,113 @@
+"""A stand-in for FlashInfer 0.7.2's `flashinfer.rope.mla_rope_quantize_fp8`: not the kernel.
+
+Its signature, the checks of rope.py and csrc/rope.cu, the shape of its launch, and a plain body on the CPU. Kept from the real one: it
+multiplies by the scales it is given; a thread turns 16 numbers, from 16 cosines and sines that it loads at once, and reads the other
+half of its pairs 16 at a time; a position that leads nowhere, and rows that do not start at multiples of 16 bytes, are what the GPU
+calls an illegal address. That a tensor is on CUDA is the one thing it does not check.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CALLS: list[dict[str, Any]] = []
+"""What each call was given, in order."""
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+VECTOR = 16
+
+
+def check(ok: bool, text: str) -> None:
+    if not ok:
+        raise RuntimeError(text)
+
+
+def rows_aligned(x: Tensor) -> None:
+    """CUDA's vector loads and stores: 16 bytes at a time."""
+    steps = [n * x.dtype.itemsize for n in (x.storage_offset(), *x.stride()[:-1])]
+    check(not any(n % 16 for n in steps), "CUDA error: misaligned address")
+
+
+def mla_rope_quantize_fp8(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor,
+    k_nope: Tensor,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    CALLS.append(dict(locals()))
+    if cos_sin_cache.dtype != torch.float32:
+        raise ValueError("cos_sin_cache should be float32")
+    given = [x for x in (q_rope_out, k_rope_out, q_nope_out, k_nope_out) if x is not None]
+    stored = quantize_dtype or (given[0].dtype if given else torch.float8_e4m3fn)
+    outs = [
+        out if out is not None else torch.empty_like(x, dtype=stored)
+        for out, x in ((q_rope_out, q_rope), (k_rope_out, k_rope), (q_nope_out, q_nope), (k_nope_out, k_nope))
+    ]
+    ins = [q_rope, k_rope, q_nope, k_nope]
+    for x in (*ins, *outs):
+        check(x.stride(-1) == 1, "must be contiguous at last dimension")
+    for x in (cos_sin_cache, pos_ids):
+        check(x.is_contiguous(), "must be contiguous")
+    rope, nope = q_rope.shape[-1], q_nope.shape[-1]
+    check([x.shape[-1] for x in (*ins, *outs)] == [rope, rope, nope, nope] * 2, "Check failed: k_rope_in.size(-1) == rope_dim")
+    check({x.dtype for x in ins} == {q_rope.dtype} and q_rope.dtype in HALVES, "Input dtype must be float16 or bfloat16")
+    check({x.dtype for x in outs} == {outs[0].dtype} and outs[0].dtype in FLOAT8, "Output dtype must be float8_e4m3fn or float8_e5m2")
+    check([x.dim() for x in (*ins, *outs)] == [3, 2, 3, 2] * 2, "CHECK_DIM")
+    check(all(x.shape[0] == q_rope.shape[0] for x in (*ins, *outs)), "Check failed: q_nope_in.size(0) == nnz")
+    check(all(x.shape[1] == q_rope.shape[1] for x in (q_nope, outs[0], outs[2])), "Check failed: q_nope_in.size(1) == num_qo_heads")
+    check(pos_ids.dtype in (torch.int32, torch.int64), "failed to dispatch data type")
+    tokens, heads = q_rope.shape[:2]
+    check(tokens > 0 and (heads + 1) * (1 + -(-nope // rope)) <= 65535, "kernel launch failed: invalid configuration argument")
+    for x in (*ins, *outs, cos_sin_cache):
+        rows_aligned(x)
+    check(bool(((pos_ids >= 0) & (pos_ids < cos_sin_cache.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
+    _turn(q_rope, cos_sin_cache, pos_ids, quant_scale_q, outs[0], not is_neox)
+    _turn(k_rope[:, None], cos_sin_cache, pos_ids, quant_scale_kv, outs[1][:, None], not is_neox)
+    for x, scale, out in ((q_nope, quant_scale_q, outs[2]), (k_nope, quant_scale_kv, outs[3])):
+        _store(out, x.float() * torch.tensor(scale, dtype=torch.float32))
+    return outs[0], outs[1], outs[2], outs[3]
+
+
+def _turn(x: Tensor, table: Tensor, positions: Tensor, scale: float, out: Tensor, interleave: bool) -> None:
+    """Thread by thread, as vec_apply_llama_rope_cos_sin and its interleaved fellow do."""
+    rope = x.shape[2]
+    half = rope // 2
+    row = table[positions.long()]
+    wide = x.float()
+    for start in range(0, rope, VECTOR):
+        mine = torch.arange(start, start + VECTOR)
+        assert start + VECTOR <= rope, "a thread writes past the row"
+        if interleave:
+            at, other, minus = mine // 2, mine ^ 1, mine % 2 == 0
+        else:
+            first = start % half
+            assert first + VECTOR <= half, "a thread takes cosines for sines"
+            at = torch.arange(first, first + VECTOR)
+            other, minus = (mine + half, torch.tensor(True)) if start < half else (mine - half, torch.tensor(False))
+        pair = torch.where(minus, -wide[..., other], wide[..., other])
+        turned = wide[..., mine] * row[:, None, at] + pair * row[:, None, half + at]
+        _store(out[..., mine[0] : mine[-1] + 1], turned * torch.tensor(scale, dtype=torch.float32))
+
+
+def _store(out: Tensor, x: Tensor) -> None:
+    top = torch.finfo(out.dtype).max
+    out.copy_(x.clamp(-top, top).to(out.dtype))
+
+
+SIGNATURE = inspect.signature(mla_rope_quantize_fp8)

@@ -1,0 +1,229 @@
+"""`flashinfer_rope` over a stand-in of the function it calls, and `pointwise` in generated code: rotation, quantisation, joining."""
+
+import inspect
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from attnops.kernels import _flashinfer_pkg, _rows
+from attnops.kernels._decode import side_by_side
+from attnops.ops import mla_attention, rope_quantize_latent, write_latent
+from attnops.problem import Extent, Target, pretend
+from attnops.reference.rope_quantize import rotate
+from attnops.select import select
+from attnops.testing import CASES, Source, check_kernel
+from attnops.testing.latent import DEEPSEEK, SMALL
+from attnops.testing.rope_quantize import rope_quantize
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import flashinfer_rope as standin
+
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+OP = "rope_quantize_latent"
+KERNELS = kernels_of(OP)
+KERNEL = KERNELS["flashinfer_rope"]
+SM100 = Target("cuda", 100, assume=("flashinfer",))
+PARTS = ("q_nope", "q_pe", "latent", "k_pe", "cos_sin", "positions")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    monkeypatch.setattr(_flashinfer_pkg, "module", lambda name: standin if name == "rope" else pytest.fail(name))
+    standin.CALLS.clear()
+    with pretend(SM100):
+        yield standin.CALLS
+
+
+def call(f=DEEPSEEK, positions=(3, 0, 8), **more):
+    return rope_quantize(Source(1), positions, f, interleaved=more.pop("interleaved", True), **more)
+
+
+# The wrap -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES[OP], ids=str)
+def test_grid(calls, case):
+    figures = check_kernel(KERNEL, case.call())
+    if figures.refused:
+        assert {r.field for r in figures.refused} <= {"dtype", "rope_dim", "v_head_dim"}
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+def test_what_the_grid_leaves_out(calls):
+    taken = {c.label for c in CASES[OP] if not KERNEL.refusals(c.call().problem)}
+    assert taken == {c.label for c in CASES[OP] if c.label.startswith("deepseek")} | {"rope_32", "tail"}
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_what_the_function_is_given(calls, interleaved):
+    given = call(interleaved=interleaved, fused=True)
+    query, row = KERNEL.run(*given.args, **given.kwargs)
+    [seen] = calls
+    assert seen["is_neox"] is not interleaved and seen["quantize_dtype"] == E4M3
+    assert (seen["quant_scale_q"], seen["quant_scale_kv"]) == (4.0, 8.0)
+    for name, argument in (("q_rope", "q_pe"), ("k_rope", "k_pe"), ("q_nope", "q_nope"), ("k_nope", "latent"), ("pos_ids", "positions")):
+        assert seen[name].data_ptr() == given.arguments[argument].data_ptr(), "copied"
+    for name, whole, at in (("q_nope", query, 0), ("q_rope", query, 512), ("k_nope", row, 0), ("k_rope", row, 512)):
+        assert seen[f"{name}_out"].data_ptr() == whole.data_ptr() + at
+
+
+def test_opcheck(calls):
+    for label in ("deepseek", "deepseek_no_tokens"):
+        [case] = [c for c in CASES[OP] if c.label == label]
+        given = case.call()
+        overload = torch.ops.attnops.rope_quantize_latent.flashinfer_rope
+        results = torch.library.opcheck(overload, given.args, given.kwargs, raise_exception=False)
+        blind = {n for n, r in results.items() if "not implemented for 'Float8" in str(r)}
+        assert blind <= {"test_schema"} and {r for n, r in results.items() if n not in blind} == {"SUCCESS"}
+
+
+def test_misaligned_rows_are_refused_before_the_launch(calls):
+    given = call()
+    shifted = torch.zeros(3 * 576 + 1, dtype=BF16)[1:].view(3, 576)
+    with pytest.raises(InvalidInput, match=r"^latent: got strides .*, want rows that start at multiples of 16 bytes"):
+        KERNEL.run(*given.with_(latent=shifted[:, :512]).args)
+    assert not calls
+
+
+def test_more_than_32_bits_of_offsets_are_refused(calls, monkeypatch):
+    monkeypatch.setattr(_rows, "OFFSETS", 4096)
+    with pytest.raises(InvalidInput, match=r"^q_nope: got 24576 numbers, want < 4096"):
+        KERNEL.run(*call().args)
+
+
+def test_tables_and_positions_may_lie_anywhere(calls):
+    given = call()
+    wide = torch.zeros(9, 128)
+    wide[:, :64] = given.arguments["cos_sin"]
+    odd = given.with_(cos_sin=wide[:, :64], positions=torch.stack([given.arguments["positions"]] * 2, 1)[:, 0])
+    for a, b in zip(KERNEL.run(*odd.args, **odd.kwargs), KERNEL.run(*given.args, **given.kwargs), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+REFUSED = {
+    "arch": (call(), 80, ["target=sm80 (wants sm89 | sm90 | sm100 | sm103 | sm110 | sm120 | sm121)"]),
+    "dtype": (call(replace(DEEPSEEK, dtype=F32)), 90, ["dtype=float32 (wants float16 | bfloat16)"]),
+    "dims": (call(replace(DEEPSEEK, head_dim=40, v_head_dim=24)), 90,
+             ["rope_dim=16 (wants a multiple of 32)", "v_head_dim=24 (wants a multiple of 16)"]),
+    "heads": (call(replace(DEEPSEEK, q_heads=7281), (1,)), 90, ["q_heads=7281 (wants <= 7280 of 512 + 64 numbers each)"]),
+    "gaps": (call().map(lambda n, t: t.t().contiguous().t() if n == "latent" else t), 90, ["last_dim_contiguous=False (wants True)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", REFUSED)
+def test_refusals(point):
+    given, arch, want = REFUSED[point]
+    with pretend(Target("cuda", arch, assume=("flashinfer",))):
+        assert list(map(str, KERNEL.refusals(given.problem))) == want
+
+
+def test_the_function_fails_where_the_kernel_refuses(calls):
+    heads = REFUSED["heads"][0]
+    with pytest.raises(RuntimeError, match="invalid configuration argument"):
+        KERNEL.run(*heads.args, **heads.kwargs)
+    beyond = call().with_(positions=torch.tensor([0, 9, 1]))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        KERNEL.run(*beyond.args, **beyond.kwargs)
+
+
+def test_who_is_chosen():
+    problem = replace(call().problem, tokens=Extent.of(64))
+    for arch, packages, want in ((100, ("flashinfer",), "flashinfer_rope"), (90, (), "pointwise"), (80, ("flashinfer",), "reference")):
+        assert select(replace(problem, target=Target("cuda", arch, assume=packages))).kernel.name == want
+    assert select(replace(problem, target=Target("cpu"))).kernel.name == "pointwise"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed, so that its signature cannot be compared")
+def test_the_stand_in_has_the_packages_signature():
+    from flashinfer.rope import mla_rope_quantize_fp8
+
+    found = inspect.signature(mla_rope_quantize_fp8)
+    assert [(p.name, p.default) for p in found.parameters.values()] == [(p.name, p.default) for p in standin.SIGNATURE.parameters.values()]
+
+
+# The rotation ---------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_stay_in_their_places():
+    """Against complex numbers, which know nothing of halves; and the two layouts are one rotation of the same pairs."""
+    x, angle = torch.randn(5, 3, 8, dtype=torch.float64), torch.randn(5, 1, 4, dtype=torch.float64)
+    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin(), True), turned)
+
+    def split(y):
+        return torch.cat([y[..., ::2], y[..., 1::2]], -1)
+
+    torch.testing.assert_close(rotate(split(x), angle.cos(), angle.sin(), False), split(turned))
+
+
+@pytest.mark.parametrize("at", [-1, 9])
+def test_positions_outside_the_table_are_seen_on_the_cpu(at):
+    given = call(SMALL)
+    with pytest.raises(IndexError):
+        rope_quantize_latent(*(given.with_(positions=torch.tensor([0, at, 1])).arguments[n] for n in PARTS))
+
+
+def test_parts_are_views_of_one_tensor():
+    q_nope, q_pe, latent, k_pe = rope_quantize_latent(*(call(SMALL).arguments[n] for n in PARTS))
+    assert q_nope.stride() == q_pe.stride() == (80, 20, 1) and q_pe.data_ptr() == q_nope.data_ptr() + 16
+    assert latent.stride() == k_pe.stride() == (20, 1) and k_pe.data_ptr() == latent.data_ptr() + 16
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+def step(q_nope, q_pe, latent, k_pe, cos_sin, positions):
+    return rope_quantize_latent(q_nope * 2, q_pe, latent * 2, k_pe, cos_sin, positions, q_scale=0.25, kv_scale=0.125, interleaved=True)
+
+
+def test_the_compiler_fuses_it():
+    """One function; each of its loops writes one part into its place in float8; no other tensor is made, rotated or wide."""
+    given = [call(fused=True).arguments[n] for n in PARTS]
+    with torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(step, fullgraph=True)(*given))
+        want = step(*given)
+    assert "torch.ops.attnops" not in code and "aten.cat" not in code
+    assert code.count("async_compile.cpp_pybinding") == 1 == len(re.findall(r"^ +cpp_fused\w*\(", code, re.M))
+    made = re.findall(r"= empty_strided_cpu\((\(.*?\)), \(.*?\), (torch\.\w+)\)", code)
+    assert made == [("(3, 16, 576)", "torch.float8_e4m3fn"), ("(3, 576)", "torch.float8_e4m3fn")]
+    assert re.findall(r"^ +([\w:]+)\* out_ptr\d[,)]", code, re.M) == ["at::Float8_e4m3fn"] * 4
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and a.stride() == b.stride()
+
+
+def test_the_kernel_is_called_by_name(calls):
+    given = [call(fused=True).arguments[n] for n in PARTS]
+    with torch.no_grad():
+        got, code = compiled_code(lambda: torch.compile(step, fullgraph=True)(*given))
+        want = step(*given)
+    assert kernel_calls(code) == [f"{OP}.flashinfer_rope"] and len(calls) == 2
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_what_is_stored_is_what_attention_reads():
+    """Rotated, quantised, written and attended to: near what bfloat16 gives, and the query is handed on without a copy."""
+    f, tokens = replace(SMALL, dtype=BF16), 6
+    given = rope_quantize(Source(3), range(tokens), f, scales=(0.125, 0.125), spread=1.0).arguments
+    table, lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 0]], [tokens], [0, tokens]))
+    slots = torch.tensor([4, 5, 6, 7, 0, 1])
+
+    def attend(q_nope, q_pe, latent, k_pe, dtype, **scales):
+        pages = torch.zeros(2, 4, 20, dtype=dtype)
+        write_latent(latent, k_pe, pages, slots)
+        return mla_attention(q_nope, q_pe, pages, table, lengths, starts, max_seqlen_q=tokens, scale=20**-0.5, **scales)
+
+    parts = rope_quantize_latent(*(given[n] for n in PARTS), q_scale=0.125, kv_scale=0.125)
+    assert side_by_side(parts[0], parts[1])
+    scale = torch.tensor([0.125])
+    got = attend(*parts, E4M3, q_scale=scale, kv_scale=scale)
+    cos, sin = given["cos_sin"][given["positions"]].chunk(2, -1)
+    q_pe = rotate(given["q_pe"].float(), cos[:, None], sin[:, None], False).to(BF16)
+    want = attend(given["q_nope"], q_pe, given["latent"], rotate(given["k_pe"].float(), cos, sin, False).to(BF16), BF16)
+    assert got.dtype == BF16 and (got.float() - want.float()).norm() / want.float().norm() < 2**-4

@@ -1,0 +1,263 @@
+"""A small model of latent attention as an SM100 would run it: LatentCache, layers and compiler whole, over stand-ins: not the kernels."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnops
+from attnops.cache import LatentCache
+from attnops.errors import NoKernel, PageSizeConflict
+from attnops.kernels import _flashinfer_pkg, _sgl, cutlass_mla, trtllm_mla
+from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
+from attnops.ops import mla_attention
+from attnops.problem import Target, pretend
+from tests.lowering.models import compiled_code, kernel_calls
+from tests.standins import flashinfer_rope, flashinfer_small, flashinfer_trtllm_mla
+from tests.standins import sgl_kernel_mla as sgl
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+E, H, NOPE, DR, V, DC = 64, 2, 16, 64, 16, 512
+LAYERS = 2
+SCALES = (2.0**-5, 2.0**-5)
+"""Of queries and latents that are about 1 in size: 448 / 32 = 14 of their standard deviations fit, and nothing is saturated."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kernel, the package it comes with, and the pages it takes."""
+
+    kernel: str
+    package: str
+    page: int
+    pages: torch.dtype = BF16
+
+    @property
+    def target(self) -> Target:
+        return Target("cuda", 100, assume=(self.package,))
+
+    @property
+    def foreign(self) -> Counter[str]:
+        """What a step calls of each function: but for the prefill, which writes and attends otherwise."""
+        functions = ["cutlass_mla_decode" if self.kernel == "cutlass_mla" else "trtllm_batch_decode_with_kv_cache_mla"]
+        functions += ["mla_rope_quantize_fp8", "append_paged_mla_kv_cache"] * (self.pages == E4M3)
+        return Counter(functions * LAYERS)
+
+    @property
+    def scales(self) -> tuple[float, float] | None:
+        return SCALES if self.pages == E4M3 else None
+
+
+CUTLASS = Way("cutlass_mla", "sgl_kernel", 128)
+TRTLLM = Way("trtllm_mla", "flashinfer", 64)
+FLOAT8 = replace(TRTLLM, pages=E4M3)
+WAYS = {
+    "cutlass": CUTLASS, "cutlass_page_16": replace(CUTLASS, page=16), "trtllm": TRTLLM, "trtllm_page_32": replace(TRTLLM, page=32),
+    "float8": FLOAT8,
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, kernel: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        rope = RotaryEmbedding(DR, interleaved=True)
+        dims = {"kv_lora_rank": DC, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": DR, "v_head_dim": V}
+        self.layers = nn.ModuleList(LatentAttention(E, H, **dims, rope=rope, kernel=kernel, dtype=BF16) for _ in range(LAYERS))
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor, pages: tuple[Tensor, ...], batch: PagedBatch, scales: tuple[float, float] | None = None) -> Tensor:
+        for layer, latent_pages in zip(self.layers, pages, strict=True):
+            x = x + layer(x, batch=batch, latent_pages=latent_pages, float8_scales=scales)
+        return x
+
+
+def cache_for(way: Way, workspace_bytes: int = 0) -> LatentCache:
+    return LatentCache(
+        LAYERS, 640, max_requests=4, max_tokens_per_request=200, page_size=way.page, q_heads=H, kernels=(way.kernel,), dtype=way.pages,
+        device="cpu", workspace_bytes=workspace_bytes, max_new_tokens=8,
+    )  # fmt: skip
+
+
+@contextmanager
+def machine(way: Way) -> Iterator[Counter[str]]:
+    """An SM100 with the kernel's package. Yields how often each foreign function was called, as is known in the end."""
+    calls: Counter[str] = Counter()
+    if way.package == "sgl_kernel":
+        sgl.CALLS.clear()
+        with pretend(way.target), patch.object(_sgl, "load", lambda op, pattern: None):
+            yield calls
+            calls.update(sgl.CALLS)
+        return
+    small = {"rope": flashinfer_rope, "page": flashinfer_small}
+    for module in small.values():
+        module.CALLS.clear()
+    with pretend(way.target), patch.object(_flashinfer_pkg, "module", small.get), flashinfer_trtllm_mla.installed() as seen:
+        yield calls
+        calls.update([name for name, _ in seen] + flashinfer_small.CALLS + ["mla_rope_quantize_fp8"] * len(flashinfer_rope.CALLS))
+
+
+STEPS = ((40, 3, 17), (1, 1, 1), (3, 8, 1), (1, 1, 1))
+"""New tokens of three requests: a prefill, a decode step, drafts to verify, and on."""
+
+
+def steps(way: Way, cache: LatentCache) -> Iterator[tuple[Tensor, tuple[Tensor, ...], PagedBatch, tuple[float, float] | None]]:
+    """What the model is called with, step by step."""
+    generator = torch.Generator().manual_seed(7)
+    ids = [cache.alloc() for _ in range(3)]
+    for counts in STEPS:
+        x = torch.randn(sum(counts), E, generator=generator).to(BF16)
+        yield x, cache.latent_pages, cache.batch(ids, counts), way.scales
+
+
+def scratch(way: Way) -> int:
+    """The workspace that a decode step wants, as `explain` says it on any machine."""
+    *_, step = steps(way, cache_for(way))
+    return attnops.explain(Model(), *step, target=way.target, quiet=True).workspace_bytes
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_a_request_from_prefill_to_drafts(way):
+    """The kernel answers every step but the prefill, which unfolds its latents; and as the reference would."""
+    cache, twin = cache_for(way, scratch(way)), cache_for(way)
+    model, plain = Model(), Model("reference")
+    for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
+        with torch.no_grad():
+            with machine(way) as calls:
+                got = model(*step)
+            want = plain(*other)
+        if i == 0:
+            assert set(calls) <= {"append_paged_mla_kv_cache"}, "prefill"
+        else:
+            assert calls == way.foreign, i
+        # One more rounding of weights and queries to bfloat16, or of weights to float8.
+        torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-5 if way.scales is None else 2**-3)
+    written = [pages.view(torch.uint8) for pages in cache.latent_pages]
+    assert all(pages.any() for pages in written)
+
+
+COMPILED = {"cutlass": (1,), "trtllm": (0, 1, 2), "float8": (1,)}
+"""The steps whose generated code is read."""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    """Generated code calls the kernel by name, once a layer; that of a prefill unfolds the latents instead."""
+    way = WAYS[name]
+    size = scratch(way)
+    cache, twin = cache_for(way, size), cache_for(way, size)
+    compiled, eager = torch.compile(Model(), fullgraph=True), Model()
+    layer = [f"mla_attention.{way.kernel}"]
+    if way.scales is not None:
+        layer = ["rope_quantize_latent.flashinfer_rope", "write_latent.flashinfer_append", *layer]
+    with machine(way), torch.no_grad():
+        for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
+            want = eager(*other)
+            if i > COMPILED[name][-1]:
+                break
+            if i not in COMPILED[name]:
+                assert torch.equal(eager(*step), want)
+                continue
+            got, code = compiled_code(lambda step=step: compiled(*step))
+            torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+            if i == 0:
+                assert {call.split(".")[0] for call in kernel_calls(code)} <= {"varlen_attention"} and "mla_attention" not in code
+            else:
+                assert kernel_calls(code) == layer * LAYERS
+
+
+# What the cache is for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_rows_of_the_table_are_whole_tiles(way):
+    """So that the kernel pads no table in any layer, though 200 tokens are no whole number of tiles."""
+    cache = cache_for(way, scratch(way))
+    assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
+    module, widths = (cutlass_mla if way.kernel == "cutlass_mla" else trtllm_mla), []
+    pad = module.pad
+
+    def seen(table, by):
+        widths.append(by)
+        return pad(table, by)
+
+    with machine(way), patch.object(module, "pad", seen), torch.no_grad():
+        for step in steps(way, cache):
+            Model()(*step)
+    assert widths == [(0, 0)] * LAYERS * (len(STEPS) - 1)
+
+
+def test_without_the_workspace_that_explain_asks_for():
+    """The kernel asked for by name says what is missing, in bytes; what `explain` says is enough, and one byte less is not."""
+    size = scratch(TRTLLM)
+    assert size > 8 << 20 and scratch(FLOAT8) == size
+    for short in (0, size - 1):
+        cache = cache_for(TRTLLM, short)
+        *_, step = steps(TRTLLM, cache)
+        with machine(TRTLLM), torch.no_grad(), pytest.raises(NoKernel, match=rf"workspace={short} bytes \(wants >= {size} bytes"):
+            Model("trtllm_mla")(*step)
+
+
+def test_pages_that_no_kernel_takes_are_refused_at_creation():
+    sizes = {"max_requests": 1, "max_tokens_per_request": 64, "page_size": 48}
+    with pytest.raises(PageSizeConflict, match="cutlass_mla"):
+        LatentCache(1, 64, **sizes, kernels=("cutlass_mla",), dtype=BF16, device="cpu")
+
+
+# float8 ---------------------------------------------------------------------------------------------------------------
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("queries", ["bfloat16", "float8"])
+def test_how_near_float8_comes(queries, record_property):
+    """Against the exact result over random numbers, DeepSeek's dims: a figure, and why it is no larger.
+
+    A float8_e4m3fn of 3 bits after the point is off by no more than r = 2^-4 / sqrt(3) of itself on the average (root mean square, all
+    errors up to half a step alike). Numbers that are off independently by r make sums of them off by r: so are the values, and so are
+    the logits, once for each side that was rounded, which have a spread of s: r s each, and the weights are off by as much.
+    """
+    torch.manual_seed(0)
+    heads, keys, scale = 16, 1024, 192**-0.5
+    q, pages = torch.randn(4, heads, 576), torch.randn(keys // 64, 64, 576)
+    table = torch.arange(keys // 64, dtype=torch.int32).expand(4, -1).contiguous()
+    lens, cu = torch.full((4,), keys, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+
+    def attend(q, pages, **scales):
+        return mla_attention(q[..., :512], q[..., 512:], pages, table, lens, cu, max_seqlen_q=1, scale=scale, **scales)
+
+    def stored(x):
+        return (x / SCALES[0]).to(E4M3)
+
+    one = torch.tensor([SCALES[0]])
+    want = attend(q.double(), pages.double())
+    query, given = (stored(q), {"q_scale": one}) if queries == "float8" else (q.to(BF16), {})
+    got = error(attend(query, stored(pages), kv_scale=one, **given), want)
+    plain = error(attend(q.to(BF16), pages.to(BF16)), want)
+    r, s, sides = 2**-4 / 3**0.5, scale * 576**0.5, 2 if queries == "float8" else 1
+    bound = r * (1 + sides * s**2) ** 0.5
+    record_property("relative error of float8", got)
+    record_property("relative error of bfloat16", plain)
+    assert bound / 2 < got < bound and plain < 2**-7, (got, plain, bound)
+
+
+def test_the_layer_in_float8(record_property):
+    """As much off as attention alone: rotated, quantised and cached by the layer, against the same layers on bfloat16 pages.
+
+    Its logits spread by less than 1, so that r sqrt(1 + 2 s^2) is less than 2^-4. A prefill attends to its own tokens as they come.
+    """
+    outs = {}
+    for way in (TRTLLM, FLOAT8):
+        cache = cache_for(way, scratch(way))
+        with machine(way), torch.no_grad():
+            outs[way] = [Model()(*step) - step[0] for step in steps(way, cache)]
+    figures = [error(a, b) for a, b in zip(outs[FLOAT8], outs[TRTLLM], strict=True)]
+    record_property("relative error of the layers by step", figures)
+    assert figures[0] == 0.0 and max(figures) < 2**-4, figures

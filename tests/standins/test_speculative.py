@@ -1,0 +1,170 @@
+"""Speculative shapes over latents: drafts verified, 1 to 8 tokens of every request, and drafts extended by what was accepted of each.
+
+Every kernel that is here, Triton's through its interpreter, the foreign ones over stand-ins: not the kernels.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.kernels import _sgl, trtllm
+from attnops.ops import mla_attention, pad_queries, unpad_queries
+from attnops.problem import Target, pretend
+from attnops.testing import Call, Source, check_kernel, equip, latent
+from attnops.testing.latent import DEEPSEEK, SMALL
+from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_fa3
+from tests.standins import sgl_kernel_mla as _registers  # noqa: F401
+from tests.triton.process import interpreted
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+KERNELS = kernels_of("mla_attention")
+TARGETS = {
+    "reference": Target(),
+    "triton": Target("cuda", 90, assume=("triton",)),
+    **{n: Target("cuda", 90, assume=("sgl_kernel",)) for n in ("flashmla", "flashmla_fp8", "fa3")},
+    **{n: Target("cuda", 90, assume=("flashinfer",)) for n in ("flashinfer_mla_fa2", "flashinfer_mla_fa3")},
+    "cutlass_mla": Target("cuda", 100, assume=("sgl_kernel",)),
+    "trtllm_mla": Target("cuda", 100, assume=("flashinfer",)),
+}
+HERE = [n for n in TARGETS if n != "triton"]
+BY_TOKEN = ("flashmla", "flashmla_fp8", "cutlass_mla", "trtllm_mla")
+"""Each token is a row of its own, and no request brings more than 8."""
+
+WIDE = 8
+
+
+@contextmanager
+def ready(name: str) -> Iterator[None]:
+    """As on a machine that has the kernel; with stand-ins for what is foreign in it."""
+    if name == "fa3" and find_spec("sgl_kernel"):
+        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
+    with ExitStack() as stack:
+        if name.startswith("flashinfer"):
+            stack.enter_context(flashinfer_mla.installed())
+        if name == "trtllm_mla":
+            stack.enter_context(flashinfer_trtllm_mla.installed())
+            # A GPU of few multiprocessors wants little scratch.
+            stack.enter_context(patch.object(trtllm, "SMS", 16))
+            stack.enter_context(patch.object(flashinfer_trtllm_mla, "SM_COUNT", 16))
+        if name == "fa3":
+            stack.enter_context(sgl_kernel_fa3.installed())
+        elif "sgl_kernel" in (TARGETS[name].assume or ()):
+            stack.enter_context(patch.object(_sgl, "load", lambda op, pattern: None))
+        stack.enter_context(pretend(TARGETS[name]))
+        yield
+
+
+def call(name: str, q_lens, seq_lens, padding=0, **more) -> Call:
+    """A call that the kernel takes."""
+    if name in ("reference", "triton"):
+        return latent.mla(Source(0), q_lens, seq_lens, 16, replace(SMALL, dtype=BF16), padding, **more)
+    float8 = name == "flashmla_fp8"
+    f = replace(DEEPSEEK, kv_dtype=E4M3) if float8 else DEEPSEEK
+    return latent.mla(Source(0), q_lens, seq_lens, 64, f, padding, q_dtype=E4M3 if float8 else None, **more)
+
+
+def test_every_kernel_is_here():
+    assert set(TARGETS) == set(KERNELS)
+
+
+def check(name: str, given: Call) -> None:
+    with ready(name):
+        figures = check_kernel(KERNELS[name], given)
+    assert not figures.refused and figures.worst <= 1.0, figures
+
+
+# Verification: as many tokens of every request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, WIDE + 1))
+@pytest.mark.parametrize("name", HERE)
+def test_verify(name, n):
+    """The last query of a request stands at its last key, the others before it; one request has drafts alone."""
+    check(name, call(name, (n, n, n), (60 + n, n, 130)))
+
+
+@pytest.mark.parametrize("n", range(1, WIDE + 1))
+@interpreted
+def test_verify_in_triton(n):
+    check("triton", call("triton", (n, n, n), (60 + n, n, 130)))
+
+
+def test_more_than_eight_are_refused_by_those_that_take_tokens_one_by_one():
+    for name in HERE:
+        with ready(name):
+            refused = KERNELS[name].refusals(equip(KERNELS[name], call(name, (9, 9), (60, 9))).problem)
+        assert [r.field for r in refused] == (["queries"] if name in BY_TOKEN else []), name
+
+
+# Drafts: as many tokens as were accepted of each -----------------------------------------------------------------------
+
+ACCEPTED = ((1, 8, 3, 0), (2, 2, 2, 2), (8, 1, 1, 5), (0, 0, 0, 1))
+LENGTHS = (70, 8, 130, 65)
+
+
+def run(name: str, given: Call) -> torch.Tensor:
+    made = equip(KERNELS[name], given)
+    getattr(torch.ops.attnops.mla_attention, name)(*made.args, **made.kwargs)
+    return made.arguments["output"]
+
+
+def extend(name: str, accepted: tuple[int, ...]) -> None:
+    """Out of a rectangle of drafts and back into one, in sizes that do not tell what was accepted: as the ragged call alone."""
+    ragged = call(name, accepted, LENGTHS, slack=WIDE - max(accepted))
+    t, room = ragged.arguments, len(accepted) * WIDE
+    with ready(name):
+        want = pad_queries(run(name, ragged), t["cu_seqlens_q"], max_seqlen_q=WIDE)
+        drafts = {n: pad_queries(t[n], t["cu_seqlens_q"], max_seqlen_q=WIDE) for n in ("q_nope", "q_pe")}
+        parts = {n: unpad_queries(x, t["cu_seqlens_q"], num_tokens=room) for n, x in drafts.items()}
+        padded = ragged.with_(**parts, output=torch.empty(room, *t["output"].shape[1:], dtype=t["output"].dtype))
+        got = pad_queries(run(name, padded), t["cu_seqlens_q"], max_seqlen_q=WIDE)
+    for b, n in enumerate(accepted):
+        assert not got[b, n:].any()
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED, ids=str)
+@pytest.mark.parametrize("name", HERE)
+def test_draft_extend(name, accepted):
+    extend(name, accepted)
+    check(name, call(name, accepted, LENGTHS, padding=4 * WIDE - sum(accepted), slack=WIDE - max(accepted)))
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED, ids=str)
+@interpreted
+def test_draft_extend_in_triton(accepted):
+    extend("triton", accepted)
+
+
+def test_one_graph_serves_whatever_is_accepted():
+    """What is accepted is data: sizes stay those of the rectangle, so that a captured graph may be replayed."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q_nope, q_pe, pages, table, lengths, cu):
+        parts = (unpad_queries(x, cu, num_tokens=4 * WIDE) for x in (q_nope, q_pe))
+        out = mla_attention(*parts, pages, table, lengths, cu, max_seqlen_q=WIDE, scale=20**-0.5)
+        return pad_queries(out, cu, max_seqlen_q=WIDE)
+
+    compiled = torch.compile(step, backend=count, fullgraph=True)
+    for accepted in ACCEPTED:
+        t = call("reference", accepted, LENGTHS, wider=0).arguments
+        drafts = (pad_queries(t[n], t["cu_seqlens_q"], max_seqlen_q=WIDE) for n in ("q_nope", "q_pe"))
+        given = (*drafts, t["latent_pages"], t["page_table"], t["seq_lens"], t["cu_seqlens_q"])
+        with torch.no_grad():
+            got = compiled(*given)
+        alone = torch.empty_like(t["output"])
+        mla_attention(
+            t["q_nope"], t["q_pe"], *given[2:], max_seqlen_q=WIDE, scale=20**-0.5, output=alone, kernel="reference"
+        )
+        assert torch.equal(got, pad_queries(alone, t["cu_seqlens_q"], max_seqlen_q=WIDE))
+    assert len(graphs) == 1

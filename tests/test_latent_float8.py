@@ -1,0 +1,96 @@
+"""LatentAttention over float8 pages with float8 queries: as its parts one by one, shared prefixes, both layouts of RoPE, bad arguments."""
+
+import pytest
+import torch
+
+from attnops.cache import LatentCache
+from attnops.errors import InvalidInput
+from attnops.nn import LatentAttention, RotaryEmbedding
+from attnops.ops import mla_attention
+
+E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
+SCALES = (2.0**-5, 2.0**-6)
+F32, E4M3 = torch.float32, torch.float8_e4m3fn
+
+
+def layer(interleaved=True, rope=True):
+    torch.manual_seed(5)
+    turn = RotaryEmbedding(DR, 500.0, interleaved=interleaved) if rope else None
+    dims = {"kv_lora_rank": DC, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": DR, "v_head_dim": V}
+    return LatentAttention(E, H, q_lora_rank=20, **dims, rope=turn, dtype=F32).requires_grad_(False)
+
+
+def cache_for():
+    sizes = {"latent_dim": DC, "rope_dim": DR, "max_requests": 4, "max_tokens_per_request": 64, "page_size": 4}
+    return LatentCache(1, 160, **sizes, dtype=E4M3, device="cpu")
+
+
+def quantised(x, scale):
+    return (x / scale).clamp(-448, 448).to(E4M3).to(F32) * scale
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_as_its_parts_one_by_one(interleaved):
+    """Rotated, rounded to float8 and back in plain torch, attended to in float32: the layer's own numbers, but for its sums' order."""
+    module, cache = layer(interleaved), cache_for()
+    ids, x = [cache.alloc(), cache.alloc()], torch.randn(12, E)
+    pages, wide = cache.latent_pages[0], torch.zeros(cache.latent_pages[0].shape)
+    w_uk, w_uv = module.kv_b_proj.weight.view(H, NOPE + V, DC).split([NOPE, V], 1)
+    for counts, rows, how in (((5, 1), x[:6], {"prefix_tokens": 8}), ((1, 1), x[6:8], {}), ((1, 3), x[8:], {})):
+        batch = cache.batch(ids, counts, **how)
+        got = module(rows, batch=batch, latent_pages=pages, float8_scales=SCALES)
+        q_nope, q_pe, latent, k_pe = module._project(rows, batch.positions)
+        wide.view(-1, DC + DR)[batch.slots] = quantised(torch.cat([latent, k_pe], -1), SCALES[1])
+        if batch.prefix is not None:
+            continue  # unfolded, and not attended to as latents
+        query = quantised(torch.cat([torch.einsum("thn,hnc->thc", q_nope, w_uk), q_pe], -1), SCALES[0])
+        tables = (batch.page_table, batch.seq_lens, batch.cu_seqlens_q)
+        out = mla_attention(query[..., :DC], query[..., DC:], wide, *tables, max_seqlen_q=batch.max_seqlen_q, scale=module.scale)
+        want = module.o_proj(torch.einsum("thc,hvc->thv", out, w_uv).flatten(-2))
+        # A product off by float32's last bit may round to the next float8.
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(pages.to(F32) * SCALES[1], wide, rtol=2**-3, atol=2**-9 * SCALES[1])
+
+
+def test_a_shared_prefix():
+    """A cascade of its two parts gives what the whole tables give."""
+    module, outs = layer(), {}
+    for share in (False, True):
+        torch.manual_seed(1)
+        cache = cache_for()
+        first = cache.alloc()
+        module(torch.randn(9, E), batch=cache.batch([first], 9), latent_pages=cache.latent_pages[0], float8_scales=SCALES)
+        ids = [first, cache.fork(first), cache.fork(first)]
+        batch = cache.batch(ids, (1, 2, 1), share=share)
+        assert (batch.shared is not None) == share
+        outs[share] = module(torch.randn(4, E), batch=batch, latent_pages=cache.latent_pages[0], float8_scales=SCALES)
+    torch.testing.assert_close(outs[True], outs[False], rtol=1e-5, atol=1e-5)
+
+
+BAD = {
+    "pair": ({"float8_scales": 0.5}, r"^float8_scales: got 0.5, want \(q_scale, kv_scale\)"),
+    "zero": ({"float8_scales": (0.0, 1.0)}, r"^q_scale: got 0.0, want a finite number > 0"),
+    "both": ({"kv_scale": torch.ones(1)}, r"^kv_scale: got .* want None with float8_scales"),
+    "pages": ({"latent_pages": torch.zeros(41, 4, DC + DR)}, r"^latent_pages.dtype: got torch.float32, want float8_e4m3fn"),
+    "form": ({"batch": None, "latent_pages": None}, r"^float8_scales: got .* want None without batch"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    change, text = BAD[name]
+    cache = cache_for()
+    ids = [cache.alloc()]
+    cache.batch(ids, 4)
+    given = {"batch": cache.batch(ids, 1), "latent_pages": cache.latent_pages[0], "float8_scales": SCALES} | change
+    x = torch.randn(1, E) if given["batch"] is not None else torch.randn(1, 1, E)
+    with pytest.raises(InvalidInput, match=text):
+        layer()(x, **given)
+
+
+def test_without_rope_there_is_nothing_to_fuse():
+    cache = cache_for()
+    ids = [cache.alloc()]
+    cache.batch(ids, 4)
+    with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want None: this layer has no rope"):
+        layer(rope=False)(torch.randn(1, E), batch=cache.batch(ids, 1), latent_pages=cache.latent_pages[0], float8_scales=SCALES)
