@@ -136,7 +136,6 @@ def _frozen(x: Any, tensors: list[Tensor]) -> Any:
         tensors.append(x)
         if type(x) in PLAIN:
             return x._version, x.data_ptr(), x.dtype, x.device
-        if hasattr(x, "__tensor_flatten__"):
-            names, _ = x.__tensor_flatten__()
-            return x._version, [_frozen(getattr(x, name), tensors) for name in names]
+        if (flatten := getattr(x, "__tensor_flatten__", None)) is not None:
+            return x._version, [_frozen(getattr(x, name), tensors) for name in flatten()[0]]
     raise _Unknown
