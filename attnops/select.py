@@ -6,6 +6,7 @@ Pure, given the kernels registered and the table of measured times that is in fo
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -97,6 +98,16 @@ class Decision:
         if cost.how == MEASURED:
             return f"measured slower, {cost.us:.4g} us"
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What the choice was made by, the less the better: of two decisions of one op and policy, which kernel is to be chosen.
+
+        The kernel's place among those preferred, then its cost. Without a kernel: worse than any.
+        """
+        if self.kernel is None:
+            return sys.maxsize, float("inf")
+        return _rank(self.kernel, self.policy.prefer), self.costs[self.kernel.name].us
 
     @property
     def measured(self) -> str:

@@ -19,6 +19,7 @@ from attnops.kernel import all_kernels
 from attnops.measured import in_force
 from attnops.ops import Op
 from attnops.ops._op import watch
+from attnops.ops.latent_form import FormDecision, LatentCall, watch_forms
 from attnops.problem import Problem, Target, pretend
 from attnops.select import Decision, select, workspace_bytes
 
@@ -33,23 +34,39 @@ class CallSite:
 
 
 @dataclass(frozen=True)
+class FormSite:
+    """One or more steps of attention over latents (MLA) that took the same form for the same reasons; fields as of CallSite."""
+
+    where: str
+    count: int
+    decision: FormDecision
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What `explain` found. `str()` is the table; `sites` are the call sites in order of first use.
 
     times: which measured times the choices rest on, "" for none: then all are ranked by the kernels' own estimates.
+    forms: where attention over latents had a choice of form, shown before the calls that followed from it.
     """
 
     target: str
     assumed: tuple[str, ...] | None
     sites: tuple[CallSite, ...]
     times: str = ""
+    forms: tuple[FormSite, ...] = ()
 
     def __str__(self) -> str:
         assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
         lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
+        told: set[str] = set()
         for site in self.sites:
-            lines.append(f"\n{site.where}  x{site.count}")
-            lines.extend("  " + line for line in str(site.decision).splitlines())
+            forms = () if site.where in told else tuple(f for f in self.forms if f.where == site.where)
+            told.add(site.where)
+            entries: tuple[CallSite | FormSite, ...] = (*forms, site)
+            for entry in entries:
+                lines.append(f"\n{entry.where}  x{entry.count}")
+                lines.extend("  " + line for line in str(entry.decision).splitlines())
         return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
 
     def chosen(self) -> tuple[str, ...]:
@@ -82,6 +99,17 @@ class Explanation:
                     },
                 }
                 for s in self.sites
+            ],
+            "forms": [
+                {
+                    "where": f.where,
+                    "count": f.count,
+                    "form": f.decision.form,
+                    "new_tokens": f.decision.queries,
+                    "absorb_up_to": f.decision.absorb_up_to,
+                    "us": {n: float(f"{us:.4g}") for n, us in f.decision.costs.items()},
+                }
+                for f in self.forms
             ],
         }
 
@@ -124,7 +152,12 @@ def explain(
     if goal is not None and goal.assume is None:
         goal = dataclasses.replace(goal, assume=packages_of_kernels())
     found: dict[tuple[str, Problem, str], int] = {}
+    formed: dict[tuple[str, LatentCall, int], tuple[int, FormDecision]] = {}
     path = _ModulePath(model)
+
+    def form_watcher(decision: FormDecision) -> None:
+        spot = (_folded(path.current()), decision.call, decision.queries)
+        formed[spot] = (formed.get(spot, (0, decision))[0] + 1, decision)
 
     def watcher(op: Op, problem: Problem, policy: str) -> None:
         site = (path.current(), problem, policy)
@@ -135,6 +168,7 @@ def explain(
         stack.enter_context(pretend(goal))
         stack.enter_context(path.tracked())
         stack.callback(watch(watcher))
+        stack.callback(watch_forms(form_watcher))
         stack.enter_context(_eager_stance())
         stack.enter_context(_fake_mode(args, kwargs))
         if isinstance(call, nn.Module) and not call.training:
@@ -143,7 +177,8 @@ def explain(
         call(*fake_args, **fake_kwargs)
         here = str(goal) if goal is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
         sites = _fold([(where, count, select(problem, policy)) for (where, problem, policy), count in found.items()])
-    explanation = Explanation(here, goal.assume if goal else None, sites, _times(sites))
+    forms = tuple(FormSite(where, count, decision) for (where, _, _), (count, decision) in formed.items())
+    explanation = Explanation(here, goal.assume if goal else None, sites, _times(sites), forms)
     if not quiet:
         print(explanation)
     return explanation
@@ -163,9 +198,13 @@ def _fold(calls: list[tuple[str, int, Decision]]) -> tuple[CallSite, ...]:
     """Join calls with the same decision whose paths differ in numbers only."""
     folded: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
     for where, count, decision in calls:
-        spot = (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", where), decision.problem, decision.policy.key)
+        spot = (_folded(where), decision.problem, decision.policy.key)
         folded[spot] = (folded.get(spot, (0, decision))[0] + count, decision)
     return tuple(CallSite(where, count, decision) for (where, _, _), (count, decision) in folded.items())
+
+
+def _folded(where: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", where)
 
 
 class _ModulePath:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,28 +117,25 @@ def negotiate_page_size(
     sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
     here = {size: _on_target(problems(size)) for size in sizes}
     if named is None:
-        takes = {k: tuple(s for s in sizes if k in here[s].us) for k in kernels_of(OP)}
-        fits = tuple(s for s in sizes if here[s].us)
-        reasons = {k: _once(r for s in sizes for r in here[s].refused.get(k, ())) for k in takes}
+        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in kernels_of(OP)}
     else:
-        asked = {k.name: {s: _on_any(k, problems(s)) for s in sizes} for k in named}
-        takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in asked.items()}
-        fits = tuple(s for s in sizes if all(s in taken for taken in takes.values()))
-        reasons = {k: _once(r for s in sizes for r in refused[s]) for k, refused in asked.items()}
+        against = {k.name: {s: _anywhere(k, problems(s)) for s in sizes} for k in named}
+    takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in against.items()}
+    fits = [s for s in sizes if (any if named is None else all)(s in taken for taken in takes.values())]
     if not fits if given is None else named is not None and given not in fits:
-        raise PageSizeConflict(given, sizes, takes, reasons)
+        raise PageSizeConflict(given, sizes, takes, {k: _once(r for s in sizes for r in refused[s]) for k, refused in against.items()})
 
-    counted = tuple(takes) if named is not None else tuple(kernels_of(OP))
-    cheapest = {s: min((us for k, us in here[s].us.items() if k in counted), default=float("inf")) for s in fits}
-    if given is not None:
-        chosen, why = given, "as given" if named is None else f"as given, and {_all(takes)} it"
+    costs = {s: min((us for k, us in here[s].us.items() if k in against), default=math.inf) for s in fits}
+    if given is None:
+        alike = [s for s in fits if costs[s] <= min(costs.values()) * TIE]
+        chosen = min(alike, key=lambda s: (-len(here[s].us), max(s, USUAL) / min(s, USUAL), s))
     else:
-        near = [s for s in fits if cheapest[s] <= min(cheapest.values()) * TIE]
-        chosen = min(near, key=lambda s: (-len(here[s].us), max(s, USUAL) / min(s, USUAL), s))
-        fastest = min((us, k) for k, us in here[chosen].us.items() if k in counted)[1] if cheapest[chosen] < float("inf") else ""
-        why = f"{fastest} is the fastest kernel of a decode step" if named is None else f"{_all(takes)} it"
-    refused = {k: r for k, r in here[chosen].refused.items() if k in counted}
-    return PageSizeChoice(chosen, target, why, {k: v for k, v in takes.items() if v}, refused)
+        chosen = given
+    reasons = ["as given"] * (given is not None) + [f"taken by {', '.join(against)}"] * (named is not None)
+    if not reasons:
+        reasons = [f"{min(here[chosen].us.items(), key=lambda item: item[1])[0]} is the fastest kernel of a decode step"]
+    refused_here = {k: r for k, r in here[chosen].refused.items() if k in against}
+    return PageSizeChoice(chosen, target, ", ".join(reasons), {k: v for k, v in takes.items() if v}, refused_here)
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def _on_target(problems: Iterable[Problem]) -> _Answers:
     return _Answers(us, refused)
 
 
-def _on_any(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
+def _anywhere(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
     """What the kernel has against the nearest of `problems`, wherever it runs."""
     unmet = [tuple(r for need in kernel.needs if (r := need(p)) and r.field not in ("target", "device")) for p in problems]
     return min(unmet, key=len)
@@ -170,11 +168,6 @@ def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
     for refusal in refusals:
         found.setdefault((refusal.field, refusal.want), refusal)
     return tuple(found.values())
-
-
-def _all(kernels: Iterable[str]) -> str:
-    names = tuple(kernels)
-    return f"{' and '.join(names)} take{'s' if len(names) == 1 else ''}"
 
 
 def _kernels(names: Sequence[str]) -> tuple[Kernel, ...]:

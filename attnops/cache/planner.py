@@ -1,35 +1,46 @@
-"""`Planner`: the buffers of a host plan, and the step that fills them."""
+"""`Planner`: the plan of a step, made by whatever the kernel that will answer the layers wants it made by: the host or the device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import ordinary
+from attnops.kernel import Kernel, kernels_of
+from attnops.ops import _check as check
+from attnops.ops._op import target_of
 from attnops.ops.plan import PagedSpec, plan_paged_attention, plan_sizes
+from attnops.ops.plan_mla import PLAN, LatentSpec, plan_mla_attention, plan_mla_sizes
+from attnops.select import choose, key_for, select
 
 
 class Planner:
-    """Plans the attention of the layers that share a `PagedSpec`, where the kernel that will answer them plans on the host.
+    """Plans the attention of the layers that share a `PagedSpec` or a `LatentSpec`, where the kernel that will answer them reads a plan.
 
     Called once a step, outside compiled code, with that step's batch: it gives the batch back with `plan` and `workspace` set, or as it
     was when the layers will run a kernel that needs none. Layers of another spec, e.g. another window, need a Planner of their own.
 
+    A plan is made on the host, into the buffers below, or, of latents, on the device: then it is a tensor of its own at each step, and
+    the workspace stays the batch's. It is of the batch's own tables: a batch with a `shared` prefix, whose two parts have tables of
+    their own, gets none, and neither part may be given one that was made without `shared`.
+
     Args:
-        spec: what the layers ask of `paged_attention`.
+        spec: what the layers ask of `paged_attention` or `mla_attention`.
         max_tokens, max_requests: the most query tokens and requests of a step. max_pages: columns of the page table.
         device: where the batches lie.
         kernel: plan for this kernel and no other.
 
     Attributes:
         plan: int64 `[n]` on the CPU, pinned beside a GPU. workspace: uint8 `[m]` on `device`. Made once, written by every step: a
-            captured model that was given them follows. Both are empty where no kernel plans.
+            captured model that was given them follows. Both are empty where no kernel plans on the host.
     """
 
     def __init__(
         self,
-        spec: PagedSpec,
+        spec: PagedSpec | LatentSpec,
         *,
         max_tokens: int,
         max_requests: int,
@@ -38,9 +49,13 @@ class Planner:
         kernel: str | None = None,
     ) -> None:
         self.spec, self.kernel = spec, kernel
-        numbers, size = plan_sizes(spec, max_tokens=max_tokens, max_requests=max_requests, max_pages=max_pages, device=device)
+        sizes = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
+        if isinstance(spec, LatentSpec):
+            numbers, size = plan_mla_sizes(spec, **sizes, device=device)
+        else:
+            numbers, size = plan_sizes(spec, **sizes, device=device)
         # As the cache's pages: born outside of inference mode, and told to the compiler to lie where they lie.
-        with torch.inference_mode(False):
+        with ordinary():
             self.plan = torch.zeros(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
             self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         if size:
@@ -51,9 +66,52 @@ class Planner:
                 mark_static_address(buffer)
 
     def __call__(self, batch: PagedBatch) -> PagedBatch:
-        """`batch` with its plan. Raises what `plan_paged_attention` raises."""
+        """`batch` with its plan. Raises what `plan_paged_attention` and `plan_mla_attention` raise."""
+        if isinstance(self.spec, LatentSpec):
+            return self._latents(self.spec, batch)
         found = plan_paged_attention(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
             max_seqlen_q=batch.max_seqlen_q, plan=self.plan, workspace=self.workspace, kernel=self.kernel,
         )  # fmt: skip
         return replace(batch, plan=self.plan, workspace=self.workspace) if found else replace(batch, plan=None)
+
+    def _latents(self, spec: LatentSpec, batch: PagedBatch) -> PagedBatch:
+        if batch.shared is not None:
+            return replace(batch, plan=None)
+        kernel = self._answers(spec, batch)
+        if kernel.name not in _planned_by_host():
+            return replace(batch, plan=_device_plan(kernel, spec, batch))
+        plan_mla_attention(
+            spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
+            max_seqlen_q=batch.max_seqlen_q, plan=self.plan, workspace=self.workspace, kernel=kernel.name,
+        )  # fmt: skip
+        return replace(batch, plan=self.plan, workspace=self.workspace)
+
+    def _answers(self, spec: LatentSpec, batch: PagedBatch) -> Kernel:
+        """The kernel that the layers had best run. No call has a plan of both kinds, so what runs with either is chosen from."""
+        requests, pages = batch.page_table.shape
+        problem = spec.problem(target_of(batch.page_table), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
+        elsewhere = replace(problem, plan="device", workspace=check.workspace_bytes(batch.workspace))
+        key = key_for(problem.op, self.kernel)
+        hosts = _planned_by_host()
+        found = select(problem, key)
+        if found.kernel is not None and found.kernel.name in hosts and found.rank <= select(elsewhere, key).rank:
+            return found.kernel
+        return choose(problem if found.policy.forced(problem.op) in hosts else elsewhere, key)
+
+
+def _planned_by_host() -> tuple[str, ...]:
+    return tuple(name for name, kernel in kernels_of(PLAN.name).items() if kernel.plan_sizes is not None)
+
+
+def _device_plan(kernel: Kernel, spec: LatentSpec, batch: PagedBatch) -> Tensor | None:
+    """What `kernel` reads on the device, or None."""
+    if kernel.device_plan is None:
+        return None
+    with ordinary():
+        # Nobody reads the query's numbers, of which there are none yet: its shape, its dtype and where it lies are what a plan needs.
+        query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], spec.q_heads, spec.head_dim)
+        return kernel.device_plan(
+            q_nope=query[..., : spec.v_head_dim], q_pe=query[..., spec.v_head_dim :], page_table=batch.page_table, seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.causal,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Modules: attention in any of its three forms, a self-attention layer, and torch's MultiheadAttention. And the paged cache."""
+"""Modules: attention in any of its three forms, layers around it and around latents, torch's MultiheadAttention. And the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch
 from attnops.cache import PagedCache as PagedCache
@@ -8,6 +8,7 @@ from attnops.nn.latent import LatentDims as LatentDims
 from attnops.nn.latent import attend_absorbed as attend_absorbed
 from attnops.nn.latent import attend_expanded as attend_expanded
 from attnops.nn.latent import attend_latents as attend_latents
+from attnops.nn.latent_attention import LatentAttention as LatentAttention
 from attnops.nn.multihead import MultiheadAttention as MultiheadAttention
 from attnops.nn.rotary import RotaryEmbedding as RotaryEmbedding
 from attnops.nn.self_attention import SelfAttention as SelfAttention

@@ -7,8 +7,6 @@ DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2. Which is cheaper: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -17,16 +15,10 @@ from attnops.errors import InvalidInput
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops import merge_state, mla_attention, varlen_attention, write_latent
-
-
-@dataclass(frozen=True)
-class LatentDims:
-    """What a head has of each: nope numbers of key and query without position, rope with; v of its value; `latent`: Dc of a latent."""
-
-    nope: int
-    rope: int
-    latent: int
-    v: int
+from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
+from attnops.ops.latent_form import LatentDims as LatentDims
+from attnops.problem import Target
+from attnops.select import key_for
 
 
 def attend_absorbed(
@@ -174,15 +166,28 @@ def attend_latents(
         cannot run.
     """
     _check_query(dims, q_nope, q_pe)
+    if absorb_up_to is not None and (not isinstance(absorb_up_to, int) or isinstance(absorb_up_to, bool) or absorb_up_to < 0):
+        raise InvalidInput("absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
+    absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
+    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    before = None if batch.prefix is None else len(batch.prefix) > 0
+    heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
+    if not torch.compiler.is_compiling():
+        target, stored = Target.of(q_nope.device), latent_pages.dtype
+        tell(lambda: (LatentCall(dims, heads, q_nope.dtype, stored, page, target, before, policies, absorb_up_to), batch.max_seqlen_q))
     write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
-    if batch.prefix is not None:
-        up_to = absorb_up_to if absorb_up_to is not None else (128 if batch.prefix else 1)
+    if before is not None:
+        up_to = absorb_up_to
+        if up_to is None:
+            up_to = crossover(
+                dims.nope, dims.rope, dims.latent, dims.v, heads, q_nope.dtype, latent_pages.dtype, page, q_nope.device, before, *policies
+            )
         if batch.max_seqlen_q > up_to:
             return attend_expanded(
-                dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=kernel
+                dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding
             )
     w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
-    return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=kernel)
+    return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
 
 
 def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.Module) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput
 from attnops.nn import _check as check
+from attnops.nn._positions import positions_of
 from attnops.nn.attention import Attention
 from attnops.nn.rotary import RotaryEmbedding
-from attnops.ops import token_rows
 
 
 class SelfAttention(nn.Module):
@@ -116,25 +116,10 @@ class SelfAttention(nn.Module):
             # Autocast norms in float32 and the ops take one dtype.
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         if self.rope is not None:
-            query, key = self.rope(query, key, self._positions(hidden, positions, cu_seqlens, batch))
+            query, key = self.rope(query, key, positions_of(hidden, positions, cu_seqlens, batch))
         attended = core(
             query, key, value, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
             batch=batch, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         out: Tensor = self.o_proj(attended.reshape(*lead, core.num_heads * core.v_head_dim))
         return out
-
-    def _positions(self, hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None, batch: PagedBatch | None) -> Tensor:
-        if given is not None:
-            dense = hidden.dim() == 3
-            check.tensor("positions", given, "[S] or [B, S]" if dense else "[T]", 1, *(2,) * dense)
-            if given.shape != hidden.shape[-1 - given.dim() : -1]:
-                raise InvalidInput("positions", f"shape {tuple(given.shape)}", f"one a token of hidden {tuple(hidden.shape)}")
-            return given
-        if batch is not None:
-            return batch.positions
-        at = torch.arange(hidden.shape[-2], device=hidden.device)
-        if cu_seqlens is None:
-            return at
-        owner = token_rows(cu_seqlens, hidden.shape[0])
-        return at - torch.where(owner >= 0, cu_seqlens[owner], 0)

@@ -133,7 +133,7 @@ class LatentSpec:
             rope_dim=self.head_dim - self.v_head_dim,
             page_size=self.page_size,
             causal=self.causal,
-            kv_scales=self.kv_dtype is not None and self.kv_dtype != self.dtype,
+            kv_scales=(self.kv_dtype or self.dtype) in check.QUANTISED,
             lse=self.lse,
             plan="host",
             tokens=Extent.of(num_tokens),

@@ -1,0 +1,215 @@
+"""`LatentAttention`: a decoder layer's attention with latents (MLA) and its projections, as DeepSeek-V2 and V3 have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch
+from attnops.errors import InvalidInput
+from attnops.nn import _check as check
+from attnops.nn._positions import positions_of
+from attnops.nn.latent import LatentDims, attend_latents, unfold
+from attnops.nn.rotary import RotaryEmbedding
+from attnops.ops import attention, varlen_attention
+from attnops.ops.latent_form import kernel_for
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed or paged.
+
+    What is cached of a token is one latent of kv_lora_rank numbers and one rotated key of qk_rope_head_dim, whatever the heads. Dense and
+    packed calls unfold the latents into keys and values; a paged call takes the form that is cheaper (`attnops.nn.attend_latents`).
+    Parameters bear the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
+
+    Args:
+        hidden_size: E of input and output. num_heads: H.
+        q_lora_rank: numbers of a query's own latent; None: the query is projected at once.
+        kv_lora_rank: Dc. qk_nope_head_dim, qk_rope_head_dim, v_head_dim: numbers of a head's key without and with position, and value.
+        rope: a RotaryEmbedding of qk_rope_head_dim, or None. DeepSeek's weights are made for one that is interleaved.
+        norm_eps: epsilon of the latents' RMS norms.
+        bias: of the projections to the latents and of the output's.
+        scale: factor on the scores; default `rope.softmax_scale() / sqrt(qk_nope_head_dim + qk_rope_head_dim)`.
+        absorb: in a paged call that says what its requests had before, the most new tokens of a request for which the latents are not
+            unfolded; "auto": as many as make it cheaper (`attnops.explain` shows the figure).
+        kernel: force a kernel by name, on the ops that have one of that name; None lets attnops choose.
+        device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
+
+    Raises:
+        InvalidInput: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rope: RotaryEmbedding | None = None,
+        norm_eps: float = 1e-6,
+        bias: bool = False,
+        scale: float | None = None,
+        absorb: str | int = "auto",
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = check.size("hidden_size", hidden_size)
+        self.num_heads = check.size("num_heads", num_heads)
+        self.dims = LatentDims(
+            check.size("qk_nope_head_dim", qk_nope_head_dim), check.size("qk_rope_head_dim", qk_rope_head_dim),
+            check.size("kv_lora_rank", kv_lora_rank), check.size("v_head_dim", v_head_dim),
+        )  # fmt: skip
+        if rope is not None and not isinstance(rope, RotaryEmbedding):
+            raise InvalidInput("rope", type(rope).__name__, "a RotaryEmbedding or None")
+        if rope is not None and rope.head_dim != qk_rope_head_dim:
+            raise InvalidInput("rope.head_dim", rope.head_dim, f"{qk_rope_head_dim}, the layer's qk_rope_head_dim")
+        self.rope = rope
+        self.head_dim = qk_nope_head_dim + qk_rope_head_dim
+        usual = self.head_dim**-0.5 * (1.0 if rope is None else rope.softmax_scale())
+        self.scale = usual if scale is None else check.number("scale", scale, -3e38, 3e38)
+        if absorb != "auto" and (not isinstance(absorb, int) or isinstance(absorb, bool) or absorb < 0):
+            raise InvalidInput("absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
+        self.absorb_up_to = absorb if isinstance(absorb, int) else None
+        self.kernel = kernel
+        eps = check.number("norm_eps", norm_eps, 0.0)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide = num_heads * self.head_dim
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, wide, bias=False, **made)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, check.size("q_lora_rank", q_lora_rank), bias=bias, **made)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=eps, **made)
+            self.q_b_proj = nn.Linear(q_lora_rank, wide, bias=False, **made)
+        self.q_lora_rank = q_lora_rank
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias, **made)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=eps, **made)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **made)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **made)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        kv_end: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        batch: PagedBatch | None = None,
+        latent_pages: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, causally.
+
+        Args:
+            hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with batch
+                and latent_pages).
+            positions: int `[S]` or `[B, S]`, or `[T]`; what RoPE turns by. Default: from 0 in each request, or the batch's.
+            mask: dense and packed: as in `attnops.attention` and `varlen_attention`. kv_start, kv_end: dense: int `[B]`, keys outside
+                are invisible.
+            batch: as the cache made it. latent_pages: this layer's, `[P, page, Dc + Dr]`, into which the new tokens are written;
+                the layer's dtype, or float8_e4m3fn or int8 with kv_scale, float32 `[1]`. No gradient: under torch.no_grad().
+
+        Returns:
+            As hidden.
+
+        Raises:
+            InvalidInput: the arguments are of no form or of two, or break the op's contract. NoGradient: paged, in grad mode with
+            inputs or parameters that require grad. UnknownKernel, NoKernel: `kernel` cannot run.
+        """
+        dense = cu_seqlens is None and batch is None
+        layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
+        hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
+        self._check_form(dense, mask, kv_start, kv_end, cu_seqlens, max_seqlen, batch, latent_pages, kv_scale)
+        q_nope, q_pe, latent, k_pe = self._project(hidden, positions_of(hidden, positions, cu_seqlens, batch))
+        if batch is not None:
+            assert latent_pages is not None
+            attended = attend_latents(
+                self.dims, q_nope, q_pe, latent, k_pe, self.kv_b_proj, latent_pages, batch, scale=self.scale, kv_scale=kv_scale,
+                absorb_up_to=self.absorb_up_to, kernel=self.kernel,
+            )  # fmt: skip
+        else:
+            query = torch.cat([q_nope, q_pe], -1)
+            key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
+            if cu_seqlens is not None:
+                assert max_seqlen is not None
+                attended = varlen_attention(
+                    query, key, value, cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, scale=self.scale,
+                    causal=True, mask=mask, kernel=kernel_for("varlen_attention", self.kernel),
+                )  # fmt: skip
+            else:
+                attended = attention(
+                    query, key, value, scale=self.scale, causal=True, mask=mask, kv_start=kv_start, kv_end=kv_end,
+                    kernel=kernel_for("attention", self.kernel),
+                )  # fmt: skip
+        out: Tensor = self.o_proj(attended.flatten(-2))
+        return out
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, turned by their positions."""
+        d = self.dims
+        both = self.kv_a_proj_with_mqa(hidden)
+        if self.q_lora_rank is None:
+            query = self.q_proj(hidden)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        # A shard of the layer has fewer heads than the layer.
+        query = query.view(*hidden.shape[:-1], query.shape[-1] // self.head_dim, self.head_dim)
+        q_nope, q_pe = query.split([d.nope, d.rope], -1)
+        latent, k_pe = both.split([d.latent, d.rope], -1)
+        # Autocast norms in float32 and the ops take one dtype.
+        latent = self.kv_a_layernorm(latent).to(both.dtype)
+        if self.rope is not None:
+            q_pe, turned = self.rope(q_pe, k_pe[..., None, :], positions)
+            k_pe = turned[..., 0, :]
+        return q_nope, q_pe, latent, k_pe
+
+    def _check_form(
+        self,
+        dense: bool,
+        mask: Tensor | None,
+        kv_start: Tensor | None,
+        kv_end: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        batch: PagedBatch | None,
+        latent_pages: Tensor | None,
+        kv_scale: Tensor | None,
+    ) -> None:
+        if not dense:
+            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
+        if cu_seqlens is None:
+            check.absent("without cu_seqlens", max_seqlen=max_seqlen)
+        elif max_seqlen is None:
+            raise InvalidInput("max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
+        if batch is None:
+            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale)
+            return
+        check.absent("with batch", cu_seqlens=cu_seqlens, mask=mask)
+        if not isinstance(batch, PagedBatch):
+            raise InvalidInput("batch", type(batch).__name__, "a PagedBatch, as the cache makes it")
+        if latent_pages is None:
+            raise InvalidInput("latent_pages", None, "this layer's pages of the cache, because batch is given")
+        check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
+
+    def extra_repr(self) -> str:
+        """Heads, their dims, and what differs from the defaults."""
+        d = self.dims
+        parts = [f"{self.hidden_size}, {self.num_heads}"]
+        if self.q_lora_rank is not None:
+            parts.append(f"q_lora_rank={self.q_lora_rank}")
+        parts.append(f"kv_lora_rank={d.latent}, qk_nope_head_dim={d.nope}, qk_rope_head_dim={d.rope}, v_head_dim={d.v}")
+        if self.absorb_up_to is not None:
+            parts.append(f"absorb={self.absorb_up_to}")
+        if self.kernel is not None:
+            parts.append(f"kernel={self.kernel!r}")
+        return ", ".join(parts)

@@ -1,0 +1,241 @@
+"""Which form attention over latents (MLA) takes for tokens that a request brings at once: absorbed or expanded.
+
+Absorbed: T new tokens cost two products with the halves of W, `2 T H Dc (nope + v)` operations together, and attention in the space of
+the latents, `2 H (2 Dc + Dr)` operations for each pair of a token and a key. Expanded: every latent, of the T new tokens and of the L
+before them, is unfolded at `2 Dc H (nope + v)` operations and as many bytes as its keys and values have, and a pair costs
+`2 H (nope + Dr + v)`. So a long prefix is worth unfolding only for many tokens, where little came before it is from a few on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+
+from attnops.errors import UnknownKernel
+from attnops.kernel import generation, kernel_names, kernels_of
+from attnops.measured import Table, in_force
+from attnops.problem import Extent, Problem, Target
+from attnops.select import Decision, select_by
+
+ABSORBED, EXPANDED = "absorbed", "expanded"
+
+PREFIX = 8192
+"""Tokens each request is taken to have had before, where it had any. Both costs grow in proportion to them, so that where they cross
+hardly depends on the number, and a graph need not either."""
+
+REQUESTS = 4
+"""Requests that are taken to bring tokens at once."""
+
+MOST = 4096
+"""The most new tokens of a request for which the absorbed form is ever worked out to be the cheaper."""
+
+PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500e6, 1.8e6), 0: (1e6, 0.1e6)}
+"""Operations and bytes a microsecond by architecture: bfloat16 without sparsity, of the data sheets of A100, H200, B200 and RTX PRO 6000;
+0: a few cores of a CPU, in round figures. An architecture that is not listed has those of the next older one."""
+
+REACHED = (0.65, 0.87)
+"""What of the peaks a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`)."""
+
+LAUNCH_US = 3.0
+"""Of a kernel in a stream that is kept busy."""
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """What a head has of each: nope numbers of key and query without position, rope with; v of its value; `latent`: Dc of a latent."""
+
+    nope: int
+    rope: int
+    latent: int
+    v: int
+
+
+@dataclass(frozen=True)
+class LatentCall:
+    """What is the same in all calls of a layer, as far as the form depends on it.
+
+    before: had the requests tokens before? None: the batch does not say, so that only the absorbed form can be. policies: the keys for
+    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs.
+    """
+
+    dims: LatentDims
+    heads: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    target: Target
+    before: bool | None
+    policies: tuple[str, str] = ("", "")
+    absorb_up_to: int | None = None
+
+
+@dataclass(frozen=True)
+class FormDecision:
+    """The form for requests that bring `queries` tokens.
+
+    absorb_up_to: the most tokens of a request for which it is the absorbed one. absorbed_us, expanded_us: what the two are taken to
+    cost, projections included, for REQUESTS such requests; expanded_us is infinite where that form cannot be. absorbed, expanded:
+    the Decisions on `mla_attention`, and on `varlen_attention` of the new tokens among themselves.
+    """
+
+    call: LatentCall
+    queries: int
+    form: str
+    absorb_up_to: int
+    absorbed_us: float
+    expanded_us: float
+    absorbed: Decision
+    expanded: Decision
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Microseconds by form, of the forms that can be."""
+        both = {ABSORBED: self.absorbed_us, EXPANDED: self.expanded_us}
+        return {form: us for form, us in both.items() if us < inf}
+
+    def __str__(self) -> str:
+        call = self.call
+        if call.before is None:
+            return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not say what was before them)"
+        why = "asked for" if call.absorb_up_to is not None else "by cost"
+        had = f"{PREFIX} tokens before" if call.before else "nothing before"
+        costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))
+        shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'nothing'}" for form, us, d in costs)
+        head = f"form of {self.queries} new tokens a request, {had} -> {self.form}; absorb_up_to={self.absorb_up_to} ({why})"
+        return f"{head}\n  {', '.join(shown)}"
+
+
+def latent_form(call: LatentCall, queries: int = 1) -> FormDecision:
+    """The form for requests that bring `queries` tokens. Pure and memoised, as `select`, given the kernels and the table in force."""
+    return _form(call, queries, generation(), in_force(call.target).table)
+
+
+def crossover(
+    nope: int, rope: int, latent: int, v: int, heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, device: torch.device,
+    before: bool, mla_policy: str, varlen_policy: str,
+) -> int:  # fmt: skip
+    """`absorb_up_to` of the LatentCall with these fields: the most new tokens of a request for which the absorbed form is the cheaper."""
+    call = LatentCall(
+        LatentDims(nope, rope, latent, v), heads, dtype, kv_dtype, page_size, Target.of(device), before, (mla_policy, varlen_policy)
+    )
+    return _crossover(call, generation(), in_force(call.target).table)
+
+
+def kernel_for(op: str, name: str | None) -> str | None:
+    """`name` where `op` has a kernel of that name, else None. Raises UnknownKernel for a name that no kernel bears."""
+    if name is not None and name not in kernel_names():
+        raise UnknownKernel(name, op, tuple(kernels_of(op)))
+    return name if name in kernels_of(op) else None
+
+
+# Dynamo calls these two, whose arguments are constants, and writes down what they return, as `torch.compiler.assume_constant_result`
+# would have it, which loads the compiler to say so. What is constant of a call is guarded; the registry and the tables are not.
+for _constant in (crossover, kernel_for):
+    vars(_constant).update(_dynamo_marked_constant=True)
+
+_WATCHERS: list[Callable[[FormDecision], None]] = []
+
+
+def watch_forms(watcher: Callable[[FormDecision], None]) -> Callable[[], None]:
+    """Call `watcher(decision)` for every eager call that has a form. Returns what ends it."""
+    _WATCHERS.append(watcher)
+    return lambda: _WATCHERS.remove(watcher)
+
+
+def tell(call: Callable[[], tuple[LatentCall, int]]) -> None:
+    """Tell the watchers, if there are any, of a call and its new tokens a request."""
+    if _WATCHERS:
+        decision = latent_form(*call())
+        for watcher in tuple(_WATCHERS):
+            watcher(decision)
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(call: LatentCall, queries: int, registered: int, table: Table | None) -> FormDecision:
+    up_to = _crossover(call, registered, table) if call.absorb_up_to is None else call.absorb_up_to
+    absorbed_us, absorbed = _absorbed(call, queries, table)
+    expanded_us, expanded = _expanded(call, queries, table)
+    form = ABSORBED if call.before is None or queries <= up_to else EXPANDED
+    return FormDecision(call, queries, form, up_to, absorbed_us, inf if call.before is None else expanded_us, absorbed, expanded)
+
+
+@functools.lru_cache(maxsize=1024)
+def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
+    """The last number of new tokens before the first one, in steps of eight an octave, for which the expanded form is the cheaper."""
+    if call.before is None:
+        return MOST
+    last = 0
+    for queries in _steps(MOST):
+        if _absorbed(call, queries, table)[0] > _expanded(call, queries, table)[0]:
+            break
+        last = queries
+    return last
+
+
+def _steps(most: int) -> list[int]:
+    return sorted({Extent.of(n).hint for n in (*range(1, 16), *(m << k for k in range(1, 13) for m in range(8, 16))) if n <= most})
+
+
+def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
+    d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
+    problem = Problem(
+        op="mla_attention", target=call.target, dtype=call.dtype, kv_dtype=call.kv_dtype, q_heads=heads, kv_heads=1,
+        head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
+        kv_scales=call.kv_dtype != call.dtype,
+    )  # fmt: skip
+    keys = queries if call.before is False else queries + PREFIX
+    decision = select_by(table, _sized(problem, queries, keys), call.policies[0])
+    weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
+    return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
+
+
+def _expanded(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
+    new, decision = _attend(call, queries, queries, True, table)
+    unfold = _unfold_us(call, REQUESTS * queries)
+    if not call.before:
+        return new + unfold, decision
+    before, _ = _attend(call, queries, PREFIX, False, table)
+    d, tokens = call.dims, REQUESTS * queries
+    merge = _product_us(call, 0.0, 3 * call.dtype.itemsize * tokens * call.heads * d.v)
+    return new + unfold + before + merge + _unfold_us(call, REQUESTS * PREFIX), decision
+
+
+def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None) -> tuple[float, Decision]:
+    d = call.dims
+    problem = Problem(
+        op="varlen_attention", target=call.target, dtype=call.dtype, kv_dtype=call.dtype, q_heads=call.heads, kv_heads=call.heads,
+        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False,
+    )  # fmt: skip
+    problem = _sized(problem, queries, keys)
+    decision = select_by(table, problem, call.policies[1])
+    # Tables know packed calls of as many keys as queries only, and far from there they say nothing of a time.
+    us = _us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)
+    return us, decision
+
+
+def _unfold_us(call: LatentCall, tokens: int) -> float:
+    """A product with W, and the pass that puts the rotated part behind each head's key."""
+    d, width = call.dims, call.dtype.itemsize
+    weights, made = call.heads * d.latent * (d.nope + d.v), tokens * call.heads * (d.nope + d.v)
+    keys = tokens * call.heads * (2 * d.nope + d.rope)
+    return _product_us(call, 2.0 * tokens * weights, width * (weights + made)) + _product_us(call, 0.0, width * keys)
+
+
+def _product_us(call: LatentCall, flops: float, moved: float, launches: int = 1) -> float:
+    arch = call.target.arch if call.target.device == "cuda" else 0
+    peak_flops, peak_bytes = PEAKS[max(a for a in PEAKS if a <= arch)]
+    flops_us, bytes_us = peak_flops * REACHED[0] * min(2 / call.dtype.itemsize, 1.0), peak_bytes * REACHED[1]
+    return launches * LAUNCH_US + max(flops / flops_us, moved / bytes_us)
+
+
+def _sized(problem: Problem, queries: int, keys: int) -> Problem:
+    tokens, batch, longest, context = map(Extent.of, (REQUESTS * queries, REQUESTS, queries, keys))
+    return replace(problem, tokens=tokens, batch=batch, queries=longest, context=context)
+
+
+def _us(decision: Decision) -> float:
+    return inf if decision.kernel is None else decision.costs[decision.kernel.name].us
