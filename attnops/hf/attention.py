@@ -89,12 +89,12 @@ def attention_function(kernel: str | None) -> AttentionFunction:
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
         if key.dim() == 5:
-            unknown = {"position_bias": position_bias, "sinks": sinks, "cu_seq_lens_q": cu_seq_lens_q, "is_causal": None if is_causal else is_causal}
-            step = latent.begin(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, unknown)
+            unknown = (("position_bias", position_bias), ("sinks", sinks), ("cu_seq_lens_q", cu_seq_lens_q))
+            step = latent.begin(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
             if not latent.expands(step):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                kwargs = {"scale": factor, "softcap": float(softcap or 0.0), "kernel": paged_kernel}
-                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, **kwargs), None
+                cap = float(softcap or 0.0)
+                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, paged_kernel), None
             key, value = type(module).expand_kv(module, key[0], value[0])
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)

@@ -119,14 +119,22 @@ def where(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def begin(
-    module: Any, query: Tensor, latent: Tensor, rotated: Tensor, mask: Tensor | None, cache: Any, dropout: float, others: dict[str, Any]
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    mask: Tensor | None,
+    cache: Any,
+    dropout: float,
+    is_causal: bool | None,
+    others: tuple[tuple[str, Any], ...],
 ) -> Step:
     """Write a layer's new latents into its pages, and say what the step is.
 
     Args:
         query: `[B, H, S, nope + Dr]`. latent, rotated: `[B, 1, S, Dc]`, `[B, 1, S, Dr]`.
         mask: a descriptor (see `attnops.hf.paged_mask`). cache: what `hand_over` passed on.
-        others: arguments that attention over latents does not take here, by name; None is well.
+        others: arguments that attention over latents does not take here, with their names; None is well.
 
     Raises:
         InvalidInput: a mask that pages cannot follow, dropout, or one of `others`. NoGradient: a gradient is asked for.
@@ -135,7 +143,9 @@ def begin(
         raise InvalidInput("attnops_cache", type(cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
     if dropout > 0.0 and module.training:
         raise InvalidInput("dropout", dropout, "0 with a paged cache: no kernel drops. Train without a cache, or call .eval()")
-    for name, value in others.items():
+    if is_causal is False:
+        raise InvalidInput("is_causal", False, "True with a paged cache")
+    for name, value in others:
         if value is not None:
             raise InvalidInput(name, type(value).__name__, "None with a paged cache")
     if mask is None or mask.dtype != descriptor.DTYPE:
@@ -160,10 +170,9 @@ def absorbed(
     module: Any,
     query: Tensor,
     latent: Tensor,
-    mask: Tensor,
-    cache: PagedLatentCache,
+    mask: Any,
+    cache: Any,
     step: Step,
-    *,
     scale: float,
     softcap: float,
     kernel: str | None,

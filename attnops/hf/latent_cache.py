@@ -10,7 +10,8 @@ the padded batch is token `p - pad[b]` of its pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +25,24 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import ordinary
 from attnops.errors import InvalidInput
 from attnops.ops import slot_mapping
+from attnops.ops.plan_mla import LatentSpec
+from attnops.problem import Target
+from attnops.select import key_for, select, workspace_bytes
 
 EMPTY = 2**62
 """Padding of a row that has no token yet: more than anything seen."""
+
+PLENTY = 2**30
+"""Bytes: pages are negotiated as if scratch were free. What the kernel then asks for is made."""
+
+PLANNED = 8
+"""The most new tokens of a request for which a plan is made: kernels that read one on the device decode, they do not prefill."""
 
 
 class Sizes(NamedTuple):
     """What pages are made for. layers: how many hold latents. rows: requests. length: tokens of each, padding included.
 
-    latent, rope: Dc and Dr. heads: query heads. dtype, device: of the pages.
+    latent, rope: Dc and Dr. heads: query heads. dtype, device: of the pages. kernel: the one that shall read them, or None.
     """
 
     layers: int
@@ -43,31 +53,38 @@ class Sizes(NamedTuple):
     heads: int
     dtype: torch.dtype
     device: torch.device
+    kernel: str | None
 
 
 class LatentPages:
     """The tensors of a cache. All are made here, are written in place, and keep their addresses.
 
-    latent_pages: a tuple of one `[P, page, Dc + Dr]` a layer. page_table: int32 `[rows, M]`.
+    latent_pages: a tuple of one `[P, page, Dc + Dr]` a layer. page_table: int32 `[rows, M]`. workspace: uint8 `[bytes]` or None.
     seen: int64 `[]`, positions so far, padding included. pad: int64 `[rows]`, those of them that are a row's padding; EMPTY before its
-    first token's step. plans: does the kernel that will decode read a plan of `decode_rows`?
+    first token's step. device_plan: makes the plan that the kernel which will decode reads on the device, or None.
     """
 
-    def __init__(self, sizes: Sizes, page_size: int | None = None, kernels: tuple[str, ...] | None = None) -> None:
+    def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
         self.sizes = sizes
-        found = negotiate_page_size(
+        self.choice = negotiate_page_size(
             latent_dim=sizes.latent, rope_dim=sizes.rope, max_requests=sizes.rows, max_tokens_per_request=sizes.length, page_size=page_size,
-            q_heads=sizes.heads, kernels=kernels, dtype=sizes.dtype, device=sizes.device,
+            q_heads=sizes.heads, kernels=None if sizes.kernel is None else (sizes.kernel,), dtype=sizes.dtype, device=sizes.device,
+            workspace_bytes=PLENTY,
         )  # fmt: skip
-        size = found.page_size
+        self.page_size = size = self.choice.page_size
+        pages = -(-sizes.length // size)
+        spec = LatentSpec(sizes.heads, size, sizes.dtype, sizes.latent + sizes.rope, sizes.latent)
+        decode, key = spec.problem(Target.of(sizes.device), sizes.rows, sizes.rows, pages, 1), key_for("mla_attention", sizes.kernel)
+        scratch = workspace_bytes(replace(decode, plan="device"), key)
+        kernel = select(replace(decode, plan="device", workspace=scratch), key).kernel
+        self.device_plan = None if kernel is None else kernel.device_plan
         cache = LatentCache(
-            sizes.layers, sizes.rows * -(-sizes.length // size) * size, latent_dim=sizes.latent, rope_dim=sizes.rope,
-            max_requests=sizes.rows, max_tokens_per_request=sizes.length, page_size=size, q_heads=sizes.heads, dtype=sizes.dtype,
-            device=sizes.device,
+            sizes.layers, sizes.rows * pages * size, latent_dim=sizes.latent, rope_dim=sizes.rope, max_requests=sizes.rows,
+            max_tokens_per_request=sizes.length, page_size=size, q_heads=sizes.heads, dtype=sizes.dtype, device=sizes.device,
+            workspace_bytes=scratch,
         )  # fmt: skip
         for _ in range(sizes.rows):
             cache.alloc(sizes.length)
-        self.page_size, self.choice = size, found
         self.latent_pages, self.page_table, self.workspace = cache.latent_pages, cache.page_table, cache.workspace
         with ordinary():
             self.seen = torch.zeros((), dtype=torch.int64, device=sizes.device)
@@ -119,7 +136,7 @@ class State:
         self.filled = False
 
 
-class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
+class LatentLayer(CacheLayerMixin):
     """One layer's view of the cache. number: which of the pools is its own; all layers share one length, which the first one keeps."""
 
     is_compileable = True
@@ -152,7 +169,8 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
-        return self.state.pages.sizes.length
+        room: int = self.state.pages.sizes.length
+        return room
 
     def reset(self) -> None:
         """Forget every token."""
@@ -195,35 +213,47 @@ def _cannot_move_rows() -> InvalidInput:
     return InvalidInput("past_key_values", "PagedLatentCache", want)
 
 
-class PagedLatentCache(Cache):  # type: ignore[misc]
+class PagedLatentCache(Cache):
     """Latents of a batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. It is filled by calls of the model, in turns: each brings
     as many new positions to every row. `reset()` makes it as new, `crop(-n)` takes back the last n positions.
     """
 
-    def __init__(self, pages: LatentPages, latent_layers: Sequence[int], others: dict[int, Any]) -> None:
-        """latent_layers: numbers, rising, of the model's layers that hold latents. others: caches of the layers that do not, by number."""
+    def __init__(self, pages: LatentPages, latent_layers: Sequence[int], others: Callable[[], dict[int, Any]]) -> None:
+        """latent_layers: numbers, rising, of the model's layers that hold latents. others: makes caches of the rest, by number."""
         self.state = State(pages)
-        self.state.pages.clear()
+        pages.clear()
         at = {layer: number for number, layer in enumerate(latent_layers)}
         self.first_layer, self.last_layer = latent_layers[0], latent_layers[-1]
-        count = max((*latent_layers, *others)) + 1
-        super().__init__(layers=[LatentLayer(self.state, at[i]) if i in at else others[i] for i in range(count)])
+        self._others = others
+        rest = others()
+        count = max((*latent_layers, *rest)) + 1
+        super().__init__(layers=[LatentLayer(self.state, at[i]) if i in at else rest[i] for i in range(count)])
+
+    def reset(self) -> None:
+        """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
+        super().reset()
+        for layer, states in self._others().items():
+            self.layers[layer] = states
 
     @property
     def max_batch(self) -> int:
         """Rows there are."""
-        return self.state.pages.sizes.rows
+        rows: int = self.state.pages.sizes.rows
+        return rows
 
     @property
     def max_length(self) -> int:
         """Positions each row has room for, padding included."""
-        return self.state.pages.sizes.length
+        room: int = self.state.pages.sizes.length
+        return room
 
     def pages_of(self, layer: int) -> Tensor:
         """`[P, page, Dc + Dr]`: the pages of the model's layer `layer`."""
-        return self.state.pages.latent_pages[self.layers[layer].number]
+        own: Any = self.layers[layer]
+        pages: Tensor = self.state.pages.latent_pages[own.number]
+        return pages
 
     def step_of(self, layer: int, start: Tensor, queries: int, heads: int) -> Step:
         """What the forward that `layer` runs in brings. The first layer works it out and counts the new positions as seen.
@@ -257,7 +287,13 @@ class PagedLatentCache(Cache):  # type: ignore[misc]
             pages.pad[:rows].copy_(start)
             pages.seen.add_(queries)
             self.state.filled = True
-        return Step(PagedBatch(table, lengths, cu_seqlens_q, slots, positions, queries, padded=False, workspace=pages.workspace), fresh)
+        plan = None
+        if pages.device_plan is not None and queries <= PLANNED:
+            # Nobody reads the query's numbers: its shape, its dtype and where it lies are what a plan needs.
+            query = pages.latent_pages[0].new_empty(()).expand(rows * queries, heads, pages.sizes.latent)
+            plan = pages.device_plan(q_nope=query, page_table=table, seq_lens=lengths, cu_seqlens_q=cu_seqlens_q)
+        batch = PagedBatch(table, lengths, cu_seqlens_q, slots, positions, queries, padded=False, plan=plan, workspace=pages.workspace)
+        return Step(batch, fresh)
 
 
 def other_layers(config: Any, latent_layers: Sequence[int]) -> dict[int, Any]:

@@ -37,10 +37,12 @@ class PagedMode:
             latent.check_module(site.path, site.module)
         self.kernel = kernel
         self._owner: Any = owner
-        self._modules = sorted((site.module for site in sites), key=lambda module: module.layer_idx)
-        self.layers = tuple(module.layer_idx for module in self._modules)
+        modules: list[Any] = [site.module for site in sites]
+        self._modules = sorted(modules, key=lambda module: module.layer_idx)
+        self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
         if len(set(self.layers)) != len(self.layers):
-            raise PatchError(f'patch: cache="paged" got layers {list(self.layers)} of {type(owner).__name__}, want a layer_idx of its own each')
+            got = f"layers {list(self.layers)} of {type(owner).__name__}"
+            raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
         try:
             other_layers(self._config(), self.layers)
         except InvalidInput as error:
@@ -86,7 +88,7 @@ class PagedMode:
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
-        return self._over(LatentPages(self._sizes(rows, length), page_size, None if self.kernel is None else (self.kernel,)))
+        return self._over(LatentPages(self._sizes(rows, length), page_size))
 
     def lend(self, rows: int, length: int) -> PagedLatentCache:
         """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
@@ -102,7 +104,7 @@ class PagedMode:
             if pages is not None and pages.sizes[3:] == wanted[3:]:
                 wanted = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
             pages = None  # before the larger ones are made
-            pages = LatentPages(wanted, None, None if self.kernel is None else (self.kernel,))
+            pages = LatentPages(wanted)
         cache = self._over(pages)
         dropped = weakref.finalize(cache.state, _keep, self._free, pages)
         dropped.atexit = False
@@ -110,17 +112,18 @@ class PagedMode:
         return cache
 
     def _over(self, pages: LatentPages) -> PagedLatentCache:
-        return PagedLatentCache(pages, self.layers, other_layers(self._config(), self.layers))
+        return PagedLatentCache(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
 
     def _sizes(self, rows: int, length: int) -> Sizes:
-        module: Any = self._modules[0]
+        module = self._modules[0]
         places = {latent.where(module) for module in self._modules}
         if len(places) > 1:
-            raise InvalidInput("layers", f"on or in {', '.join(sorted(f'{d} {t}' for d, t in places))}", "one device and dtype for all pages")
+            got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
+            raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
         dims = latent.dims_of(module)
         heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
-        return Sizes(len(self.layers), rows, length, dims.latent, dims.rope, heads, dtype, device)
+        return Sizes(len(self.layers), rows, length, dims.latent, dims.rope, heads, dtype, device, self.kernel)
 
 
 def _keep(free: list[LatentPages], pages: LatentPages) -> None:

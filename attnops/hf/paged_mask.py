@@ -21,6 +21,7 @@ from attnops.hf import descriptor
 from attnops.hf.mask import Call, Mode, current_generation, far, mask_function, pattern_of, tracing
 
 _RUN = 'zeros on the left and ones up to the newest token, all there is in pages. Use cache="hf" for such masks'
+_STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
 _SAME = "the padding it began with, in every step: pages hold what was not padding then"
 
 
@@ -44,8 +45,8 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **others: Any,
     ) -> Tensor | None:
-        # Only a PagedLatentCache has a tensor of offsets, one a row.
-        if isinstance(kv_offset, Tensor):
+        # Only a PagedLatentCache has an offset for each row.
+        if isinstance(kv_offset, Tensor) and kv_offset.dim() == 1:
             call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
             pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is None or not pattern.causal:
@@ -65,12 +66,14 @@ def _padding(call: Call, known: Tensor) -> Tensor:
     if call.batch > known.shape[0]:
         raise InvalidInput("batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
     known = known[: call.batch]
-    seen, high = call.q_offset, call.q_offset + call.queries
+    seen = torch.as_tensor(call.q_offset, device=known.device)
+    high = seen + call.queries
     unseen = tracing(high)
     generation = None if unseen else current_generation()
-    if generation is not None and generation.pages_checked and call.queries == 1 and far(call.device):
-        return known
     fits = high <= call.keys
+    if generation is not None and generation.pages_checked and call.queries == 1 and far(call.device):
+        torch._assert_async(fits, _STOP)
+        return known
     if call.padding is None:
         start = torch.zeros_like(known)
         run = torch.ones_like(known, dtype=torch.bool)
@@ -82,7 +85,7 @@ def _padding(call: Call, known: Tensor) -> Tensor:
         run = (shown.sum(-1) == high - start) & (high <= length)
     same = torch.where(known >= seen, start >= seen, start == known)
     if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device)):
-        torch._assert_async((run & same).all() & fits, "attnops: a mask that pages cannot follow, or a full cache")
+        torch._assert_async((run & same).all() & fits, _STOP)
         return start
     run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
     if not fits_all:

@@ -217,7 +217,7 @@ def _report(model: nn.Module, name: str, options: Options, found: Match) -> Repo
     if found.shared:
         notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
     if options.cache == "paged":
-        notes.append("pages: generate() without past_key_values; transformers' own caches in beam search, in assistants and where asked for")
+        notes.append("generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for")
     return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)
 
 
