@@ -10,190 +10,36 @@ vendors' calls.
 operations over the matrix rate, both measured in the same run, for kernel and layer. Medians of CUDA graph replays in turn, the L2 cache
 flushed before each. Every layer is checked before it is timed: against transformers' layer in float32 where that fits, else against the
 reference kernel. `forms`: new tokens a request over a cached prefix, absorbed and expanded, both captured as they are, and what
-`latent_form` takes.
+`latent_form` takes. `float8`: the layer over float8 pages, with its queries as they are and quantised, its distance from the exact result
+beside that of bfloat16, and its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from common import default_device, environment, interleaved_us, spread, write
-from torch import Tensor, nn
+from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
+from torch import Tensor
 
-from attnops.cache import LatentCache, PagedBatch, Planner
-from attnops.nn import LatentAttention, RotaryEmbedding
+import attnops.ops
+from attnops.cache import PagedBatch, Planner
+from attnops.nn import LatentAttention
 from attnops.ops.latent_form import FormDecision, watch_forms
 from attnops.ops.plan_mla import LatentSpec
-
-Run = Callable[[], Any]
-NEAR = 0.02
-"""Norm of the difference over the norm of the result, bfloat16."""
-BASE, FACTOR, FIRST_LENGTH = 10000.0, 40.0, 4096
-
-
-@dataclass(frozen=True)
-class Model:
-    """The layer's numbers; those of DeepSeek-V3 unless said otherwise, heads being what one GPU holds."""
-
-    heads: int = 128
-    hidden: int = 7168
-    q_rank: int = 1536
-    latent: int = 512
-    nope: int = 128
-    rope: int = 64
-    v: int = 128
-    dtype: torch.dtype = torch.bfloat16
-
-    def weights(self) -> int:
-        """Numbers of the layer's matrices."""
-        q = self.q_rank * (self.hidden + self.heads * (self.nope + self.rope))
-        kv = self.hidden * (self.latent + self.rope) + self.latent * self.heads * (self.nope + self.v)
-        return q + kv + self.heads * self.v * self.hidden
-
-
-@dataclass(frozen=True)
-class Size:
-    """A decode step: `keys` tokens a request, the new one included."""
-
-    model: Model
-    batch: int
-    keys: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model.heads} heads, {self.batch}x{self.keys}"
-
-    def kernel_work(self) -> tuple[float, float]:
-        """(bytes, operations) of attention alone."""
-        m, pairs = self.model, self.batch * self.keys * self.model.heads
-        moved = self.batch * (self.keys * (m.latent + m.rope) + m.heads * (2 * m.latent + m.rope))
-        return m.dtype.itemsize * moved, 2.0 * pairs * (2 * m.latent + m.rope)
-
-    def layer_work(self) -> tuple[float, float]:
-        """(bytes, operations) of the layer."""
-        moved, done = self.kernel_work()
-        return moved + self.model.dtype.itemsize * self.model.weights(), done + 2.0 * self.batch * self.model.weights()
-
 
 FULL = tuple(Size(Model(heads), b, k) for heads in (128, 16) for b in (1, 8, 64) for k in (1024, 8192, 32768))
 TOY = (Size(Model(4, 64, 24, 32, 16, 8, 12, torch.float32), 2, 24),)
 FORMS = (1, 8, 32, 64, 128, 256, 512)
-
-
-class Filled:
-    """A cache as transformers' layers take it: full of the given latents, the last token of each request about to be written."""
-
-    def __init__(self, latents: Tensor, dim: int) -> None:
-        # transformers' layer rotates pairs and writes them apart, ours leaves them where they are.
-        k_pe = latents[:, None, :, dim:]
-        self.keys = latents[:, None, :, :dim].contiguous()
-        self.values = torch.cat([k_pe[..., 0::2], k_pe[..., 1::2]], -1)
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys[:, :, -key.shape[2] :] = key
-        self.values[:, :, -value.shape[2] :] = value
-        return self.keys, self.values
-
-
-def theirs(m: Model, device: str) -> Any:
-    """transformers' layer with random weights."""
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    rope = {
-        "rope_type": "yarn", "rope_theta": BASE, "factor": FACTOR, "original_max_position_embeddings": FIRST_LENGTH, "beta_fast": 32,
-        "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-    }  # fmt: skip
-    config = DeepseekV3Config(
-        hidden_size=m.hidden, num_attention_heads=m.heads, num_key_value_heads=m.heads, q_lora_rank=m.q_rank, kv_lora_rank=m.latent,
-        qk_nope_head_dim=m.nope, qk_rope_head_dim=m.rope, v_head_dim=m.v, max_position_embeddings=163840, rope_parameters=rope,
-        num_hidden_layers=1, attn_implementation="sdpa",
-    )  # fmt: skip
-    layer = DeepseekV3Attention(config, 0)
-    for parameter in layer.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return layer.to(device, m.dtype).eval()
-
-
-def ours(m: Model, weights: dict[str, Tensor], device: str, absorb: int | str = "auto", kernel: str | None = None) -> LatentAttention:
-    """Our layer with the same weights."""
-    rope = RotaryEmbedding(
-        m.rope, BASE, scaling="yarn", factor=FACTOR, interleaved=True, original_max_position=FIRST_LENGTH, mscale=1.0, mscale_all_dim=1.0
-    )  # fmt: skip
-    layer = LatentAttention(
-        m.hidden, m.heads, q_lora_rank=m.q_rank, kv_lora_rank=m.latent, qk_nope_head_dim=m.nope, qk_rope_head_dim=m.rope, v_head_dim=m.v,
-        rope=rope, absorb=absorb, kernel=kernel, device=device, dtype=m.dtype,
-    )  # fmt: skip
-    layer.load_state_dict(weights)
-    return layer.eval()
-
-
-def filled(m: Model, latents: Tensor, new: int, device: str, prefix_tokens: int | None = None) -> tuple[LatentCache, PagedBatch]:
-    """A cache that holds `latents` `[B, K, Dc + Dr]`, and the step of each request's last `new` tokens."""
-    batch, keys = latents.shape[:2]
-    cache = LatentCache(
-        1, batch * (keys + 128), latent_dim=m.latent, rope_dim=m.rope, max_requests=batch, max_tokens_per_request=keys, q_heads=m.heads,
-        dtype=m.dtype, device=device,
-    )  # fmt: skip
-    requests = [cache.alloc(keys - new) for _ in range(batch)]
-    step = cache.batch(requests, new, prefix_tokens=prefix_tokens)
-    flat = cache.latent_pages[0].view(-1, m.latent + m.rope)
-    for request, rows in zip(requests, latents, strict=True):
-        flat[cache.slots(request)] = rows
-    return cache, step
-
-
-def turned(layer: Any, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What transformers' layers take of the positions."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
-
-    cos, sin = DeepseekV3RotaryEmbedding(layer.config).to(like.device)(like, positions)
-    return cos, sin
-
-
-def their_step(layer: Any, hidden: Tensor, latents: Tensor, keys: int) -> Run:
-    """transformers' layer on one token a request; hidden `[B, E]`."""
-    cache, tokens = Filled(latents, layer.kv_lora_rank), hidden[:, None]
-    place = turned(layer, torch.full((hidden.shape[0], 1), keys - 1, device=hidden.device), hidden)
-    return lambda: layer(tokens, position_embeddings=place, attention_mask=None, past_key_values=cache)[0][:, 0]
-
-
-def projections(layer: LatentAttention) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-    """The layer without what lies between its matrices: absorption, rotation, cache, attention."""
-
-    def run(hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-        q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(hidden)))
-        kv = layer.kv_a_proj_with_mqa(hidden)
-        return layer.o_proj(attended), q, kv
-
-    return run
-
-
-def launched(run: Run) -> Run:
-    """`run`, which a clock cannot capture."""
-
-    def call() -> Any:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("to be launched")
-        return run()
-
-    return call
-
-
-def check(found: Tensor, exact: Tensor, what: str) -> float:
-    """Raises AssertionError for a result that is too far from the exact one."""
-    error = float((found.double() - exact.double()).norm() / exact.double().norm())
-    assert error < NEAR, f"{what}: off by {error:.4f}"
-    return error
 
 
 class Bench:
@@ -303,8 +149,6 @@ def verified(size: Size, bench: Bench, hidden: Tensor, latents: Tensor, found: T
     m, (hf, weights) = size.model, bench.layer(size.model)
     out = {}
     if bench.fits(6.0 * latents.shape[0] * size.keys * m.heads * (m.nope + m.rope + m.v) * 4) and size.batch * size.keys <= 8192:
-        import copy
-
         exact = their_step(copy.deepcopy(hf).float(), hidden.float(), latents.float(), size.keys)()
         out["hf_float32"] = check(found, exact, "transformers in float32")
     _, step = (made := filled(m, latents, 1, bench.device))
@@ -314,8 +158,6 @@ def verified(size: Size, bench: Bench, hidden: Tensor, latents: Tensor, found: T
 
 def kernels(size: Size, step: PagedBatch, pages: Tensor) -> dict[str, Run]:
     """The op alone, as the layer calls it."""
-    import attnops.ops
-
     m = size.model
     query = torch.randn(size.batch, m.heads, m.latent + m.rope, device=pages.device, dtype=m.dtype)
     q_nope, q_pe = query[..., : m.latent], query[..., m.latent :]
@@ -389,6 +231,43 @@ def chosen(layer: LatentAttention, hidden: Tensor, step: PagedBatch, pages: Tens
     return found[0].form
 
 
+def float8(size: Size, bench: Bench) -> dict[str, Any]:
+    """The layer over float8 pages against itself over its own dtype's."""
+    m = size.model
+    _, weights = bench.layer(m)
+    hidden, latents = bench.latents(size)
+    layer = ours(m, weights, bench.device)
+    wide = replace(m, dtype=torch.float32)
+    cache, step = filled(wide, latents.float(), 1, bench.device)
+    exact = ours(wide, {n: w.float() for n, w in weights.items()}, bench.device, kernel="reference")(
+        hidden.float(), batch=step, latent_pages=cache.latent_pages[0]
+    )
+    del cache
+    runs: dict[str, Run] = {}
+    out: dict[str, Any] = {"off_by": {}, "left_out": {}}
+    kv_scale = torch.full((1,), SCALE, device=bench.device)
+    for name, kv, query, given in (
+        (str(m.dtype).removeprefix("torch."), None, m.dtype, {}),
+        ("float8_pages", torch.float8_e4m3fn, m.dtype, {"kv_scale": kv_scale}),
+        ("float8_both", torch.float8_e4m3fn, torch.float8_e4m3fn, {"float8_scales": (SCALE, SCALE)}),
+    ):
+        try:
+            cache, step = filled(m, latents, 1, bench.device, dtype=kv)
+            spec = LatentSpec(m.heads, cache.page_size, query, m.latent + m.rope, m.latent, kv_dtype=kv)
+            width = cache.page_table.shape[1]
+            planner = Planner(spec, max_tokens=size.batch, max_requests=size.batch, max_pages=width, device=bench.device)
+            torch._dynamo.reset()
+            runs[name] = compiled(layer, hidden, batch=planner(step), latent_pages=cache.latent_pages[0], **given)
+            found = runs[name]().double()
+        except Exception as error:  # the others stand
+            out["left_out"][name] = f"{type(error).__name__}: {str(error)[:150]}"
+            runs.pop(name, None)
+            continue
+        out["off_by"][name] = float((found - exact.double()).norm() / exact.double().norm())
+        assert out["off_by"][name] < (NEAR if kv is None else FAR), f"{name}: off by {out['off_by'][name]:.4f}"
+    return out | {"us": {name: t["median_us"] for name, t in bench.times(runs).items()}}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
@@ -396,11 +275,13 @@ def main() -> int:
     given = parser.parse_args()
     start, bench = time.monotonic(), Bench(given.device)
     sizes, keys, batch, new = (FULL, (0, 2048, 16384), 4, FORMS) if given.device == "cuda" else (TOY, (0, 16), 2, (1, 4))
-    report: dict[str, Any] = {**environment(given.device), "layer": {}, "forms": {}, "failed": {}}
+    report: dict[str, Any] = {**environment(given.device), "layer": {}, "float8": {}, "forms": {}, "failed": {}}
     with torch.no_grad():
         report["ceilings"] = {n: round(x, 3) for n, x in bench.ceilings().items()}
         jobs: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
         jobs += [("layer", size.name, partial(measure, size, bench, report["ceilings"])) for size in sizes]
+        some = [size for size in sizes if size.keys in (8192, TOY[0].keys) and size.batch > 1]
+        jobs += [("float8", size.name, partial(float8, size, bench)) for size in some]
         models = dict.fromkeys(size.model for size in sizes)
         jobs += [("forms", f"{m.heads} heads, {batch}x{k} before", partial(forms, m, bench, k, batch, new)) for m in models for k in keys]
         for section, name, job in jobs:
