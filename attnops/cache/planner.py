@@ -25,7 +25,8 @@ class Planner:
 
     A plan is made on the host, into the buffers below, or, of latents, on the device: then it is a tensor of its own at each step, and
     the workspace stays the batch's. It is of the batch's own tables: a batch with a `shared` prefix, whose two parts have tables of
-    their own, gets none, and neither part may be given one that was made without `shared`.
+    their own, gets none, and neither part may be given one that was made without `shared`. Nor does a batch that says what was before
+    (`prefix` is not None), whose latents a layer may unfold: take the prefix off a batch that shall be attended to as latents.
 
     Args:
         spec: what the layers ask of `paged_attention` or `mla_attention`.
@@ -76,7 +77,7 @@ class Planner:
         return replace(batch, plan=self.plan, workspace=self.workspace) if found else replace(batch, plan=None)
 
     def _latents(self, spec: LatentSpec, batch: PagedBatch) -> PagedBatch:
-        if batch.shared is not None:
+        if batch.shared is not None or batch.prefix is not None:
             return replace(batch, plan=None)
         kernel = self._answers(spec, batch)
         if kernel.name not in _planned_by_host():

@@ -162,7 +162,7 @@ def test_the_faster_kernel_gets_its_plan(record):
                 assert plans(batch).plan.dtype == kind
     with target(90, "flashinfer", "sgl_kernel"):
         wide = LatentCache(1, 1000, max_requests=15, max_tokens_per_request=8192, page_size=64, dtype=BF16, device="cpu")
-        batch = wide.batch([wide.alloc() for _ in range(15)], 1)
+        batch = wide.batch([wide.alloc(1) for _ in range(15)], 1)
         with use(allow=("flashinfer_mla_fa3", "flashmla")):
             for heads, kind in ((16, torch.int64), (128, torch.int32)):
                 assert planner(LatentSpec(heads, 64, BF16))(batch).plan.dtype == kind, "as measured: flashmla is faster with many heads"
@@ -179,6 +179,17 @@ def test_a_shared_prefix_gets_no_plan(record):
         assert plans(mine.batch([a, b], 1)).plan is not None
         c = mine.alloc(3)
         assert plans(mine.batch([a, c], 1, share=True)).plan is not None, "nothing is shared"
+
+
+def test_a_batch_that_says_what_was_before_gets_no_plan(record):
+    """Its latents may be unfolded, and then the plan would be in vain."""
+    mine = cache()
+    a = mine.alloc(70)
+    with target(90, "flashinfer"):
+        plans = planner(kernel="flashinfer_mla_fa3")
+        for batch in (mine.batch([a], 9, prefix_tokens=64), mine.batch([mine.alloc()], 9)):
+            assert batch.prefix is not None and plans(batch).plan is None
+        assert record() == {} and plans(mine.batch([a], 9)).plan is not None
 
 
 def test_a_kernel_that_cannot_run_says_why(record):

@@ -1,0 +1,209 @@
+"""LatentAttention on a real GPU: every kernel under it, both forms, captured decodes, a shared prefix, float8, no waiting."""
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnops.cache import LatentCache, PagedBatch, Planner
+from attnops.errors import NoKernel, PageSizeConflict
+from attnops.kernel import kernels_of
+from attnops.nn import LatentAttention, RotaryEmbedding
+from attnops.ops import LatentSpec
+from tests.lowering.models import compiled_code, kernel_calls
+
+DEVICE, E = "cuda", 512
+NEAR = 0.02
+"""Norm of the difference over the norm, bfloat16."""
+FAR = 0.15
+"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are sums
+of their products with a spread of some units."""
+FIRST, STEPS = (700, 65, 1, 300), ((1, 1, 1, 1), (1, 1, 1, 1), (4, 1, 2, 8))
+
+
+def layer(heads: int, kernel: str | None = None, **more: Any) -> LatentAttention:
+    torch.manual_seed(3)
+    rope = RotaryEmbedding(64, 10000.0, scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0, interleaved=True)
+    made = LatentAttention(E, heads, q_lora_rank=256, rope=rope, kernel=kernel, device=DEVICE, dtype=torch.bfloat16, **more)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return made.eval().requires_grad_(False)
+
+
+def cache_for(heads: int, **more: Any) -> LatentCache:
+    """Its pages are NaN where nobody wrote."""
+    cache = LatentCache(
+        1, 16384, max_requests=8, max_tokens_per_request=2048, q_heads=heads, device=DEVICE, **{"dtype": torch.bfloat16} | more
+    )
+    if cache.latent_pages[0].dtype == torch.bfloat16:
+        cache.latent_pages[0].fill_(float("nan"))
+    return cache
+
+
+def planner_for(cache: LatentCache, heads: int, kernel: str | None = None, query: torch.dtype = torch.bfloat16) -> Planner:
+    stored = cache.latent_pages[0].dtype
+    spec = LatentSpec(heads, cache.page_size, query, kv_dtype=None if stored == query else stored)
+    return Planner(spec, max_tokens=2048, max_requests=8, max_pages=cache.page_table.shape[1], device=DEVICE, kernel=kernel)
+
+
+def exact(module: LatentAttention, texts: list[Tensor], counts: tuple[int, ...]) -> Tensor:
+    """The layer's result for the last tokens of each text, in float32, dense."""
+    wide = copy.deepcopy(module).float()
+    wide.kernel = "reference"
+    return torch.cat([wide(text.float()[None])[0, len(text) - n :] for text, n in zip(texts, counts, strict=True) if n])
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@contextmanager
+def skipping(kernel: str | None) -> Iterator[None]:
+    """A kernel that cannot run here, or not on this call, is told of; one that is chosen can always run."""
+    try:
+        yield
+    except (NoKernel, PageSizeConflict) as error:
+        if kernel is None:
+            raise
+        pytest.skip(f"{kernel}: {str(error)[:300]}")
+
+
+def new(counts: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(n, E, device=DEVICE, dtype=torch.bfloat16) for n in counts]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kernel", [None, *kernels_of("mla_attention")])
+def test_a_request_from_prefill_to_drafts(kernel: str | None, heads: int, found: dict[str, Any]) -> None:
+    with skipping(kernel):
+        module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
+        planner = planner_for(cache, heads, kernel)
+        texts = new(FIRST)
+        ids = [cache.alloc() for _ in FIRST]
+        # Batches that say what was before may be unfolded, and then no kernel over latents is asked.
+        steps = [(FIRST, {}), *((counts, {}) for counts in STEPS), ((40, 0, 3, 5), {"prefix_tokens": 500})]
+        worst = 0.0
+        for counts, how in steps:
+            batch = cache.batch(ids, counts, **how)
+            rows = texts if counts == FIRST else new(counts)
+            if counts != FIRST:
+                texts = [torch.cat(pair) for pair in zip(texts, rows, strict=True)]
+            got = module(torch.cat(rows), batch=planner(batch), latent_pages=cache.latent_pages[0])
+            worst = max(worst, off(got, exact(module, texts, counts)))
+    found.setdefault("latent_layer", {})[f"{kernel or 'chosen'}, {heads} heads"] = round(worst, 5)
+    assert worst < NEAR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_forms_agree(heads: int) -> None:
+    texts, results = new((1500, 400)), []
+    rows = new((48, 48))
+    for absorb in (0, 4096):
+        module, cache = layer(heads, absorb=absorb), cache_for(heads)
+        ids = [cache.alloc() for _ in texts]
+        pages = cache.latent_pages[0]
+        module(torch.cat(texts), batch=cache.batch(ids, [len(t) for t in texts]), latent_pages=pages)
+        results.append(module(torch.cat(rows), batch=cache.batch(ids, 48, prefix_tokens=512), latent_pages=pages))
+    assert off(results[0], results[1]) < NEAR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_decode_follows_lengths_and_tables(heads: int) -> None:
+    """Compiled, captured, replayed with what another step brings; the result is that of an eager step."""
+    module, cache = layer(heads), cache_for(heads)
+    ids = [cache.alloc() for _ in FIRST]
+    pages = cache.latent_pages[0]
+    module(torch.cat(new(FIRST)), batch=cache.batch(ids, FIRST), latent_pages=pages)
+    step = torch.compile(module, fullgraph=True, dynamic=False)
+    batch = cache.batch(ids, 1)
+    fixed = {name: getattr(batch, name).clone() for name in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
+    hidden = torch.randn(len(ids), E, device=DEVICE, dtype=torch.bfloat16)
+    held = PagedBatch(**fixed, max_seqlen_q=1, padded=False)
+    step(hidden, batch=held, latent_pages=pages)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(hidden, batch=held, latent_pages=pages)
+    cache.free(ids[1])
+    ids[1] = cache.alloc()
+    module(torch.cat(new((900,))), batch=cache.batch([ids[1]], 900), latent_pages=pages)
+    for _ in range(2):
+        batch = cache.batch(ids, 1)
+        hidden.normal_()
+        for name, tensor in fixed.items():
+            tensor.copy_(getattr(batch, name))
+        graph.replay()
+        assert off(out, module(hidden, batch=batch, latent_pages=pages)) < NEAR
+
+
+@pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
+def test_a_shared_prefix(kernel: str | None) -> None:
+    heads, results = 16, []
+    text, rows = new((1000,))[0], new((1, 1, 3))
+    for share in (False, True):
+        with skipping(kernel):
+            module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
+            first = cache.alloc()
+            module(text, batch=cache.batch([first], 1000), latent_pages=cache.latent_pages[0])
+            ids = [first, cache.fork(first), cache.fork(first)]
+            batch = cache.batch(ids, [len(r) for r in rows], share=share)
+            assert (batch.shared is not None) == share
+            results.append(module(torch.cat(rows), batch=batch, latent_pages=cache.latent_pages[0]))
+    assert off(results[1], results[0]) < NEAR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_float8(heads: int, found: dict[str, Any]) -> None:
+    """Pages of float8, with queries as they are and quantised, through whichever kernel is chosen."""
+    module, scale = layer(heads), 1 / 32
+    texts = new((700, 65))
+    for name, query, how in (
+        ("pages", torch.bfloat16, {"kv_scale": torch.full((1,), scale, device=DEVICE)}),
+        ("both", torch.float8_e4m3fn, {"float8_scales": (scale, scale)}),
+    ):
+        cache = cache_for(heads, dtype=torch.float8_e4m3fn)
+        planner, ids = planner_for(cache, heads, query=query), [cache.alloc() for _ in texts]
+        pages, so_far = cache.latent_pages[0], texts
+        module(torch.cat(texts), batch=cache.batch(ids, [len(t) for t in texts]), latent_pages=pages, **how)
+        for counts in ((1, 1), (1, 1), (3, 1)):
+            rows = new(counts)
+            so_far = [torch.cat(pair) for pair in zip(so_far, rows, strict=True)]
+            got = module(torch.cat(rows), batch=planner(cache.batch(ids, counts)), latent_pages=pages, **how)
+            error = off(got, exact(module, so_far, counts))
+            found.setdefault("latent_layer", {})[f"float8 {name}, {heads} heads"] = round(error, 5)
+            assert error < FAR, name
+
+
+def test_the_compiled_layer_copies_no_pages_and_no_weight() -> None:
+    heads = 128
+    module, cache = layer(heads), cache_for(heads)
+    ids = [cache.alloc(64), cache.alloc(64)]
+    batch = cache.batch(ids, 1)
+    hidden = torch.cat(new((2,)))
+    _, code = compiled_code(lambda: torch.compile(module, dynamic=False)(hidden, batch=batch, latent_pages=cache.latent_pages[0]))
+    assert any("mla_attention." in call for call in kernel_calls(code))
+    made = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code)
+    weights = [f"{heads * 256}, 512", f"{heads}, 128, 512", f"{heads}, 512, 128"]
+    assert not [size for size in made if size.startswith(f"{cache.num_pages}, ") or size in weights], made
+
+
+def test_a_batch_is_described_without_waiting() -> None:
+    cache = cache_for(16)
+    ids = [cache.alloc(500)]
+    ids.append(cache.fork(ids[0]))
+    cache.batch(ids, 1)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.batch(ids, 1)
+        cache.batch(ids, 7, prefix_tokens=100, share=True)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
