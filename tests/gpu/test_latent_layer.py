@@ -21,8 +21,8 @@ DEVICE, E = "cuda", 512
 NEAR = 0.02
 """Norm of the difference over the norm, bfloat16."""
 FAR = 0.15
-"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are sums
-of their products with a spread of some units."""
+"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are
+sums of their products with a spread of some units."""
 FIRST, STEPS = (700, 65, 1, 300), ((1, 1, 1, 1), (1, 1, 1, 1), (4, 1, 2, 8))
 
 
