@@ -1,6 +1,5 @@
-"""The cache of latents: its page size, what a step says of the tokens before it, and that what it says is what the tables say."""
+"""The cache of latents: what a step says of the tokens before it, and that what it says is what the tables say."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from attnops.cache import LatentCache, negotiate_page_size
-from attnops.errors import InvalidInput, OutOfPages, PageSizeConflict, RequestTooLong, TooManyRequests, UnknownKernel, UnknownRequest
-from attnops.kernel import Kernel, kernels_of, one_of
+from attnops.cache import LatentCache
+from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 from attnops.ops import merge_state, mla_attention, write_latent
-from attnops.problem import Target, pretend
-from attnops.select import use
 
-BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DC, DR = 6, 2
 
 
@@ -334,118 +330,3 @@ def test_bad_steps(more, field):
     with pytest.raises(InvalidInput) as caught:
         cache.batch([a], **{"new_tokens": 1, **more})
     assert caught.value.field == field and cache.length(a) == 2
-
-
-# The page size ----------------------------------------------------------------------------------------------------------
-
-SIZES = {"max_requests": 64, "max_tokens_per_request": 8192, "dtype": BF16, "device": "cpu"}
-SGL, FLASHINFER = ("sgl_kernel",), ("flashinfer",)
-EVERYTHING = ("sgl_kernel", "flashinfer", "triton")
-ALL = (1, 16, 32, 64, 128, 256)
-
-
-def negotiate(arch=0, assume=EVERYTHING, **more):
-    with pretend(Target("cuda", arch, assume=assume) if arch else None):
-        return negotiate_page_size(**{**SIZES, **more})
-
-
-@pytest.mark.parametrize(
-    ("arch", "more", "fastest", "takes"),
-    [
-        (0, {}, "reference", {"reference": ALL}),
-        (80, {"assume": ("triton",)}, "triton", {"triton": ALL, "reference": ALL}),
-        (90, {"q_heads": 16, "assume": SGL}, "flashmla", {"flashmla": (64,), "fa3": ALL, "reference": ALL}),
-        (90, {"assume": SGL, "dtype": E4M3}, "flashmla_fp8", {"flashmla_fp8": (64,), "reference": ALL}),
-        (90, {"assume": SGL, "max_new_tokens": 4}, "fa3", {"flashmla": (64,), "fa3": ALL, "reference": ALL}),
-        (90, {"assume": SGL, "max_new_tokens": 9}, "fa3", {"fa3": ALL, "reference": ALL}),
-        (100, {"assume": SGL}, "cutlass_mla", {"cutlass_mla": ALL[:-1], "reference": ALL}),
-        (100, {"assume": FLASHINFER}, "flashinfer_mla_fa2", {"flashinfer_mla_fa2": ALL, "reference": ALL}),
-        (100, {"assume": FLASHINFER, "workspace_bytes": 1 << 28}, "trtllm_mla",
-         {"trtllm_mla": (32, 64), "flashinfer_mla_fa2": ALL, "reference": ALL}),
-        (100, {"assume": FLASHINFER, "workspace_bytes": 1 << 28, "dtype": E4M3}, "trtllm_mla", {"trtllm_mla": (32, 64), "reference": ALL}),
-        (120, {"assume": ("triton",), "latent_dim": 256, "rope_dim": 32, "dtype": torch.int8}, "triton", {"triton": ALL, "reference": ALL}),
-    ],
-    ids=lambda v: str(v)[:40],
-)  # fmt: skip
-def test_negotiated(arch, more, fastest, takes):
-    choice = negotiate(arch, **more)
-    assert choice.page_size == 64, "which most kernels take"
-    assert choice.why == f"{fastest} is the fastest kernel of a decode step"
-    assert dict(choice.takes) == takes and set(choice.refused) == set(kernels_of("mla_attention")) - takes.keys()
-    text = str(choice)
-    assert text.startswith(f"page size 64 on {choice.target}: ") and f"  {fastest}: " in text
-    assert all(f"  not {kernel} on {choice.target}: {reasons[0]}" in text for kernel, reasons in choice.refused.items())
-
-
-def test_what_is_fastest_decides_before_what_most_take(registered):
-    registered("narrow", needs=(one_of("page_size", 16, 256),), cost_us=lambda p: 1e-3 if p.page_size == 16 else 1.0)
-    choice = negotiate()
-    assert choice.page_size == 16 and choice.takes["narrow"] == (16, 256)
-    assert negotiate(kernels=("reference", "narrow")).page_size == 16
-    registered("wide", needs=(one_of("page_size", 128),))
-    registered("wider", needs=(one_of("page_size", 128),))
-    assert negotiate(kernels=("reference",)).page_size == 128, "the speed of others is no matter, but that they can run is"
-    with use(deny=("narrow", "wide", "wider")):
-        assert negotiate().page_size == 64, "the policy in force says what may be chosen"
-
-
-def test_kernels_of_several_machines():
-    for arch in (0, 90, 100):
-        choice = negotiate(arch, kernels=("flashmla", "cutlass_mla", "trtllm_mla"))
-        assert choice.page_size == 64 and choice.why == "taken by flashmla, cutlass_mla, trtllm_mla"
-        assert dict(choice.takes) == {"flashmla": (64,), "cutlass_mla": ALL[:-1], "trtllm_mla": (32, 64)}
-        assert "flashmla" in choice.refused or arch == 90, "it says who cannot run here"
-    assert negotiate(100, kernels=("cutlass_mla",), page_size=128).why == "as given, taken by cutlass_mla"
-    assert negotiate(90, page_size=7).why == "as given"
-
-
-def test_no_size_suits_all(registered):
-    registered("narrow", needs=(one_of("page_size", 16, 256),))
-    with pytest.raises(PageSizeConflict) as caught:
-        negotiate(90, kernels=("flashmla", "narrow"))
-    error = caught.value
-    assert error.page_size is None and error.takes == {"flashmla": (64,), "narrow": (16, 256)}
-    assert str(error).splitlines() == [
-        "page_size: got None, want one of 1, 16, 32, 64, 128, 256 that all of these kernels take",
-        "  flashmla takes 64 only: page_size=1 (wants 64)",
-        "  narrow takes 16, 256 only: page_size=1 (wants 16 | 256)",
-    ]
-
-
-def test_a_size_that_a_kernel_does_not_take():
-    with pytest.raises(PageSizeConflict, match="got 128, want") as caught:
-        LatentCache(1, 1000, page_size=128, kernels=("trtllm_mla", "cutlass_mla"), **SIZES)
-    assert caught.value.page_size == 128 and caught.value.takes == {"trtllm_mla": (32, 64), "cutlass_mla": ALL[:-1]}
-    with pytest.raises(PageSizeConflict, match="flashmla takes none: v_head_dim=256 \\(wants 512\\)"):
-        negotiate(90, kernels=("flashmla",), latent_dim=256)
-    with pytest.raises(PageSizeConflict, match="cutlass_mla takes none: q_heads=130 \\(wants <= 128\\)"):
-        negotiate(kernels=("cutlass_mla",), q_heads=130)
-    with pytest.raises(PageSizeConflict, match=r"flashmla takes none: .*target=cpu"), use(kernel="flashmla"):
-        negotiate()
-    with use(kernel="flashmla"):
-        assert negotiate(page_size=16).page_size == 16, "the call will say what is wrong"
-    with pytest.raises(UnknownKernel, match=r"got 'flash', want one of .*cutlass_mla"):
-        negotiate(kernels=("flash",))
-
-
-def test_the_cache_says_what_it_chose():
-    with pretend(Target("cuda", 90, assume=SGL)):
-        cache = LatentCache(1, 1000, q_heads=16, **SIZES)
-    assert cache.page_size == cache.page_size_choice.page_size == cache.latent_pages[0].shape[1] == 64
-    assert "flashmla: 64" in str(cache.page_size_choice)
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Puts a kernel of `mla_attention` in the registry for the test, without an overload: nobody calls it."""
-    from attnops import kernel as module
-
-    table = module._REGISTRY.kernels["mla_attention"]
-
-    def add(name, **more):
-        monkeypatch.setitem(table, name, replace(Kernel(name, "mla_attention", kernels_of("mla_attention")["reference"].run), **more))
-        monkeypatch.setattr(module._REGISTRY, "generation", module._REGISTRY.generation + 1)
-
-    yield add
-    monkeypatch.undo()
-    module.renew()

@@ -48,13 +48,13 @@ def _longest(before: Sequence[int], start: int, stop: int) -> int:
 
 def common_pages(pages: Sequence[Sequence[int]]) -> int:
     """How many pages these lists begin with in common. 0 for a single list, which shares with nobody."""
-    if len(pages) < 2:
-        return 0
-    found = 0
-    for same in zip(*pages, strict=False):
-        if len(set(same)) > 1:
-            break
-        found += 1
+    first, *others = pages
+    found = len(first) if others else 0
+    for other in others:
+        found = min(found, len(other))
+        # Whole lists first, which takes no loop in Python: most are alike, or differ at once.
+        if first[:found] != other[:found]:
+            found = next(i for i in range(found) if first[i] != other[i])
     return found
 
 
