@@ -151,6 +151,11 @@ class RotaryEmbedding(nn.Module):
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.to(cos.dtype)
-        a, b = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, -1)
-        turned = (a * cos - b * sin, b * cos + a * sin)
-        return (torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)).to(x.dtype)
+        if self.interleaved:
+            # Each number with its partner, and no concatenation: a compiler writes it in one pass with what comes next.
+            pairs = wide.unflatten(-1, (-1, 2))
+            signs = torch.arange(-1, 2, 2, device=x.device, dtype=cos.dtype)
+            turned: Tensor = pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * signs)
+            return turned.flatten(-2).to(x.dtype)
+        a, b = wide.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

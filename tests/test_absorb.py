@@ -1,0 +1,293 @@
+"""absorbed_weights: views of a plain weight, the effective weight of anything else, and always the weight there is now."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from attnops.errors import InvalidInput
+from attnops.nn import absorbed_weights
+
+H, NOPE, V, DC = 3, 4, 5, 8
+ROWS = H * (NOPE + V)
+LIKE = torch.zeros(2, DC)
+
+
+def linear():
+    return nn.Linear(DC, ROWS, bias=False).requires_grad_(False)
+
+
+class LoRA(nn.Module):
+    """An adapter around a projection, as peft has it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.on, self.scale = base, True, 0.5
+        self.a, self.b = nn.Linear(DC, 2, bias=False), nn.Linear(2, ROWS, bias=False)
+        self.requires_grad_(False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.scale * self.b(self.a(x)) * self.on
+
+
+class Int8(torch.Tensor):
+    """A weight whose storage is none: it can be multiplied by, and nothing else."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data, scale):
+        self.data8, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data8", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Int8(inner["data8"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            return args[0] @ (args[1].data8.to(args[0].dtype) * args[1].scale).t()
+        if func is torch.Tensor.view:
+            raise NotImplementedError("view")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Int8(args[0].data8, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def int8():
+    module = linear()
+    module.weight = nn.Parameter(Int8(torch.randint(-9, 9, (ROWS, DC), dtype=torch.int8), torch.tensor(0.1)), requires_grad=False)
+    return module
+
+
+def parametrised():
+    return parametrize.register_parametrization(linear(), "weight", Doubled())
+
+
+def hooked():
+    module = linear()
+    module.register_forward_hook(lambda m, x, y: y * 3)
+    return module
+
+
+def offloaded():
+    """As accelerate does it: the weight on meta, and a forward of the instance's own that brings it."""
+    module = linear()
+    kept = module.weight.data
+    module.weight = nn.Parameter(kept.to("meta"), requires_grad=False)
+    module.forward = lambda x: nn.functional.linear(x, kept)
+    module.kept = kept
+    return module
+
+
+KINDS = {
+    "linear": linear, "lora": lambda: LoRA(linear()), "nested": lambda: LoRA(LoRA(linear())), "int8": int8, "parametrised": parametrised,
+    "hooked": hooked, "offloaded": offloaded,
+}  # fmt: skip
+
+
+def effective(module):
+    w = module(torch.eye(DC)).t().reshape(H, NOPE + V, DC)
+    return w[:, :NOPE], w[:, NOPE:]
+
+
+def right(module, run=absorbed_weights):
+    for got, want in zip(run(module, NOPE, V, LIKE), effective(module), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@torch.no_grad()
+def change(module):
+    """Everything that can be another way, one after the other."""
+    for p in module.parameters():
+        if type(p) is nn.Parameter and not p.is_meta:
+            p.mul_(1.5)  # an optimizer's step
+            yield
+    if not isinstance(module.weight, Int8) and not module.weight.is_meta:
+        module.load_state_dict({n: torch.randn_like(t) for n, t in module.state_dict().items()})
+        yield
+    if isinstance(module, LoRA):
+        module.scale = 2.0
+        yield
+        module.on = False
+        yield
+        module.base = linear()  # merged, and replaced
+        yield
+        module.a.weight = nn.Parameter(torch.randn(2, DC), requires_grad=False)
+        module.on = True
+        yield
+        module.a.weight.data = torch.randn(2, DC)
+        yield
+    if isinstance(module.weight, Int8):
+        module.weight.scale.mul_(3)
+        yield
+        module.weight = nn.Parameter(Int8(module.weight.data8 + 1, module.weight.scale), requires_grad=False)
+        yield
+    if hasattr(module, "kept"):
+        module.kept.mul_(3)
+        yield
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_change_is_followed(kind, compiled):
+    module = KINDS[kind]()
+    run = torch.compile(absorbed_weights, backend="eager", fullgraph=True) if compiled else absorbed_weights
+    with torch.no_grad():
+        right(module, run)
+        right(module, run)
+        for _ in change(module):
+            right(module, run)
+            right(module, run)
+
+
+def test_a_plain_weight_is_viewed():
+    module = linear()
+    for w in absorbed_weights(module, NOPE, V, LIKE):
+        assert w.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+    assert "_attnops_absorbed" not in vars(module)
+    module.requires_grad_(True)
+    assert absorbed_weights(module, NOPE, V, LIKE)[0].requires_grad
+
+
+def test_the_heads_of_a_shard():
+    shard = nn.Linear(DC, NOPE + V, bias=False)
+    assert [w.shape for w in absorbed_weights(shard, NOPE, V, LIKE)] == [(1, NOPE, DC), (1, V, DC)]
+
+
+class Counted(nn.Module):
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        Counted.count += 1
+        return self.inner(x)
+
+
+@pytest.fixture
+def counted():
+    Counted.count = 0
+    return Counted()
+
+
+@torch.no_grad()
+def test_what_has_not_changed_is_kept(counted):
+    first = absorbed_weights(counted, NOPE, V, LIKE)
+    again = absorbed_weights(counted, NOPE, V, LIKE)
+    assert Counted.count == 1 and again[0].data_ptr() == first[0].data_ptr()
+    absorbed_weights(counted, NOPE, V, LIKE.double().float())
+    assert Counted.count == 1
+    with torch.inference_mode():
+        absorbed_weights(counted, NOPE, V, LIKE)
+    assert Counted.count == 1
+    counted.inner.weight.add_(1)
+    absorbed_weights(counted, NOPE, V, LIKE)
+    assert Counted.count == 2
+    counted.thing = object()  # nobody knows what it does
+    absorbed_weights(counted, NOPE, V, LIKE), absorbed_weights(counted, NOPE, V, LIKE)
+    assert Counted.count == 4
+
+
+@torch.no_grad()
+def test_nothing_is_kept_alive_or_copied(counted):
+    absorbed_weights(counted, NOPE, V, LIKE)
+    old = weakref.ref(counted.inner.weight)
+    twin = copy.deepcopy(counted)
+    twin.inner.weight.mul_(2)
+    got = absorbed_weights(twin, NOPE, V, LIKE)[0]
+    torch.testing.assert_close(got, 2 * absorbed_weights(counted, NOPE, V, LIKE)[0])
+    assert Counted.count == 2, "once each"
+    assert list(counted.state_dict()) == ["inner.weight"]
+    buffer = io.BytesIO()
+    torch.save(counted, buffer)
+    assert buffer.tell() < 4 * ROWS * DC * 1.5 + 3000, "one weight and no more"
+    counted.inner = linear()
+    gc.collect()
+    assert old() is None
+
+
+def test_gradients_reach_an_adapter():
+    module = LoRA(linear()).requires_grad_(True)
+    w_uk, w_uv = absorbed_weights(module, NOPE, V, LIKE)
+    grads = torch.autograd.grad(w_uk.sum() + w_uv.sum(), module.a.weight)
+    assert grads[0].abs().sum() > 0
+
+
+@torch.no_grad()
+def test_fake_tensors_are_not_kept():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    module = LoRA(linear())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert absorbed_weights(module, NOPE, V, mode.from_tensor(LIKE))[0].shape == (H, NOPE, DC)
+    right(module)
+
+
+@torch.no_grad()
+def test_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kv_b_proj = linear()
+
+        def forward(self, x):
+            return self.kv_b_proj(x)
+
+    config = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(Model(), config)
+    module = model.base_model.model.kv_b_proj
+
+    def follows():
+        want = module(torch.eye(DC)).t().reshape(H, -1, DC)
+        for _ in range(2):
+            torch.testing.assert_close(absorbed_weights(module, NOPE, V, LIKE)[0], want[:, :NOPE])
+        return want
+
+    first = follows()
+    assert module._attnops_absorbed.weight is not None, "its state can be told"
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    assert not torch.equal(follows(), first)
+    with model.disable_adapter():
+        assert torch.equal(follows(), module.get_base_layer().weight.reshape(H, -1, DC))
+    model.set_adapter("default")
+    follows()
+    model.merge_adapter()
+    follows()
+    model.unmerge_adapter()
+    follows()
+
+
+def test_a_bias_and_broken_heads():
+    for module in (nn.Linear(DC, ROWS), LoRA(nn.Linear(DC, ROWS))):
+        with pytest.raises(InvalidInput, match=r"kv_b.bias: got a bias"):
+            absorbed_weights(module, NOPE, V, LIKE)
+    with pytest.raises(InvalidInput, match=r"kv_b.weight.shape\[0\]: got 27, want a multiple of 4 \+ 6"):
+        absorbed_weights(linear(), NOPE, V + 1, LIKE)

@@ -1,0 +1,149 @@
+"""Which form latents take: the costs cross where they should, the decision is pure, and explain shows it for any machine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.cache import LatentCache
+from attnops.errors import UnknownKernel
+from attnops.lowering.explain import packages_of_kernels
+from attnops.nn import LatentAttention, RotaryEmbedding
+from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, LatentCall, LatentDims, crossover, kernel_for, latent_form
+from attnops.problem import Target, pretend
+
+BF16 = torch.bfloat16
+DEEPSEEK = LatentDims(128, 64, 512, 128)
+
+
+def call(target="sm90", heads=128, before=True, **more):
+    goal = Target.parse(target, packages_of_kernels() if target != "cpu" else None)
+    return LatentCall(DEEPSEEK, heads, BF16, BF16, 64, goal, before, **more)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_where_the_costs_cross(target, heads):
+    """A long prefix is absorbed for many new tokens and unfolded for a prompt; where nothing came before, few tokens are enough."""
+    long, empty = (latent_form(call(target, heads, before)) for before in (True, False))
+    assert 32 <= long.absorb_up_to <= 512
+    assert empty.absorb_up_to < 128
+    for decision in (long, empty):
+        up_to = decision.absorb_up_to
+        below, above = (latent_form(decision.call, n) for n in (max(up_to, 1), up_to + max(up_to // 4, 1)))
+        assert up_to == 0 or (below.form == ABSORBED and below.absorbed_us <= below.expanded_us)
+        assert above.form == EXPANDED and above.expanded_us < above.absorbed_us
+    assert latent_form(call(target, heads), 1).form == ABSORBED
+    assert latent_form(call(target, heads), 4096).form == EXPANDED
+
+
+def test_costs_grow_with_the_work():
+    few, many = (latent_form(call(), n) for n in (64, 512))
+    assert few.absorbed_us < many.absorbed_us and few.expanded_us < many.expanded_us
+    assert latent_form(call(heads=16), 64).expanded_us < few.expanded_us
+    # Nothing is cheaper than its bytes and products at the best rates: W alone is 128 * 512 * 256 numbers.
+    assert latent_form(call(before=False), 1).absorbed_us > 128 * 512 * 256 * 2 / 4.8e6
+
+
+def test_only_the_absorbed_form_is_possible_where_nothing_is_said():
+    decision = latent_form(call(before=None), 3000)
+    assert (decision.form, decision.absorb_up_to, set(decision.costs)) == (ABSORBED, MOST, {ABSORBED})
+    assert str(decision) == "form of 3000 new tokens a request -> absorbed (the batch does not say what was before them)"
+
+
+def test_what_is_asked_for_wins():
+    asked = call(absorb_up_to=10)
+    assert [latent_form(asked, n).form for n in (1, 10, 11)] == [ABSORBED, ABSORBED, EXPANDED]
+    assert "absorb_up_to=10 (asked for)" in str(latent_form(asked, 4))
+    forced = replace(call(), policies=("kernel=mla_attention:triton", "kernel=varlen_attention:fa3"))
+    assert latent_form(forced).absorbed.kernel.name == "triton" and latent_form(forced).expanded.kernel.name == "fa3"
+
+
+def test_pure():
+    first = latent_form(call(), 7)
+    assert latent_form(call(), 7) is first
+    with pretend(Target.parse("sm100", ())):
+        assert latent_form(call(), 7) is first
+    assert latent_form(call("sm100"), 7).absorb_up_to != first.absorb_up_to
+
+
+def test_the_crossover_is_that_of_the_decision():
+    goal = Target.parse("sm90", packages_of_kernels())
+    with pretend(goal):
+        got = crossover(128, 64, 512, 128, 128, BF16, BF16, 64, torch.device("cuda"), True, "", "")
+    assert got == latent_form(call()).absorb_up_to
+
+
+def test_kernels_by_name():
+    assert kernel_for("mla_attention", None) is None
+    assert kernel_for("mla_attention", "flashmla") == "flashmla"
+    assert kernel_for("varlen_attention", "flashmla") is None
+    with pytest.raises(UnknownKernel, match="nobody"):
+        kernel_for("varlen_attention", "nobody")
+
+
+# explain ------------------------------------------------------------------------------------------------------------------
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, **more):
+        super().__init__()
+        rope = RotaryEmbedding(64, interleaved=True)
+        self.layers = torch.nn.ModuleList(LatentAttention(256, 16, q_lora_rank=64, rope=rope, dtype=BF16, **more) for _ in range(2))
+
+    def forward(self, x, latent_pages, batch):
+        for each, pages in zip(self.layers, latent_pages, strict=True):
+            x = x + each(x, latent_pages=pages, batch=batch)
+        return x
+
+
+def explained(before, new, target, prefix_tokens=64, **more):
+    cache = LatentCache(2, 256, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
+    a = cache.alloc(before)
+    batch = cache.batch([a], new, prefix_tokens=prefix_tokens)
+    x = torch.zeros(new, 256, dtype=BF16)
+    return attnops.explain(Layers(**more).eval(), x, cache.latent_pages, batch, target=target, quiet=True)
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100", "cpu"])
+def test_explain_shows_the_form(target):
+    long = explained(9, 4, target)
+    [form] = long.forms
+    assert (form.where, form.count, form.decision.form) == ("layers.*", 2, ABSORBED)
+    assert {c.split(".")[0] for c in long.chosen()} == {"write_latent", "mla_attention"}
+    lines = str(long).splitlines()
+    at = lines.index("layers.*  x2")
+    assert lines[at + 1].strip() == (
+        f"form of 4 new tokens a request, 8192 tokens before -> absorbed; absorb_up_to={form.decision.absorb_up_to} (by cost)"
+    )
+    assert " us with mla_attention." in lines[at + 2] and " us with varlen_attention." in lines[at + 2]
+    assert "layers.*  x2" in lines[at + 3 :], "and then the calls"
+    [entry] = json.loads(json.dumps(long.as_dict()))["forms"]
+    assert entry["form"] == ABSORBED and set(entry["us"]) == {ABSORBED, EXPANDED} and entry["new_tokens"] == 4
+    decode = explained(9, 1, target, None)
+    assert decode.forms[0].decision.call.before is None and set(decode.forms[0].decision.costs) == {ABSORBED}
+
+
+def test_explain_of_a_prompt_and_of_a_limit():
+    prompt = explained(0, 120, "sm90")
+    assert prompt.forms[0].decision.form == EXPANDED
+    assert {c.split(".")[0] for c in prompt.chosen()} == {"write_latent", "varlen_attention"}
+    limited = explained(9, 4, "sm100", absorb=3)
+    assert limited.forms[0].decision.form == EXPANDED and "(asked for)" in str(limited)
+    assert "merge_state" in str(limited)
+
+
+def test_a_model_without_latents_has_no_forms():
+    q = torch.randn(1, 4, 2, 8)
+    found = attnops.explain(lambda q: attnops.attention(q, q, q), q, target="sm90", quiet=True)
+    assert found.forms == () and found.as_dict()["forms"] == []
+
+
+def test_an_eager_call_of_another_target_takes_its_form():
+    """The target in force decides, as it does for kernels."""
+    with pretend(Target.parse("sm90", packages_of_kernels())):
+        here = crossover(128, 64, 512, 128, 16, BF16, BF16, 64, torch.device("cpu"), False, "", "")
+    there = crossover(128, 64, 512, 128, 16, BF16, BF16, 64, torch.device("cpu"), False, "", "")
+    assert here != there
