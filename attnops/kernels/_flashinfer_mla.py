@@ -3,6 +3,9 @@
 The planner cuts queries times heads into tiles and the keys into parts, and keeps of the page table only where each row of it starts.
 So the table itself is what the kernel reads pages from: nothing is compressed, and it may change under a plan. In pages, both kernels
 zero the values past a request's end and replace their logits; a row without keys gives 0 and lse -inf.
+
+Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their scale as a number of the host's; a scale on
+the device meets the query before, which is rounded once more for it, too coarsely for an lse, and the output after.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ def make_plan(
     if page_table.is_cuda and not staging.is_pinned():
         staging = torch.empty_like(staging, pin_memory=True)  # FlashInfer takes no other
     given = (floats, ints, staging, starts, firsts, keys, q_heads, v_head_dim, s.causal)
-    info, _ = _module(path, s.dtype).plan_with_staged_workspace_bytes(*given)
+    info, _ = _module(path, s.dtype, getattr(torch, kv_dtype)).plan_with_staged_workspace_bytes(*given)
     write_header(plan, path, s.fields, list(info))
 
 
@@ -155,25 +158,30 @@ def mla_attention(
     if workspace is None:
         raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
     ints, floats = places(sm_count(workspace.device), Cutter("workspace", workspace))
+    if kv_scale is not None:
+        factor = kv_scale if q_scale is None else kv_scale * q_scale
+        q_nope, q_pe = ((x * factor).to(x.dtype) for x in (q_nope, q_pe))
     out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     latent, pages = latent_pages[..., :LATENT], page_table.contiguous().view(-1)
-    _module(path, q_nope.dtype).run(
+    _module(path, q_nope.dtype, latent_pages.dtype).run(
         floats, ints, info, q_nope, q_pe, latent, latent_pages[..., LATENT:], pages, out, z, CAUSAL if s.causal else ALL_KEYS,
         s.q_heads, s.page_size, scale, True, 1.0, 1.0, None,
     )  # fmt: skip
-    if out is not output:
+    if kv_scale is not None:
+        output.copy_(out * kv_scale)
+    elif out is not output:
         output.copy_(out)
     if lse is not None and z is not None and z is not lse:
         lse.copy_(z)
 
 
 @functools.cache
-def _module(path: int, dtype: torch.dtype) -> Any:
+def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
     """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk. Its last argument: no profiler."""
     from flashinfer.jit import gen_batch_mla_module
 
-    return gen_batch_mla_module(NAMES[path], dtype, dtype, dtype, torch.int32, LATENT, ROPE, False).build_and_load()
+    return gen_batch_mla_module(NAMES[path], dtype, kv_dtype, dtype, torch.int32, LATENT, ROPE, False).build_and_load()
 
 
 def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
@@ -185,6 +193,18 @@ def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
     return HEADER + -(-plan.used // 8), workspace.used
 
 
+def _dtypes(p: Problem) -> Refusal | None:
+    if p.kv_dtype == torch.float8_e4m3fn and p.dtype == torch.bfloat16:
+        return None if p.target.arch == 90 else Refusal("kv_dtype", p.kv_dtype, "the query's bfloat16 (float8_e4m3fn on sm90)")
+    return dtypes(torch.float16, torch.bfloat16)(p)
+
+
+def _scales(p: Problem) -> Refusal | None:
+    if p.kv_dtype == p.dtype:
+        return Refusal("kv_scales", True, "no (but of float8 latents)") if p.kv_scales else None
+    return Refusal("lse", True, "no (over float8 latents)") if p.lse else None
+
+
 def _heads(p: Problem) -> Refusal | None:
     """A causal tile that ends amid a query's heads drops that query's last key where it begins a tile of keys (floor against ceil)."""
     if not p.causal or (p.queries.hi is not None and p.queries.hi <= 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE:
@@ -193,11 +213,12 @@ def _heads(p: Problem) -> Refusal | None:
 
 
 NEEDS: tuple[Need, ...] = (
-    dtypes(torch.float16, torch.bfloat16),
+    _dtypes,
     one_of("v_head_dim", LATENT),
     one_of("rope_dim", ROPE),
     _heads,
-    *without("mask", "sinks", "kv_scales", "softcap", "windowed"),
+    _scales,
+    *without("mask", "sinks", "softcap", "windowed"),
 )
 
 

@@ -13,7 +13,7 @@ def _cost_us(p: Problem) -> float:
     tokens, queries, context = (max(x.hint, 1) for x in (p.tokens, p.queries, p.context))
     rows = max(tokens * p.q_heads, tokens * 64 // queries)
     flops = 2.0 * rows * context * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
-    size = 2.0 * max(p.batch.hint, 1) * context * p.head_dim
+    size = float(p.kv_dtype.itemsize) * max(p.batch.hint, 1) * context * p.head_dim
     return 25.0 + max(size / 3.8e6, flops / 5.6e8)
 
 

@@ -1,5 +1,5 @@
-"""`pointwise`: rotation and quantisation of queries and latents as plain torch ops, lowered in place: the compiler makes one loop of
-the query's and one of the latents', and of what stands before and after them.
+"""`pointwise`: rotation and quantisation of queries and latents as plain torch ops, lowered in place: the compiler writes each part
+into its place in float8 and stores nothing else of it, in one function on the CPU, with pointwise producers fused in.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def attend_float8(
         InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
         cannot run.
     """
-    check.last("q_nope", check.tensor("q_nope", q_nope, f"[T, H, {dims.nope}]", 3), dims.nope)
+    check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
     if latent_pages.dtype != torch.float8_e4m3fn:
         raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
     w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)

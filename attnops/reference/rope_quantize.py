@@ -4,8 +4,7 @@
     stored = round(saturate(x / scale))
 
 Pairs lie side by side (interleaved) or half a part apart, and stay where they are: RoFormer, https://arxiv.org/abs/2104.09864, 3.2.2.
-Nothing is rounded between rotation and quantisation. Plain pointwise torch ops, one loop for the query and one for the latents when
-a compiler fuses them.
+Nothing is rounded between rotation and quantisation. Plain pointwise torch ops, which a compiler fuses.
 """
 
 from __future__ import annotations

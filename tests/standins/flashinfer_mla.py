@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from attnops.problem import pretended
 from tests.standins.flashinfer_modules import SMS, Allocator, check, host_ints, ints_at, store, upload
 
 TILE, TILE_KV, WORKS = 64, 64, 16384
@@ -28,9 +29,14 @@ BUILT: list[tuple[Any, ...]] = []
 """The modules built, in order."""
 
 
+def architecture() -> int:
+    target = pretended()
+    return 0 if target is None else target.arch
+
+
 class Module:
-    def __init__(self, backend: str, dtype: torch.dtype) -> None:
-        self.backend, self.dtype = backend, dtype
+    def __init__(self, backend: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        self.backend, self.dtype, self.kv_dtype = backend, dtype, kv_dtype
 
     def plan_with_staged_workspace_bytes(
         self, float_workspace, int_workspace, page_locked, qo_indptr, kv_indptr, kv_len, num_heads, head_dim_o, causal
@@ -80,7 +86,8 @@ class Module:
         CALLS.append(f"{self.backend}.run")
         check(len(plan_info_vec) == 18, f"MLAPlanInfo::FromVector: vec.size() should be 18, but got {len(plan_info_vec)}")
         check(kv_indices.dtype == torch.int32 and kv_indices.is_contiguous(), "kv_indices must be int32")
-        check(all(x.dtype == self.dtype for x in (q_nope, q_pe, ckv_cache, kpe_cache, o)), "dtypes of the module")
+        check(all(x.dtype == self.dtype for x in (q_nope, q_pe, o)), "dtypes of the module")
+        check(ckv_cache.dtype == kpe_cache.dtype == self.kv_dtype, "dtypes of the module")
         check((ckv_cache.shape[1:], kpe_cache.shape[1:]) == ((page_size, 512), (page_size, 64)), "pages of the module")
         check(all(x.stride(-1) == 1 for x in (q_nope, q_pe, ckv_cache, kpe_cache, o)), "read as if the last dimension were contiguous")
         check(maybe_lse is None or maybe_lse.is_contiguous(), "written as if contiguous")
@@ -116,13 +123,17 @@ def lost(n: int, heads: int, keys: int, tile: int) -> torch.Tensor:
 
 def gen_batch_mla_module(backend, dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim_ckv, head_dim_kpe, use_profiler):
     check(backend in ("fa2", "fa3"), f"Unsupported backend: {backend}")
-    check(dtype_q in HALVES and dtype_q == dtype_kv == dtype_o and dtype_idx == torch.int32, "not in this stand-in")
+    check(dtype_q in HALVES and dtype_q == dtype_o and dtype_idx == torch.int32, "not in this stand-in")
+    if dtype_kv != dtype_q:
+        check(dtype_kv == torch.float8_e4m3fn, "dtype_map_kv has none of this")
+        check(dtype_q == torch.bfloat16, "FP8 kv_data_type for MLA currently only supports q_data_type=torch.bfloat16")
+        check(architecture() == 90, "FP8 kv_data_type for MLA requires an SM90 (Hopper) device")
     check((head_dim_ckv, head_dim_kpe, use_profiler) == (512, 64, False), "not in this stand-in")
 
     class Spec:
         def build_and_load(self) -> Module:
-            BUILT.append((backend, dtype_q))
-            return Module(backend, dtype_q)
+            BUILT.append((backend, dtype_q) if dtype_kv == dtype_q else (backend, dtype_q, dtype_kv))
+            return Module(backend, dtype_q, dtype_kv)
 
     return Spec()
 

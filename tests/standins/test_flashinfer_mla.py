@@ -19,7 +19,7 @@ from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_mla as standin
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 NAMES = ("flashinfer_mla_fa2", "flashinfer_mla_fa3")
 SM90 = Target("cuda", 90, assume=("flashinfer",))
 KERNELS = {n: kernels_of("mla_attention")[n] for n in NAMES}
@@ -56,7 +56,7 @@ def test_grid(kernel, case):
 
 def test_what_the_grid_leaves_out(calls):
     refused = {c.label.removeprefix("deepseek-") for c in DEEP if FA3.refusals(replace(c.call().problem, plan="host"))}
-    assert refused == {"float8", "float8_both", "float8_both_heads_128", "window", "softcap", "sinks", "sinks_heads_128"}
+    assert refused == {"float8_both", "float8_both_heads_128", "window", "softcap", "sinks", "sinks_heads_128"}
 
 
 @pytest.mark.parametrize(("page", "heads"), [(1, 1), (16, 64), (64, 16), (128, 128)])
@@ -64,6 +64,18 @@ def test_stale_pages_and_long_extends(kernel, page, heads):
     f = replace(DEEPSEEK, q_heads=heads, lse=True)
     for q_lens, seq_lens in (((70, 1, 0, 20), (200, 129, 9, 20)), ((1, 1, 1, 0), (300, 129, 0, 9))):
         assert check_kernel(kernel, call(q_lens, seq_lens, page, f)).worst <= 1.0
+
+
+def test_float8_latents(kernel):
+    """Any scale, on the device; also with one for the query; a module of its own, planned by itself; the query is left alone."""
+    f = replace(DEEPSEEK, kv_dtype=E4M3)
+    for q_lens, seq_lens in (((1, 4, 0, 2), (70, 4, 9, 130)), ((1, 1, 1), (300, 0, 65))):
+        given = call(q_lens, seq_lens, f=f)
+        assert check_kernel(kernel, given).worst <= 1.0
+        assert check_kernel(kernel, given.with_(q_scale=torch.tensor([0.37]))).worst <= 1.0
+    assert set(standin.BUILT) == {(kernel.name[-3:], BF16, E4M3)}
+    with pretend(Target("cuda", 100, assume=("flashinfer",))):
+        assert "kv_dtype" in [r.field for r in kernel.refusals(given.problem)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -115,7 +127,7 @@ def test_the_bound_on_works_holds_what_the_planner_makes(calls):
         starts = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
         bound = fm.works(fm.Shape(int(starts[-1]), 50, heads, 64, BF16, causal), starts, keys, standin.SMS)
         ints, locked, floats = (torch.zeros(1 << 25, dtype=torch.uint8) for _ in range(3))
-        info, _ = standin.Module("fa3", BF16).plan_with_staged_workspace_bytes(
+        info, _ = standin.Module("fa3", BF16, BF16).plan_with_staged_workspace_bytes(
             floats, ints, locked, starts, torch.zeros(n + 1, dtype=torch.int32), keys, heads, 512, causal
         )
         assert int(standin.ints_at(ints, info[15], 2)[1]) <= bound
@@ -205,8 +217,13 @@ REFUSED = {
     "dims": (planned_problem(call(f=replace(DEEPSEEK, head_dim=320, v_head_dim=256))), 90, ["v_head_dim=256 (wants 512)"]),
     "features": (planned_problem(call(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32, mask="bool"))), 90,
                  ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
-    "float8": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn))), 90,
-               ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
+    "float8": (planned_problem(call(f=replace(DEEPSEEK, dtype=F16, kv_dtype=E4M3))), 90,
+               ["kv_dtype=float8_e4m3fn (wants the query's float16)"]),
+    "int8": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=torch.int8))), 90, ["kv_dtype=int8 (wants the query's bfloat16)"]),
+    "float8_arch": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=E4M3))), 100,
+                    ["target=sm100 (wants sm90)", "kv_dtype=float8_e4m3fn (wants the query's bfloat16 (float8_e4m3fn on sm90))"]),
+    "float8_lse": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=E4M3, lse=True))), 90, ["lse=True (wants no (over float8 latents))"]),
+    "scales": (replace(planned_problem(call()), kv_scales=True), 90, ["kv_scales=True (wants no (but of float8 latents))"]),
     **{
         f"heads_{h}": (planned_problem(call(f=replace(DEEPSEEK, q_heads=h))), 90,
                        [f"q_heads={h} (wants a divisor of 64, or 128 (causal, more than one query a request))"])
