@@ -517,7 +517,7 @@ BAD = [
     (paged({"cu_seqlens": cu([3]), "max_seqlen": 3}), "cu_seqlens", "(2,)", "with batch"),
     (paged({"kv_end": torch.zeros(1)}), "kv_end", "(1,)", "dense calls only"),
     (functional(q_nope=torch.randn(3, H, NOPE + 1)), "q_nope.shape[2]", "17", "16"),
-    (functional(q_pe=torch.randn(H, ROPE)), "q_pe", "(4, 8)", "[T, H, 8]"),
+    (functional(q_pe=torch.randn(H, ROPE)), "q_pe", "(4, 8)", "[T, H, Dr]"),
     (functional(latent=torch.randn(3, DC + 1)), "latent_pages.shape[2]", "40", "41"),
     (functional(absorb_up_to=-1), "absorb_up_to", "-1", "int >= 0"),
     (functional(absorb_up_to="auto"), "absorb_up_to", "'auto'", "int >= 0"),
@@ -526,7 +526,7 @@ BAD = [
     (functional(kv_b=nn.Linear(DC, 50, bias=False), absorb_up_to=9), "kv_b.weight.shape[0]", "50", "a multiple of 16 + 12"),
     (functional(kv_b=nn.Linear(DC, H * (NOPE + V)), absorb_up_to=9), "kv_b.bias", "a bias", "None"),
     (functional(attend_absorbed, w_uk=torch.randn(H, NOPE, DC + 1)), "w_uk.shape[2]", "33", "32"),
-    (functional(attend_absorbed, w_uv=torch.randn(H, DC)), "w_uv", "(4, 32)", "[4, 12, 32]"),
+    (functional(attend_absorbed, w_uv=torch.randn(H, DC)), "w_uv", "(4, 32)", "[H, v, Dc]"),
     (functional(attend_expanded, of_batch={"prefix": None}), "batch.prefix", "None", "prefix_tokens="),
 ]
 

@@ -31,7 +31,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     Eager calls without gradients keep it on the module, outside its state_dict, for as long as the parameters and buffers are the same
     tensors of the same versions and the plain attributes of all submodules (scales, switches, names of adapters) are as they were; a
     module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through `.data` into the same
-    memory changes no version and is not seen.
+    memory changes no version and is not seen, and a CUDA graph captured from eager code replays what was kept at its capture.
 
     Args:
         kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
@@ -136,7 +136,6 @@ def _frozen(x: Any, tensors: list[Tensor]) -> Any:
         tensors.append(x)
         if type(x) in PLAIN:
             return x._version, x.data_ptr(), x.dtype, x.device
-        if hasattr(x, "__tensor_flatten__"):
-            names, _ = x.__tensor_flatten__()
-            return x._version, [_frozen(getattr(x, name), tensors) for name in names]
+        if (flatten := getattr(x, "__tensor_flatten__", None)) is not None:
+            return x._version, [_frozen(getattr(x, name), tensors) for name in flatten()[0]]
     raise _Unknown

@@ -56,8 +56,8 @@ def attend_absorbed(
     """
     _check_query(dims, q_nope, q_pe)
     heads = q_nope.shape[1]
-    for field, weight, rows in (("w_uk", w_uk, dims.nope), ("w_uv", w_uv, dims.v)):
-        check.last(field, check.tensor(field, weight, f"[{heads}, {rows}, {dims.latent}]", 3), heads, rows, dims.latent)
+    for field, weight, rows, layout in (("w_uk", w_uk, dims.nope, "[H, nope, Dc]"), ("w_uv", w_uv, dims.v, "[H, v, Dc]")):
+        check.last(field, check.tensor(field, weight, layout, 3), heads, rows, dims.latent)
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
     def attend(
@@ -98,7 +98,7 @@ def attend_expanded(
 
     What was before comes in the chunks that `batch.prefix` lists: each is gathered, unfolded, attended to and merged with what came
     before it, so that no more than the new tokens and one chunk is ever unfolded at a time. The pages may hold the new tokens already.
-    Differentiable in all but the pages where there is no chunk.
+    Compiled code holds the chunks one after the other: it is made for their number. Differentiable where there is no chunk.
 
     Args:
         q_nope, q_pe, latent_pages, kv_scale, scale: as in `attend_absorbed`.
@@ -154,12 +154,13 @@ def attend_latents(
     """`[T, H, v]`: write the new tokens into their pages, then attend in the form that fits the batch.
 
     Absorbed where the batch does not say what was before (a decode step), and where no request brings more than `absorb_up_to` tokens;
-    expanded otherwise. A compiled function holds the one or the other: it is guarded by that comparison.
+    expanded otherwise. A compiled function holds the one or the other: it is guarded by that comparison. There `dims`, the heads and the
+    page size must be constants, as a module's attributes and its weights' shapes are, or `absorb_up_to` must be given.
 
     Args:
         q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
-        absorb_up_to: new tokens of a request; None: where `latent_form` finds that the two cost the same.
-        kernel: force a kernel by name, on the ops that have one of that name.
+        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed.
+        kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises:
         InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
@@ -215,5 +216,5 @@ def gathered(
 
 
 def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
-    check.last("q_nope", check.tensor("q_nope", q_nope, f"[T, H, {dims.nope}]", 3), dims.nope)
-    check.last("q_pe", check.tensor("q_pe", q_pe, f"[T, H, {dims.rope}]", 3), dims.rope)
+    check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
+    check.last("q_pe", check.tensor("q_pe", q_pe, "[T, H, Dr]", 3), dims.rope)

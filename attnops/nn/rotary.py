@@ -155,6 +155,7 @@ class RotaryEmbedding(nn.Module):
             # Each number with its partner, and no concatenation: a compiler writes it in one pass with what comes next.
             pairs = wide.unflatten(-1, (-1, 2))
             signs = torch.arange(-1, 2, 2, device=x.device, dtype=cos.dtype)
-            return (pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * signs)).flatten(-2).to(x.dtype)
+            turned: Tensor = pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * signs)
+            return turned.flatten(-2).to(x.dtype)
         a, b = wide.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -16,12 +16,15 @@ from math import inf
 import torch
 
 from attnops.errors import UnknownKernel
-from attnops.kernel import generation, kernel_names, kernels_of
+from attnops.kernel import generation, kernels_of
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.select import Decision, select_by
 
 ABSORBED, EXPANDED = "absorbed", "expanded"
+
+ATTENTION = ("mla_attention", "varlen_attention", "attention")
+"""The ops that attend for a layer with latents: absorbed, and expanded over packed tokens and over dense ones."""
 
 PREFIX = 8192
 """Tokens each request is taken to have had before, where it had any. Both costs grow in proportion to them, so that where they cross
@@ -38,7 +41,8 @@ PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500
 0: a few cores of a CPU, in round figures. An architecture that is not listed has those of the next older one."""
 
 REACHED = (0.65, 0.87)
-"""What of the peaks a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`)."""
+"""What of the peaks a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`).
+Products of wider numbers than 16 bits take longer in proportion."""
 
 LAUNCH_US = 3.0
 """Of a kernel in a stream that is kept busy."""
@@ -126,8 +130,8 @@ def crossover(
 
 
 def kernel_for(op: str, name: str | None) -> str | None:
-    """`name` where `op` has a kernel of that name, else None. Raises UnknownKernel for a name that no kernel bears."""
-    if name is not None and name not in kernel_names():
+    """`name` where `op`, one of ATTENTION, has a kernel of that name, else None. Raises UnknownKernel for a name that none of them has."""
+    if name is not None and not any(name in kernels_of(other) for other in ATTENTION):
         raise UnknownKernel(name, op, tuple(kernels_of(op)))
     return name if name in kernels_of(op) else None
 
@@ -165,19 +169,21 @@ def _form(call: LatentCall, queries: int, registered: int, table: Table | None) 
 
 @functools.lru_cache(maxsize=1024)
 def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
-    """The last number of new tokens before the first one, in steps of eight an octave, for which the expanded form is the cheaper."""
+    """The last number of new tokens before the first, in steps of eight an octave, for which the expanded form is the cheaper."""
     if call.before is None:
         return MOST
     last = 0
-    for queries in _steps(MOST):
+    # From 2 on: tables know packed calls of several tokens only, and an estimate beside measured times would stop here at once.
+    for queries in _steps(2, MOST):
         if _absorbed(call, queries, table)[0] > _expanded(call, queries, table)[0]:
             break
         last = queries
     return last
 
 
-def _steps(most: int) -> list[int]:
-    return sorted({Extent.of(n).hint for n in (*range(1, 16), *(m << k for k in range(1, 13) for m in range(8, 16))) if n <= most})
+def _steps(least: int, most: int) -> list[int]:
+    sizes = (*range(1, 16), *(m << k for k in range(1, 13) for m in range(8, 16)))
+    return sorted({n for n in sizes if least <= n <= most})
 
 
 def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
