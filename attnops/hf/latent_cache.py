@@ -177,8 +177,8 @@ class LatentLayer(CacheLayerMixin):
         self.state.pages.clear()
         self.state.step, self.state.filled = None, False
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last `-tokens_to_remove` positions; a positive number, as transformers once had it, is the length to keep."""
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Forget the last `-tokens_to_remove` positions. A positive int, as transformers once had it, is the length to keep."""
         if self.number != 0:
             return
         seen = self.state.pages.seen

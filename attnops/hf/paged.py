@@ -84,7 +84,7 @@ class PagedMode:
         if self._own_prepare is not None:
             self._owner.__dict__[_PREPARE] = self._own_prepare
         self._owner.__dict__.pop(_SLOT, None)
-        self._free.clear()
+        self._free = []  # another list: what is still lent shall not come back to this one
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""

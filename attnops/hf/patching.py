@@ -176,7 +176,8 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: 
         cache: "hf": transformers' caches, whichever a call uses. "paged": `generate()` keeps its cache in pages that attnops owns, and
             so does a call with a cache made by the handle; other caches work as before. For models of Multi-head Latent Attention
             (DeepSeek-V2, V3 and their kin) and transformers from 5.15: the pages hold latents, and decode attends to them without
-            unfolding. Masks may have padding on the left only.
+            unfolding. They are allocated for the whole length, as a static cache, and kept from one `generate()` to the next. Masks may
+            have padding on the left only.
 
     Returns:
         The handle: `report()`, `verify(...)`, `new_cache(...)`, `unpatch()`. A second call on the same model returns the same handle.
