@@ -76,8 +76,35 @@ _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", _DEEPSEEK),
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
     "deepseek_v32": ("DeepseekV32Config", {**_DEEPSEEK, **_INDEXER}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _DEEPSEEK),
+    "axk1": ("AXK1Config", _DEEPSEEK),
     "minicpm3": ("MiniCPM3Config", _LATENT),
     "youtu": ("YoutuConfig", _LATENT),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            **_LOCAL,
+            **_alternating("linear_attention", "full_attention", 4),
+            "moe_intermediate_size": 32,
+            "linear_head_dim": 16,
+            "linear_num_heads": 2,
+        },
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {
+            **_LATENT,
+            "head_dim": 8,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+        },
+    ),
     "mixtral": ("MixtralConfig", _LOCAL),
     "qwen2_moe": (
         "Qwen2MoeConfig",
@@ -165,6 +192,7 @@ _VISION["patch_size"] = 16
 
 # name: (config class, model class, the config's arguments)
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral4": ("Mistral4Config", "Mistral4ForCausalLM", {**_BASE, **_DEEPSEEK}),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
