@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import dropout as drop
 
 from attnops.errors import InvalidInput
-from attnops.hf import descriptor
+from attnops.hf import descriptor, latent
+from attnops.kernel import kernels_of
 from attnops.ops.dense import attention as dense_attention
 from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
@@ -34,7 +35,8 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
 def attention_function(kernel: str | None) -> AttentionFunction:
-    """A function for `AttentionInterface.register`. kernel: forced on every call, as `attnops.attention(kernel=...)`."""
+    """A function for `AttentionInterface.register`. kernel: forced on every call of an op that has a kernel of that name."""
+    dense_kernel, paged_kernel = (kernel if kernel in kernels_of(op) else None for op in ("attention", "mla_attention"))
 
     def attention(
         module: Any,
@@ -54,6 +56,7 @@ def attention_function(kernel: str | None) -> AttentionFunction:
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        attnops_cache: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention as a transformers layer asks for it, through `attnops.attention`.
@@ -68,6 +71,8 @@ def attention_function(kernel: str | None) -> AttentionFunction:
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row, used when there is no mask: `attnops.varlen_attention`.
+            attnops_cache: the layer's paged cache. key and value are then latents `[1, B, 1, S, Dc]` and rotated keys
+                `[1, B, 1, S, Dr]`, see attnops.hf.latent.
 
         Returns:
             output `[B, S, Hq, Dv]` contiguous; None in place of attention weights.
@@ -83,6 +88,14 @@ def attention_function(kernel: str | None) -> AttentionFunction:
             sinks = sinks.reshape(-1)
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
+        if key.dim() == 5:
+            unknown = (("position_bias", position_bias), ("sinks", sinks), ("cu_seq_lens_q", cu_seq_lens_q))
+            step = latent.begin(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
+            if not latent.expands(step):
+                factor = query.shape[3] ** -0.5 if scaling is None else scaling
+                cap = float(softcap or 0.0)
+                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, paged_kernel), None
+            key, value = type(module).expand_kv(module, key[0], value[0])
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -124,7 +137,7 @@ def attention_function(kernel: str | None) -> AttentionFunction:
             return with_dropout(query, key, value, mask, sinks, start, end, rules, dropout), None
         output = dense_attention(
             query, key, value, scale=scaling, causal=causal, window=(left, -1), softcap=cap,
-            mask=mask, sinks=sinks, kv_start=start, kv_end=end, kernel=kernel,
+            mask=mask, sinks=sinks, kv_start=start, kv_end=end, kernel=dense_kernel,
         )  # fmt: skip
         return output, None
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.errors import InvalidInput
 from attnops.hf.attention import attention_function
-from attnops.hf.mask import MODES, Mode, mask_function
+from attnops.hf.mask import MODES, Mode
+from attnops.hf.paged_mask import paged_mask_function
 from attnops.select import policy_key
 
 NAME = "attnops"
 """`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
 
 
+Kept = Literal["hf", "paged"]
+CACHES: tuple[Kept, ...] = ("hf", "paged")
+
+
 @dataclass(frozen=True)
 class Options:
-    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask."""
+    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask. cache: see attnops.hf.paged."""
 
     kernel: str | None = None
     mask: Mode = "auto"
+    cache: Kept = "hf"
 
 
 def register() -> None:
@@ -34,16 +41,18 @@ def implementation(options: Options) -> str:
 
     The options are in the name and not on the config: transformers reads the name at every call, compiled graphs are guarded by
     it, and `save_pretrained` leaves it out.
-    Raises UnknownKernel, or InvalidInput for a mask mode that does not exist.
+    Raises UnknownKernel, or InvalidInput for a mask mode or a cache that does not exist.
     """
-    if options.mask not in MODES:
-        raise InvalidInput("mask", repr(options.mask), " | ".join(map(repr, MODES)))
+    for field, value, known in (("mask", options.mask, MODES), ("cache", options.cache, CACHES)):
+        if value not in known:
+            raise InvalidInput(field, repr(value), " | ".join(map(repr, known)))
     if options.kernel is not None:
-        policy_key((f"attention:{options.kernel}",), (), (), (), False)
+        op = "attention" if options.cache == "hf" else "mla_attention"
+        policy_key((f"{op}:{options.kernel}",), (), (), (), False)
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
     # A second registration would be another function object, and compiled code is guarded by the first.
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel))
-        AttentionMaskInterface.register(name, mask_function(options.mask))
+        AttentionMaskInterface.register(name, paged_mask_function(options.mask))
     return name

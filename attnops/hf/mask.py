@@ -82,8 +82,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         **others: Any,
     ) -> Tensor | None:
         call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
-        if mode == "compact" or (mode == "auto" and _far(call.device)):
-            pattern = _pattern(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
+        if mode == "compact" or (mode == "auto" and far(call.device)):
+            pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is not None:
                 exact, mask = _compact(call, pattern)
                 if exact:
@@ -112,7 +112,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
 # Is it a pattern a descriptor can say? --------------------------------------------------------------------------------
 
 
-def _pattern(
+def pattern_of(
     call: Call,
     rule: Callable[..., Any],
     local_size: int | None,
@@ -121,6 +121,7 @@ def _pattern(
     use_vmap: bool,
     config: Any,
 ) -> Pattern | None:
+    """The pattern of HuggingFace's `rule`, None for one that a descriptor cannot say. The other arguments are those of a mask function."""
     if use_vmap:
         return None
     if rule is bidirectional_mask_function:
@@ -220,14 +221,15 @@ def _look(call: Call, pattern: Pattern, count: Tensor, first: Tensor, past: Tens
     return Verdict(*flags)
 
 
-def _far(device: torch.device) -> bool:
+def far(device: torch.device) -> bool:
+    """Does a look at this device's data make the host wait?"""
     # `explain` for another machine must see the masks of that machine.
     target = pretended()
     return (device.type if target is None else target.device) in _FAR
 
 
 def _must_not_wait(call: Call) -> bool:
-    return call.mode != "compact" and call.queries == 1 and call.padding is not None and _far(call.device)
+    return call.mode != "compact" and call.queries == 1 and call.padding is not None and far(call.device)
 
 
 def tracing(padding: Tensor) -> bool:
@@ -242,11 +244,16 @@ def tracing(padding: Tensor) -> bool:
 # generate() -----------------------------------------------------------------------------------------------------------
 
 
-class _Generation:
-    """What is known of the masks of one generate() call. A mask that once failed spoils the whole call."""
+class Generation:
+    """What is known of the masks of one generate() call. A mask that once failed spoils the whole call.
+
+    pages_checked: the prompt's mask fits a cache of pages (see attnops.hf.paged_mask). lent: the caches made for it (attnops.hf.paged).
+    """
 
     def __init__(self) -> None:
         self.verdict: Verdict | None = None
+        self.pages_checked = False
+        self.lent: list[Any] = []
 
     def note(self, new: Verdict) -> None:
         lasting = Verdict(new.grows, new.full and new.grows, new.grows)
@@ -255,18 +262,23 @@ class _Generation:
 
 
 class _Current(threading.local):
-    current: _Generation | None = None
+    current: Generation | None = None
 
 
 _GENERATION = _Current()
 
 
+def current_generation() -> Generation | None:
+    """That of the generate() call this thread is in."""
+    return _GENERATION.current
+
+
 @contextmanager
-def growing() -> Iterator[None]:
+def growing() -> Iterator[Generation]:
     """Within the block (and this thread) every 2-D mask is an earlier one with ones appended, as in `generate()`."""
     before = _GENERATION.current
-    _GENERATION.current = _Generation()
+    _GENERATION.current = Generation()
     try:
-        yield
+        yield _GENERATION.current
     finally:
         _GENERATION.current = before

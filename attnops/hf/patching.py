@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnops.errors import PatchError
-from attnops.hf.interface import Options, implementation
+from attnops.hf import latent
+from attnops.hf.interface import Kept, Options, implementation
+from attnops.hf.latent_cache import PagedLatentCache
 from attnops.hf.mask import Mode, growing
-from attnops.hf.match import Match, match
+from attnops.hf.match import Match, Site, match
+from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.report import PATCHED, Report, Row, Verification
 from attnops.hf.verify import compare, output_of
 
@@ -34,13 +37,18 @@ class Patched:
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         self._report = _report(model, self.implementation, options, found)
         self._own_generate: Any = None
+        self._paged = PagedMode(owner, found, options.kernel) if options.cache == "paged" else None
+        # Whose generate() promises that its masks only grow.
+        self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
         self.active = False
 
     def _apply(self) -> None:
         for config, _ in self._switched:
             config._attn_implementation_internal = self.implementation
         self._owner.__dict__[_HANDLE] = self
-        if hasattr(self._owner, "generate") and self._report.mask in ("auto", "compact"):
+        if self._paged is not None:
+            self._paged.apply()
+        if self._wraps:
             self._own_generate = self._owner.__dict__.get("generate")
             # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
             self._owner.__dict__["generate"] = functools.partial(_generate, self._owner)
@@ -54,7 +62,9 @@ class Patched:
             if config._attn_implementation_internal == self.implementation:
                 config._attn_implementation_internal = before
         self._owner.__dict__.pop(_HANDLE, None)
-        if self._report.mask in ("auto", "compact"):
+        if self._paged is not None:
+            self._paged.undo()
+        if self._wraps:
             self._owner.__dict__.pop("generate", None)
             if self._own_generate is not None:
                 self._owner.__dict__["generate"] = self._own_generate
@@ -72,6 +82,24 @@ class Patched:
     def report(self) -> Report:
         """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
         return self._report
+
+    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedLatentCache:
+        """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
+
+        `generate()` makes its own where it is given none. One that is made here can be kept over several calls, or used without
+        `generate()`.
+
+        Args:
+            max_batch: rows. max_length: positions of each, padding and tokens to come included.
+            page_size: tokens a page; None: negotiated, see `attnops.cache.page_size.negotiate_page_size`.
+
+        Raises:
+            PatchError: the model is patched otherwise, or not any more. InvalidInput: a number is no size. PageSizeConflict: the kernel
+            that was forced does not take such pages.
+        """
+        if self._paged is None or not self.active:
+            raise PatchError(f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
+        return self._paged.new_cache(max_batch, max_length, page_size)
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -115,12 +143,20 @@ class Patched:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.mask)."""
-    own = model.__dict__[_HANDLE]._own_generate
-    with growing():
-        return type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+    handle: Patched = model.__dict__[_HANDLE]
+    own = handle._own_generate
+    with growing() as generation:
+        result = None
+        try:
+            result = type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+            return result
+        finally:
+            for cache in generation.lent:
+                if getattr(result, "past_key_values", None) is not cache:
+                    give_back(cache)
 
 
-def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto") -> Patched:
+def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "hf") -> Patched:
     """Route the attention of a transformers model through `attnops.attention`. In place, and reversible.
 
         handle = attnops.patch(model)
@@ -137,17 +173,22 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto") -> Patc
         mask: "auto": lengths instead of masks on CUDA where that is exact, bool masks elsewhere. "dense": bool masks, or none where
             the call is plainly causal. "explicit": as dense, and never none; chosen by itself for a model whose code computes with
             its masks. "compact": lengths on every device; the host may wait for the device at each step to check the mask.
+        cache: "hf": transformers' caches, whichever a call uses. "paged": `generate()` keeps its cache in pages that attnops owns, and
+            so does a call with a cache made by the handle; other caches work as before. For models of Multi-head Latent Attention
+            (DeepSeek-V2, V3 and their kin) and transformers from 5.15: the pages hold latents, and decode attends to them without
+            unfolding. They are allocated for the whole length, as a static cache, and kept from one `generate()` to the next. Masks may
+            have padding on the left only.
 
     Returns:
-        The handle: `report()`, `verify(...)`, `unpatch()`. A second call on the same model returns the same handle.
+        The handle: `report()`, `verify(...)`, `new_cache(...)`, `unpatch()`. A second call on the same model returns the same handle.
 
     Raises:
         PatchError: there is nothing to patch (the text has every reason), or the model is patched with other options.
-        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode.
+        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode or cache.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(f"patch: got {type(model).__name__}, want a transformers model")
-    asked = Options(kernel, mask)
+    asked = Options(kernel, mask, cache)
     implementation(asked)
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
@@ -167,10 +208,19 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto") -> Patc
 
 
 def _report(model: nn.Module, name: str, options: Options, found: Match) -> Report:
-    rows = tuple(Row(s.path, type(s.module).__name__, PATCHED if s.reason is None else f"skipped: {s.reason}") for s in found.sites)
+    rows = tuple(
+        Row(site.path, type(site.module).__name__, PATCHED if site.reason is None else f"skipped: {site.reason}", _form(site, options))
+        for site in found.sites
+    )
     notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
     if found.explicit:
         notes.append(f"masks are always written out: {found.explicit}")
     if found.shared:
         notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
-    return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes))
+    if options.cache == "paged":
+        notes.append("generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for")
+    return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)
+
+
+def _form(site: Site, options: Options) -> str:
+    return latent.form(options.cache == "paged") if site.reason is None and latent.is_latent(site.module) else ""

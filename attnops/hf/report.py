@@ -10,11 +10,15 @@ PATCHED = "patched"
 
 @dataclass(frozen=True)
 class Row:
-    """One attention module. status: "patched" or "skipped: reason"."""
+    """One attention module. status: "patched" or "skipped: reason". form: how it attends in which phase, if there are several ways."""
 
     path: str
     cls: str
     status: str
+    form: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.form}" if self.form else self.status
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Report:
     mask: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    cache: str = "hf"
 
     @property
     def patched(self) -> tuple[Row, ...]:
@@ -43,12 +48,12 @@ class Report:
         return {**asdict(self), "rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
 
     def _title(self) -> str:
-        options = f"kernel={self.kernel or 'chosen per call'}, mask={self.mask}"
+        options = f"kernel={self.kernel or 'chosen per call'}, mask={self.mask}, cache={self.cache}"
         return f"{self.model}: {len(self.patched)} of {len(self.rows)} attention modules patched ({options})"
 
     def __str__(self) -> str:
         widths = [max((len(getattr(row, name)) for row in self.rows), default=0) for name in ("path", "cls")]
-        lines = [f"  {row.path:<{widths[0]}}  {row.cls:<{widths[1]}}  {row.status}" for row in self.rows]
+        lines = [f"  {row.path:<{widths[0]}}  {row.cls:<{widths[1]}}  {row}" for row in self.rows]
         return "\n".join([self._title(), *lines, *(f"  note: {note}" for note in self.notes)])
 
     def __rich__(self) -> Any:
@@ -57,7 +62,7 @@ class Report:
 
         table = Table("module", "class", "status", title=self._title(), caption="\n".join(map(escape, self.notes)) or None)
         for row in self.rows:
-            table.add_row(escape(row.path), escape(row.cls), escape(row.status), style=None if row.status == PATCHED else "yellow")
+            table.add_row(escape(row.path), escape(row.cls), escape(str(row)), style=None if row.status == PATCHED else "yellow")
         return table
 
 

@@ -1,0 +1,180 @@
+"""`patch(model, cache="paged")`: what it changes on a model, besides the attention function, and the caches it makes.
+
+Models of Multi-head Latent Attention only, so far: every attention module that transformers' interface reaches must have `expand_kv`, and
+what it does not reach may keep states of linear attention, but no keys. On each of those modules a hook and a method of the instance are
+set; on the model, the method by which `generate()` makes its cache. All are taken away again by `undo`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from attnops.errors import InvalidInput, PatchError
+from attnops.hf import latent
+from attnops.hf.latent_cache import LatentPages, PagedLatentCache, Returned, Sizes, other_layers
+from attnops.hf.mask import current_generation
+from attnops.hf.match import Match, Site
+from attnops.nn.absorb import HELD
+
+_PREPARE = "_prepare_cache_for_generation"
+_SLOT = "_attnops_pages"
+
+
+class PagedMode:
+    """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
+
+    def __init__(self, owner: nn.Module, found: Match, kernel: str | None) -> None:
+        """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
+        sites = [site for site in found.sites if site.reason is None]
+        _refuse_others(owner, sites)
+        for site in sites:
+            latent.check_module(site.path, site.module)
+        self.kernel = kernel
+        self._owner: Any = owner
+        modules: list[Any] = [site.module for site in sites]
+        self._modules = sorted(modules, key=lambda module: module.layer_idx)
+        self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
+        if len(set(self.layers)) != len(self.layers):
+            got = f"layers {list(self.layers)} of {type(owner).__name__}"
+            raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
+        try:
+            other_layers(self._config(), self.layers)
+        except InvalidInput as error:
+            raise PatchError(f'patch: cache="paged" cannot make a cache for {type(owner).__name__}: {error}') from error
+        if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
+            want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
+            raise PatchError(f'patch: cache="paged" got {type(owner).__name__} without {want}')
+        self._hooks: list[RemovableHandle] = []
+        self._own_prepare: Any = None
+        self._free: list[LatentPages] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_free": []}
+
+    def _config(self) -> Any:
+        return self._owner.config.get_text_config(decoder=True)
+
+    def apply(self) -> None:
+        """Set the hooks and the methods."""
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(latent.hand_over, with_kwargs=True))
+            # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
+            module.__dict__["expand_kv"] = functools.partial(latent.let_through, module)
+        if hasattr(self._owner, "generate"):
+            self._own_prepare = self._owner.__dict__.get(_PREPARE)
+            self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
+        self._owner.__dict__[_SLOT] = self
+
+    def undo(self) -> None:
+        """Take them away again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for module in self._modules:
+            module.__dict__.pop("expand_kv", None)
+            for part in module.modules():
+                part.__dict__.pop(HELD, None)
+        self._owner.__dict__.pop(_PREPARE, None)
+        if self._own_prepare is not None:
+            self._owner.__dict__[_PREPARE] = self._own_prepare
+        self._owner.__dict__.pop(_SLOT, None)
+        self._free = []  # another list: what is still lent shall not come back to this one
+
+    def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
+        """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
+        return self._over(LatentPages(self._sizes(rows, length), page_size))
+
+    def lend(self, rows: int, length: int) -> PagedLatentCache:
+        """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
+
+        They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
+        """
+        wanted = self._sizes(rows, length)
+        try:
+            pages = self._free.pop()  # in one step, because two threads may ask
+        except IndexError:
+            pages = None
+        if pages is None or not pages.holds(wanted):
+            if pages is not None and pages.sizes[3:] == wanted[3:]:
+                wanted = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+            pages = None  # before the larger ones are made
+            pages = LatentPages(wanted)
+        cache = self._over(pages)
+        dropped = weakref.finalize(cache.state, _keep, self._free, pages)
+        dropped.atexit = False
+        cache.state.give_back = dropped
+        return cache
+
+    def _over(self, pages: LatentPages) -> PagedLatentCache:
+        return PagedLatentCache(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
+
+    def _sizes(self, rows: int, length: int) -> Sizes:
+        module = self._modules[0]
+        places = {latent.where(module) for module in self._modules}
+        if len(places) > 1:
+            got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
+            raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
+        device, dtype = next(iter(places))
+        dims = latent.dims_of(module)
+        heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
+        return Sizes(len(self.layers), rows, length, dims.latent, dims.rope, heads, dtype, device, self.kernel)
+
+
+def _keep(free: list[LatentPages], pages: LatentPages) -> None:
+    # One set is enough for one conversation at a time; what more there is was for threads.
+    if not free:
+        free.append(pages)
+
+
+def give_back(cache: PagedLatentCache) -> None:
+    """Take its pages from a cache that was lent, so that others may use them. Whoever still holds the cache gets an error."""
+    state = cache.state
+    if state.give_back is not None:
+        state.pages, state.step = Returned(), None
+        state.give_back()
+
+
+def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
+    others = [site for site in sites if not latent.is_latent(site.module)]
+    if others:
+        names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
+        more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
+        raise PatchError(
+            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv). '
+            f"{type(owner).__name__} has others:\n  {names}{more}"
+        )
+
+
+def _prepare(
+    owner: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
+    mode: PagedMode = owner.__dict__[_SLOT]
+    given = model_kwargs.get("past_key_values")
+    beams = generation_config.num_beams or 1
+    rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
+    if isinstance(given, PagedLatentCache):
+        for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
+            if got > most:
+                raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
+        if beams > 1:
+            raise InvalidInput("num_beams", beams, "1 with a paged cache: rows keep their pages")
+    chosen = given is not None or generation_config.use_cache is False or generation_config.cache_implementation is not None
+    # An assistant is called again and again with one cache, for a few tokens more each time.
+    if not chosen and not getattr(generation_config, "is_assistant", False):
+        if beams == 1:
+            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
+            if (generation := current_generation()) is not None:
+                generation.lent.append(cache)
+            return None
+        warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=3)
+    own = mode._own_prepare
+    call = functools.partial(type(owner)._prepare_cache_for_generation, owner) if own is None else own
+    return call(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)

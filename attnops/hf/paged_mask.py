@@ -1,0 +1,99 @@
+"""Masks for a cache of pages: the padding on the left of each row, checked, as a descriptor.
+
+Pages hold a row's tokens without its padding, so a mask may say one thing only: how much padding a row begins with. Everything else
+(holes, padding on the right, a mask shorter than the text, another padding than before, more tokens than there is room for) is an error,
+and not another way to compute. The host looks at the mask, which makes it wait for the device; where it must not (a tracer, and
+one-token steps on CUDA outside `generate()`), the device asserts instead. Inside `generate()` the prompt's mask has been looked at, and
+one-token steps only add ones to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from attnops.errors import InvalidInput
+from attnops.hf import descriptor
+from attnops.hf.mask import Call, Mode, current_generation, far, mask_function, pattern_of, tracing
+
+_RUN = 'zeros on the left and ones up to the newest token, all there is in pages. Use cache="hf" for such masks'
+_STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
+_SAME = "the padding it began with, in every step: pages hold what was not padding then"
+
+
+def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
+    """A function for `AttentionMaskInterface.register`: as `mask_function(mode)`, and for a cache of pages what is told above."""
+    other = mask_function(mode)
+
+    def attnops_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any = 0,
+        kv_offset: Any = 0,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        use_vmap: bool = False,
+        config: Any = None,
+        device: torch.device | str = "cpu",
+        **others: Any,
+    ) -> Tensor | None:
+        # Only a PagedLatentCache has an offset for each row.
+        if isinstance(kv_offset, Tensor) and kv_offset.dim() == 1:
+            call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
+            pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
+            if pattern is None or not pattern.causal:
+                raise InvalidInput("mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
+            start = _padding(call, kv_offset)
+            return descriptor.build(pattern, batch_size, start, q_offset + q_length, q_offset, 0, call.device)
+        return other(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, allow_is_causal_skip,
+            allow_is_bidirectional_skip, use_vmap, config, device, **others,
+        )  # fmt: skip
+
+    return attnops_mask
+
+
+def _padding(call: Call, known: Tensor) -> Tensor:
+    """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row without any step."""
+    if call.batch > known.shape[0]:
+        raise InvalidInput("batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
+    known = known[: call.batch]
+    seen = torch.as_tensor(call.q_offset, device=known.device)
+    high = seen + call.queries
+    unseen = tracing(high)
+    generation = None if unseen else current_generation()
+    fits = high <= call.keys
+    if generation is not None and generation.pages_checked and call.queries == 1 and far(call.device):
+        torch._assert_async(fits, _STOP)
+        return known
+    if call.padding is None:
+        start = torch.zeros_like(known)
+        run = torch.ones_like(known, dtype=torch.bool)
+    else:
+        length = call.padding.shape[1]
+        columns = torch.arange(length, device=known.device)
+        shown = call.padding & (columns < high)
+        start = torch.minimum(length - (shown * (length - columns)).amax(-1), high)
+        run = (shown.sum(-1) == high - start) & (high <= length)
+    same = torch.where(known >= seen, start >= seen, start == known)
+    if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device)):
+        torch._assert_async((run & same).all() & fits, _STOP)
+        return start
+    run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
+    if not fits_all:
+        raise InvalidInput("length", past + call.queries, f"at most {call.keys} positions, the room of this cache")
+    if not run_all:
+        raise InvalidInput("attention_mask", "holes, padding on the right, or too few columns", _RUN)
+    if not same_all:
+        raise InvalidInput("attention_mask", "another padding than before", _SAME)
+    if generation is not None:
+        generation.pages_checked = True
+    return start
