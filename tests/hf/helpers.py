@@ -1,12 +1,13 @@
 """What the tests of attnops.hf share: the families, inputs with padding, ways to run a model, a backend that counts."""
 
+import functools
 from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, StaticCache
 
 from attnops.hf import attention as attention_module
-from attnops.hf import tiny
+from attnops.hf import latent, tiny
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)
@@ -112,3 +113,53 @@ def watched():
         yield calls
     finally:
         attention_module.dense_attention = real
+
+
+# MLA models over pages ------------------------------------------------------------------------------------------------
+
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "minicpm3", "youtu", "mistral4", "longcat_flash", "kimi_linear")
+STEPS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 19), (19, 20))
+
+
+@functools.cache
+def eager_tokens(name):
+    return generated(tiny.model(name))
+
+
+@functools.cache
+def eager_logits(name):
+    return logits(tiny.model(name), "dynamic", tokens(), left_padded())
+
+
+@contextmanager
+def counted():
+    """Within the block: how often a patched layer attended in each form."""
+    calls = {"absorbed": 0, "expanded": 0}
+    absorbed, expands = latent.absorbed, latent.expands
+
+    def attend(*args, **kwargs):
+        calls["absorbed"] += 1
+        return absorbed(*args, **kwargs)
+
+    def decide(step):
+        calls["expanded"] += expands(step)
+        return expands(step)
+
+    latent.absorbed, latent.expands = attend, decide
+    try:
+        yield calls
+    finally:
+        latent.absorbed, latent.expands = absorbed, expands
+
+
+@torch.no_grad()
+def by_hand(call, cache, ids, mask, steps=STEPS):
+    """Logits of every position that is not padding, with this cache."""
+    where, out = positions(mask), []
+    for begin, end in steps:
+        # Contiguous, as generate() makes them: a stride that happens to equal a length would be guarded.
+        ids_now, mask_now, where_now = (x.contiguous() for x in (ids[:, begin:end], mask[:, :end], where[:, begin:end]))
+        result = call(ids_now, attention_mask=mask_now, position_ids=where_now, past_key_values=cache, use_cache=True).logits
+        assert torch.isfinite(result).all(), "padding rows too shall stay finite"
+        out.append(result[mask[:, begin:end].bool()])
+    return torch.cat(out)

@@ -1,0 +1,351 @@
+"""Paged MLA models: what pages cannot hold is an error, which models they are for, and what people do to models besides."""
+
+import copy
+import io
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnops
+from attnops.errors import InvalidInput, NoGradient, PatchError, UnknownKernel
+from attnops.hf import mask as masks
+from attnops.hf import tiny
+from attnops.lowering.explain import packages_of_kernels
+from attnops.problem import Target, pretend
+from tests.hf.helpers import (
+    LIMIT,
+    STEPS,
+    by_hand,
+    counted,
+    eager_tokens,
+    generated,
+    left_padded,
+    logits,
+    relative,
+    tokens,
+)
+from tests.hf.test_robust import by_name, lora
+
+# What pages cannot hold -----------------------------------------------------------------------------------------------
+
+
+def holes(mask):
+    mask[0, 6] = 0
+
+
+def right(mask):
+    mask[0, 13] = 0
+
+
+@pytest.mark.parametrize("spoil", [holes, right])
+@pytest.mark.parametrize("mode", ["auto", "dense", "compact"])
+def test_masks_that_are_no_left_padding(spoil, mode):
+    model, mask = tiny.model("deepseek_v3"), left_padded()[:, :14]
+    spoil(mask)
+    want = logits(model, "dynamic", tokens(), mask, steps=((0, 14),))
+    with attnops.patch(model, cache="paged", mask=mode) as handle:
+        with pytest.raises(InvalidInput, match="attention_mask"):
+            generated(model, attention_mask=mask)
+        with pytest.raises(InvalidInput, match="attention_mask"):
+            by_hand(model, handle.new_cache(3, 14), tokens(), mask, ((0, 14),))
+        assert relative(logits(model, "dynamic", tokens(), mask, steps=((0, 14),)), want) < LIMIT, "with transformers' cache"
+
+
+def test_masks_that_change():
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, ids, mask, ((0, 14),))
+        with pytest.raises(InvalidInput, match="another padding"):
+            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), past_key_values=cache)
+        with pytest.raises(InvalidInput, match="another padding"):
+            model(ids[:, 14:15], past_key_values=cache)
+        with pytest.raises(InvalidInput, match="too few columns"):
+            model(ids[:, 14:15], attention_mask=mask[:, :14], past_key_values=cache)
+        cache.reset()
+        model(ids[:, :14], past_key_values=cache)
+        model(ids[:, 14:15], past_key_values=cache)
+
+
+def test_where_the_host_must_not_wait(monkeypatch):
+    """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+    with attnops.patch(model, cache="paged") as handle:
+        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+        spoilt = mask[:, :14].clone()
+        holes(spoilt)
+        with pytest.raises(InvalidInput, match="holes"):
+            generated(model, attention_mask=spoilt)
+        cache = handle.new_cache(3, 16)
+        by_hand(model, cache, ids, mask, STEPS[:3])
+        with pytest.raises(RuntimeError, match="cache that is full"):
+            by_hand(model, cache, ids, mask, ((16, 17),))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_the_users_own(dtype):
+    model, see = tiny.model("deepseek_v3"), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
+    given = see if dtype == torch.bool else torch.where(see, 0.0, -1e9)
+    with attnops.patch(model, cache="paged") as handle, torch.no_grad(), pytest.raises(InvalidInput, match=r"attention_mask.*2-D"):
+        model(tokens()[:, :9], attention_mask=given, past_key_values=handle.new_cache(3, 9))
+
+
+def test_room():
+    model = tiny.model("deepseek_v3")
+    with attnops.patch(model, cache="paged") as handle:
+        with pytest.raises(InvalidInput, match="rows"):
+            generated(model, past_key_values=handle.new_cache(2, 40))
+        with pytest.raises(InvalidInput, match="length"):
+            generated(model, past_key_values=handle.new_cache(3, 20))
+        with pytest.raises(InvalidInput, match="at most 16 positions"):
+            by_hand(model, handle.new_cache(3, 16), tokens(), left_padded())
+        with pytest.raises(InvalidInput, match="at most 2"):
+            by_hand(model, handle.new_cache(2, 20), tokens(), left_padded())
+        with pytest.raises(InvalidInput):
+            handle.new_cache(0, 20)
+
+
+def test_training():
+    """Gradients and dropout need transformers' cache, or none. With pages they are an error."""
+    model, ids = tiny.model("deepseek_v3", attention_dropout=0.3), tokens(3, 9)
+    with attnops.patch(model, cache="paged") as handle:
+        model.train()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        with pytest.raises(InvalidInput, match="dropout"):
+            model(ids, past_key_values=handle.new_cache(3, 9))
+        model.eval()
+        with pytest.raises(NoGradient):
+            model(ids, past_key_values=handle.new_cache(3, 9))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_consumer_that_does_not_know_pages_fails(rows):
+    """Be it the mask function or the layer: never with numbers."""
+    model = tiny.model("deepseek_v3")
+    handle = attnops.patch(model, cache="paged")
+    cache = handle.new_cache(rows, 20)
+    handle.unpatch()
+    with pytest.raises((RuntimeError, ValueError)), torch.no_grad():
+        model(tokens(rows), past_key_values=cache)
+    with pytest.raises(PatchError, match="not patched"):
+        handle.new_cache(3, 20)
+
+
+# Which models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llava"])
+def test_models_without_latents(name):
+    model = tiny.model(name)
+    with pytest.raises(PatchError, match=r"Multi-head Latent Attention.*\n.*self_attn \("):
+        attnops.patch(model, cache="paged")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_indexed_models():
+    with pytest.raises(PatchError, match="indices"):
+        attnops.patch(tiny.model("deepseek_v32"), cache="paged")
+
+
+def test_a_projection_that_does_more(monkeypatch):
+    model = tiny.model("deepseek_v3")
+    module = model.model.layers[1].self_attn
+    own = type(module).expand_kv
+    monkeypatch.setattr(type(module), "expand_kv", lambda self, c, k: tuple(2 * x for x in own(self, c, k)))
+    with pytest.raises(PatchError, match=r"layers.0.self_attn.*does more"):
+        attnops.patch(model, cache="paged")
+    monkeypatch.undo()
+    module.kv_b_proj.bias = torch.nn.Parameter(torch.ones(module.kv_b_proj.out_features))
+    with pytest.raises(PatchError, match=r"layers.1.self_attn.*bias"):
+        attnops.patch(model, cache="paged")
+    assert "expand_kv" not in vars(module) and not module._forward_pre_hooks
+
+
+def test_options():
+    model = tiny.model("deepseek_v3")
+    wrong: Any = "elsewhere"
+    with pytest.raises(InvalidInput, match="cache"):
+        attnops.patch(model, cache=wrong)
+    with pytest.raises(UnknownKernel):
+        attnops.patch(model, cache="paged", kernel="varlen")
+    with attnops.patch(model, cache="paged", kernel="reference") as handle:
+        assert attnops.patch(model, cache="paged", kernel="reference") is handle
+        with pytest.raises(PatchError, match="unpatch"):
+            attnops.patch(model)
+        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+    with attnops.patch(model) as handle, pytest.raises(PatchError, match="without pages"):
+        handle.new_cache(3, 20)
+
+
+def test_report():
+    model = tiny.model("kimi_linear")
+    with attnops.patch(model, cache="paged") as handle:
+        report = handle.report()
+        assert len(report.patched) == 2 and len(report.skipped) == 2, "states of linear attention stay as they are"
+        assert all("decode and every later token absorbed" in row.form for row in report.patched)
+        assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
+        assert "patched: prefill into an empty cache" in str(report) and "cache=paged" in str(report)
+    with attnops.patch(model) as handle:
+        assert {row.form for row in handle.report().patched} == {"expanded in prefill and decode"}
+
+
+def test_explain():
+    model = tiny.model("minicpm3")
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        prefill = attnops.explain(model, tokens(), past_key_values=cache, quiet=True)
+        decode = attnops.explain(model, tokens()[:, :1], past_key_values=cache, target="sm90", quiet=True)
+        assert {site.decision.problem.op for site in prefill.sites} >= {"attention", "write_latent"}
+        assert {site.decision.problem.op for site in decode.sites} >= {"mla_attention", "write_latent"}
+        assert int(cache.get_seq_length()) == 0, "nothing has run"
+
+
+def test_a_kernel_that_reads_a_plan_gets_one():
+    """FlashMLA's schedule, which every layer would work out for itself, is made once a step, and only for decode."""
+    model = tiny.model("minicpm3", kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=3).to(torch.bfloat16)
+    with attnops.patch(model, cache="paged", kernel="flashmla") as handle:
+        with pretend(Target.parse("sm90", packages_of_kernels())):
+            cache = handle.new_cache(2, 100)
+        assert cache.state.pages.page_size == 64
+        for tokens_now, planned in ((1, 1), (4, 1), (9, 0)):
+            cache.state.filled = True
+            sites = attnops.explain(model, tokens(2, tokens_now), past_key_values=cache, target="sm90", quiet=True).sites
+            calls = {site.decision.problem.op: site for site in sites}
+            assert sum(site.count for site in sites if site.decision.problem.op == "decode_rows") == planned
+            assert calls["mla_attention"].decision.problem.plan == ("device" if planned else "none")
+            assert calls["mla_attention"].count == 3
+
+
+# Other people's changes to a model ------------------------------------------------------------------------------------
+
+
+def everything(model):
+    return {path: (set(vars(m)), len(m._forward_pre_hooks), len(m._forward_hooks)) for path, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear"])
+def test_unpatch_leaves_nothing(name):
+    model = tiny.model(name)
+    before, weights = everything(model), {k: v.clone() for k, v in model.state_dict().items()}
+    want = generated(model, new=3)  # which makes transformers note something on the model
+    before = everything(model)
+    handle = attnops.patch(model, cache="paged")
+    assert set(model.state_dict()) == set(weights)
+    generated(model, new=3)
+    handle.unpatch()
+    handle.unpatch()
+    assert everything(model) == before and model.config._attn_implementation == "eager"
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert torch.equal(generated(model, new=3), want)
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_adapters(order):
+    """LoRA on kv_b_proj: the absorbed weights are the adapted ones, and follow when the adapter is switched off."""
+    want, plain = by_name(lora(tiny.model("deepseek_v3"))), by_name(tiny.model("deepseek_v3"))
+    assert not torch.equal(want, plain)
+    model = lora(tiny.model("deepseek_v3")) if order == "outside" else tiny.model("deepseek_v3")
+    handle = attnops.patch(model, cache="paged")
+    wrapped = model if order == "outside" else lora(model)
+    with counted() as calls:
+        assert torch.equal(by_name(wrapped), want)
+        with wrapped.disable_adapter():
+            assert torch.equal(by_name(wrapped), plain)
+        assert torch.equal(by_name(wrapped), want)
+    assert calls["absorbed"]
+    handle.unpatch()
+    assert torch.equal(by_name(wrapped), want)
+    assert not any("_attnops" in name for m in wrapped.modules() for name in vars(m))
+
+
+def test_a_shard_of_the_heads():
+    """As tensor parallelism leaves a layer: half the heads in its weights, all of them in its config."""
+    model = tiny.model("deepseek_v3")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for part, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+            linear = getattr(attention, part)
+            linear.weight = torch.nn.Parameter(linear.weight.detach().chunk(2, dim)[0].contiguous())
+    want = generated(model)
+    with attnops.patch(model, cache="paged"), counted() as calls:
+        assert torch.equal(generated(model), want)
+    assert calls["absorbed"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_offloading(order):
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate (extra dev) is not installed")
+    model = tiny.model("deepseek_v3")
+    if order == "before":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    handle = attnops.patch(model, cache="paged")
+    if order == "after":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.device.type == "meta"
+    with counted() as calls:
+        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+    assert calls["absorbed"]
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+    handle.unpatch()
+    assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+
+
+def test_quantised_weights():
+    quantization = pytest.importorskip("torchao.quantization", reason="the package torchao (extra dev) is not installed")
+    model = tiny.model("deepseek_v3")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    want = generated(model)
+    with attnops.patch(model, cache="paged"), counted() as calls:
+        assert torch.equal(generated(model), want)
+    assert calls["absorbed"]
+
+
+def test_copies_and_pickles():
+    model = tiny.model("deepseek_v3")
+    handle = attnops.patch(model, cache="paged")
+    generated(model, new=2)
+    twin = copy.deepcopy(model)
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    loaded = torch.load(written, weights_only=False)
+    handle.unpatch()
+    for other in (twin, loaded):
+        attention = other.model.layers[0].self_attn
+        assert attention.expand_kv.args == (attention,)
+        with counted() as calls:
+            assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
+        assert calls["absorbed"]
+        attnops.patch(other, cache="paged").unpatch()
+        assert "expand_kv" not in vars(attention) and not attention._forward_pre_hooks
+        assert other.config._attn_implementation == "eager"
+        assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
+
+
+def test_switched_to_another_implementation_while_patched():
+    """Whoever takes the model elsewhere in between gets what it gives, with transformers' caches."""
+    model = tiny.model("deepseek_v3")
+    with attnops.patch(model, cache="paged") as handle:
+        assert handle.verify(tokens(), attention_mask=left_padded()).passed
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            result = model(tokens(), attention_mask=left_padded(), past_key_values=DynamicCache(config=model.config)).logits
+        assert torch.isfinite(result).all()
+
+
+def test_a_bare_model():
+    """Without generate() there is nothing to hook into: the cache is made by hand."""
+    model = tiny.model("deepseek_v3")
+    bare = model.model
+    with torch.no_grad():
+        want = bare(tokens(), attention_mask=left_padded()).last_hidden_state[left_padded().bool()]
+        with attnops.patch(bare, cache="paged") as handle, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours = bare(tokens(), attention_mask=left_padded(), past_key_values=handle.new_cache(3, 20)).last_hidden_state
+    assert relative(ours[left_padded().bool()], want) < LIMIT
