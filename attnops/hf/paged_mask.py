@@ -72,7 +72,7 @@ def _padding(call: Call, known: Tensor) -> Tensor:
     generation = None if unseen else current_generation()
     fits = high <= call.keys
     if generation is not None and generation.pages_checked and call.queries == 1 and far(call.device):
-        torch._assert_async(fits, _STOP)
+        torch.ops.aten._assert_async.msg(fits, _STOP)
         return known
     if call.padding is None:
         start = torch.zeros_like(known)
@@ -85,7 +85,7 @@ def _padding(call: Call, known: Tensor) -> Tensor:
         run = (shown.sum(-1) == high - start) & (high <= length)
     same = torch.where(known >= seen, start >= seen, start == known)
     if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device)):
-        torch._assert_async((run & same).all() & fits, _STOP)
+        torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
         return start
     run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
     if not fits_all:
