@@ -147,6 +147,31 @@ def sanitizer(data: dict[str, Any]) -> str:
     return table(["tool", "cases", "errors", "seconds"], [[t, *(str(data[t][n]) for n in ("cases", "errors", "seconds"))] for t in tools])
 
 
+def mla(data: dict[str, Any]) -> str:
+    """A decode step of DeepSeek-V3's attention layer, float8 latents, and which form new tokens over a prefix take."""
+    rows = []
+    for case, f in data["layer"].items():
+        us = f["us"]
+        shown = [f"{us[n]['median_us']:.0f}" if n in us else "-" for n in ("layer", "kernel", "hf_eager", "hf_compiled")]
+        direct = f"{f['kernel_over_best_direct']:.3f}" if "kernel_over_best_direct" in f else "-"
+        floors = [f"{f[n]:.2f}" for n in ("kernel_over_floor", "layer_over_floor")]
+        rows.append([case, *shown, direct, *floors, f"{100 * f['glue_share']:.0f}%"])
+    head = ["decode step, us", "layer", "kernel", "transformers", "transformers compiled", "kernel over the vendors' own fastest"]
+    text = table([*head, "kernel over floor", "layer over floor", "glue"], rows)
+    rows = []
+    for case, f in data["float8"].items():
+        for name in f["us"]:
+            rows.append([case, name, f"{f['us'][name]:.0f}", f"{100 * f['off_by'][name]:.2f}%"])
+    text += "\n\n" + table(["layer over pages of", "latents, queries", "us", "relative error"], rows)
+    rows = []
+    for case, by_new in data["forms"].items():
+        for new, f in by_new.items():
+            rows.append([case, new, *(f"{f['us'][n]:.0f}" for n in ("absorbed", "expanded")), f["chosen"], f"{f['regret_percent']:.0f}%"])
+    text += "\n\n" + table(["prefix", "new tokens a request", "absorbed, us", "expanded, us", "chosen", "over the faster one"], rows)
+    copied, product = (data["ceilings"][n] for n in ("copy_tb_s", "matrix_tflop_s"))
+    return f"{text}\n\nThe floor is that of a copy at {copied:.2f} TB/s and a matrix product at {product:.0f} TFLOP/s, of the same run."
+
+
 WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))
 
 
@@ -158,6 +183,7 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels": ("Proven", proven),
     "direct": ("Against the vendors' own calls", direct),
     "triton": ("Our Triton kernels against the vendors'", triton),
+    "mla": ("Attention over latents, a whole layer", mla),
     "data": ("What moves data", data_kernels),
     "sanitizer": ("Our Triton kernels under compute-sanitizer", sanitizer),
     "regret": ("The automatic choice against the best", regret),

@@ -31,7 +31,7 @@ def suites(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     yield
-    for name in ("common", "regret", "run", "tune", "overhead", "direct", "results", "data"):
+    for name in ("common", "regret", "run", "tune", "overhead", "direct", "results", "data", "mla", "mla_layers"):
         sys.modules.pop(name, None)
 
 
@@ -344,3 +344,53 @@ def test_committed_results_are_shown(results):
     for _, files in results.machines(ROOT):
         for stem in set(results.PARTS) & set(files):
             assert "of another form" not in results._made(results.PARTS[stem.partition("-")[0]][1], files[stem])
+
+
+# A layer over latents -------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_over_latents_at_toy_size(suites, monkeypatch, tmp_path):
+    """The suite as it runs on a GPU, but for the compiler and the clock: the numbers are checked, the file is written and shown."""
+    mla = import_module("mla")
+    calls: list[str] = []
+
+    def times(bench, runs):
+        calls.extend(runs)
+        return {name: {"median_us": 10.0 + len(name), "spread_us": 0.1} for name in runs if run_once(runs[name])}
+
+    def run_once(run):
+        run()
+        return True
+
+    monkeypatch.setattr(mla.Bench, "times", times)
+    monkeypatch.setattr(mla, "compiled", lambda function, *args, **kwargs: lambda: function(*args, **kwargs))
+    monkeypatch.setenv("OUT", str(tmp_path / "benchmarks" / "results" / "cpu"))
+    monkeypatch.setattr(sys, "argv", ["mla.py", "--device", "cpu"])
+    assert mla.main() == 0
+    data = json.loads((tmp_path / "benchmarks" / "results" / "cpu" / "mla.json").read_text())
+    [layer] = data["layer"].values()
+    assert layer["off_by"]["hf_float32"] < 1e-5 and layer["off_by"]["reference"] < 1e-5
+    assert layer["times_hf_eager"] == 18 / 15 and "direct.flashmla" not in layer["us"]
+    [float8] = data["float8"].values()
+    assert 1e-3 < float8["off_by"]["float8_pages"] < float8["off_by"]["float8_both"] < mla.FAR
+    assert {new: f["chosen"] for new, f in data["forms"]["4 heads, 2x16 before"].items()} == {"1": "absorbed", "4": "absorbed"}
+    assert {"layer", "kernel", "projections", "hf_eager", "hf_compiled", "absorbed", "expanded"} < set(calls)
+    text = import_module("results").results_full(tmp_path)
+    assert "Attention over latents, a whole layer" in text and "of another form" not in text
+    assert "| 4 heads, 2x24 | 15 | 16 | 18 | 21 | - |" in text
+
+
+def test_a_layer_that_is_wrong_has_no_times(suites, monkeypatch):
+    mla = import_module("mla")
+    bench = mla.Bench("cpu")
+    right = mla.ours
+
+    def wrong(m, weights, *args, **kwargs):
+        made = right(m, weights, *args, **kwargs)
+        made.scale = made.scale * (1.5 if made.kernel is None else 1.0)
+        return made
+
+    monkeypatch.setattr(mla, "ours", wrong)
+    monkeypatch.setattr(mla, "compiled", lambda function, *args, **kwargs: lambda: function(*args, **kwargs))
+    with torch.no_grad(), pytest.raises(AssertionError, match="off by"):
+        mla.measure(mla.TOY[0], bench, {"copy_tb_s": 1.0, "matrix_tflop_s": 1.0})
