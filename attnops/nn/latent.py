@@ -231,12 +231,12 @@ def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.
 def gathered(
     dims: LatentDims, latent_pages: Tensor, chunk: PrefixChunk, kv_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, in `dtype`, by which stored ones are multiplied by kv_scale."""
+    """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, multiplied by kv_scale if there is one, in `dtype`."""
     page, stored = latent_pages.shape[1], latent_pages.dtype
     at = (chunk.slots // page, chunk.slots % page)
     # Indexing has no float8 kernel, and pages may be no view of rows.
     rows = latent_pages.view(torch.uint8)[at].view(stored) if stored == torch.float8_e4m3fn else latent_pages[at]
-    if stored != dtype:
+    if stored != dtype or kv_scale is not None:
         wide = rows.to(torch.float64 if dtype == torch.float64 else torch.float32)
         rows = (wide if kv_scale is None else wide * kv_scale.to(wide.dtype)).to(dtype)
     return rows[:, : dims.latent], rows[:, dims.latent :]
