@@ -539,6 +539,10 @@ BAD = [
     (functional(kv_b=nn.Linear(DC, H * (NOPE + V)), absorb_up_to=9), "kv_b.bias", "a bias", "None"),
     (functional(attend_absorbed, w_uk=torch.randn(H, NOPE, DC + 1)), "w_uk.shape[2]", "33", "32"),
     (functional(attend_absorbed, w_uv=torch.randn(H, DC)), "w_uv", "(4, 32)", "[H, v, Dc]"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 40, dtype=torch.int8)), "kv_scale", "None", "a scale"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 40).half()), "latent_pages.dtype", "float16", "float32"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 41)), "latent_pages.shape[2]", "41", "32 + 8"),
+    (functional(attend_expanded, kv_scale=torch.ones(2)), "kv_scale", "(2,)", "float32 [1]"),
     (functional(attend_expanded, of_batch={"prefix": None}), "batch.prefix", "None", "prefix_tokens="),
 ]
 
