@@ -69,7 +69,8 @@ def test_a_shared_prefix():
 
 BAD = {
     "pair": ({"float8_scales": 0.5}, r"^float8_scales: got 0.5, want \(q_scale, kv_scale\)"),
-    "zero": ({"float8_scales": (0.0, 1.0)}, r"^q_scale: got 0.0, want a finite number > 0"),
+    "zero": ({"float8_scales": (0.0, 1.0)}, r"^float8_scales: got \(0.0, 1.0\), want .* finite host floats > 0"),
+    "tensors": ({"float8_scales": (torch.tensor(0.5), torch.tensor(0.5))}, r"^float8_scales: got .* host floats"),
     "both": ({"kv_scale": torch.ones(1)}, r"^kv_scale: got .* want None with float8_scales"),
     "pages": ({"latent_pages": torch.zeros(41, 4, DC + DR)}, r"^latent_pages.dtype: got torch.float32, want float8_e4m3fn"),
     "form": ({"batch": None, "latent_pages": None}, r"^float8_scales: got .* want None without batch"),
@@ -86,6 +87,14 @@ def test_bad_arguments(name):
     x = torch.randn(1, E) if given["batch"] is not None else torch.randn(1, 1, E)
     with pytest.raises(InvalidInput, match=text):
         layer()(x, **given)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 0.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf")), ("1", 1.0), (True, True)])
+def test_bad_scales_do_not_pass_in_a_prefill(scales):
+    """It hands one of them on as a tensor, which nobody looks into."""
+    cache = cache_for()
+    with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want \(q_scale, kv_scale\), finite host floats > 0"):
+        layer()(torch.randn(4, E), batch=cache.batch([cache.alloc()], 4), latent_pages=cache.latent_pages[0], float8_scales=scales)
 
 
 def test_without_rope_there_is_nothing_to_fuse():
