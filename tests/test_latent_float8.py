@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import attnops
 from attnops.cache import LatentCache
 from attnops.errors import InvalidInput
 from attnops.nn import LatentAttention, RotaryEmbedding
@@ -65,6 +66,17 @@ def test_a_shared_prefix():
         assert (batch.shared is not None) == share
         outs[share] = module(torch.randn(4, E), batch=batch, latent_pages=cache.latent_pages[0], float8_scales=SCALES)
     torch.testing.assert_close(outs[True], outs[False], rtol=1e-5, atol=1e-5)
+
+
+def test_explain_shows_the_form():
+    cache = cache_for()
+    ids = [cache.alloc(), cache.alloc()]
+    cache.batch(ids, 4)
+    given = {"batch": cache.batch(ids, 1), "latent_pages": cache.latent_pages[0], "float8_scales": SCALES}
+    found = attnops.explain(layer(), torch.randn(2, E), **given, target="sm90", quiet=True)
+    assert [(f.count, f.decision.form, f.decision.queries) for f in found.forms] == [(1, "absorbed", 1)]
+    chosen = found.forms[0].decision.absorbed
+    assert chosen.problem.dtype == E4M3 and f"mla_attention.{chosen.kernel.name}" in {c.partition(" ")[0] for c in found.chosen()}
 
 
 BAD = {

@@ -63,7 +63,8 @@ class LatentCall:
     """What is the same in all calls of a layer, as far as the form depends on it.
 
     before: had the requests tokens before? None: the batch does not say, so that only the absorbed form can be. policies: the keys for
-    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs.
+    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs. query_dtype: of
+    mla_attention's query where it is not dtype, i.e. quantised.
     """
 
     dims: LatentDims
@@ -75,6 +76,7 @@ class LatentCall:
     before: bool | None
     policies: tuple[str, str] = ("", "")
     absorb_up_to: int | None = None
+    query_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def _steps(least: int, most: int) -> list[int]:
 def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
     d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
     problem = Problem(
-        op="mla_attention", target=call.target, dtype=call.dtype, kv_dtype=call.kv_dtype, q_heads=heads, kv_heads=1,
-        head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
+        op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
+        kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
         kv_scales=call.kv_dtype != call.dtype,
     )  # fmt: skip
     keys = queries if call.before is False else queries + PREFIX
