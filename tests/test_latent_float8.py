@@ -6,7 +6,7 @@ import torch
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import InvalidInput
-from attnops.nn import LatentAttention, RotaryEmbedding
+from attnops.nn import LatentAttention, LatentDims, RotaryEmbedding, attend_float8
 from attnops.ops import mla_attention
 
 E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
@@ -107,6 +107,24 @@ def test_bad_scales_do_not_pass_in_a_prefill(scales):
     cache = cache_for()
     with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want \(q_scale, kv_scale\), finite host floats > 0"):
         layer()(torch.randn(4, E), batch=cache.batch([cache.alloc()], 4), latent_pages=cache.latent_pages[0], float8_scales=scales)
+
+
+PARTS = {
+    "heads": ({"kv_b": torch.nn.Linear(DC, 2 * (NOPE + V), bias=False)}, r"^w_uk.shape\[0\]: got 2, want 4"),
+    "latent": ({"dims": LatentDims(NOPE, DR, DC + 1, V)}, r"^w_uk.shape\[2\]: got 32, want 33"),
+    "pages": ({"latent_pages": [0]}, r"^latent_pages: got list"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_bad_parts(name):
+    change, text = PARTS[name]
+    cache = cache_for()
+    parts = {"q_nope": torch.randn(1, H, NOPE), "q_pe": torch.randn(1, H, DR), "latent": torch.randn(1, DC), "k_pe": torch.randn(1, DR)}
+    parts |= {"dims": LatentDims(NOPE, DR, DC, V), "kv_b": layer().kv_b_proj, "cos_sin": torch.zeros(1, DR)}
+    parts |= {"positions": torch.zeros(1).int(), "latent_pages": cache.latent_pages[0], "batch": cache.batch([cache.alloc()], 1)}
+    with pytest.raises(InvalidInput, match=text), torch.no_grad():
+        attend_float8(**parts | change, scale=0.2, q_scale=0.1, kv_scale=0.1)
 
 
 def test_without_rope_there_is_nothing_to_fuse():

@@ -56,9 +56,7 @@ def attend_absorbed(
         cannot run.
     """
     _check_query(dims, q_nope, q_pe)
-    heads = q_nope.shape[1]
-    for field, weight, rows, layout in (("w_uk", w_uk, dims.nope, "[H, nope, Dc]"), ("w_uv", w_uv, dims.v, "[H, v, Dc]")):
-        check.last(field, check.tensor(field, weight, layout, 3), heads, rows, dims.latent)
+    check_weights(dims, q_nope.shape[1], w_uk, w_uv)
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     out = attend_pages(
         query, q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left, softcap=softcap,
@@ -242,6 +240,12 @@ def gathered(
         wide = rows.to(torch.float64 if dtype == torch.float64 else torch.float32)
         rows = (wide if kv_scale is None else wide * kv_scale.to(wide.dtype)).to(dtype)
     return rows[:, : dims.latent], rows[:, dims.latent :]
+
+
+def check_weights(dims: LatentDims, heads: int, w_uk: Tensor, w_uv: Tensor) -> None:
+    """w_uk is `[H, nope, Dc]`, w_uv `[H, v, Dc]`, of `heads` heads. Raises InvalidInput."""
+    for field, weight, rows, layout in (("w_uk", w_uk, dims.nope, "[H, nope, Dc]"), ("w_uv", w_uv, dims.v, "[H, v, Dc]")):
+        check.last(field, check.tensor(field, weight, layout, 3), heads, rows, dims.latent)
 
 
 def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
