@@ -19,7 +19,7 @@ from attnops.ops.latent import check_stored
 from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
 from attnops.ops.latent_form import LatentDims as LatentDims
 from attnops.problem import Target
-from attnops.select import key_for
+from attnops.select import active_policy, key_for
 
 
 def attend_absorbed(
@@ -40,8 +40,8 @@ def attend_absorbed(
 ) -> Tensor:
     """`[T, H, v]`: the new tokens attend to all that the pages hold of their requests, themselves included. No gradient.
 
-    With `batch.shared`, and no window, it is a cascade: all tokens attend to the shared pages as one request, so that these are read
-    once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, section 2.2).
+    With `batch.shared`, no window and no deterministic policy, it is a cascade: all tokens attend to the shared pages as one request, so
+    that these are read once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
 
     Args:
         q_nope: `[T, H, nope]`, q_pe: `[T, H, Dr]` after its rotation; one float dtype.
@@ -96,7 +96,8 @@ def attend_pages(
         )  # fmt: skip
 
     shared = batch.shared
-    if shared is None or window_left >= 0:
+    # Which pages are shared is the batch's doing, and nothing a deterministic result may follow from.
+    if shared is None or window_left >= 0 or "deterministic" in active_policy().split(";"):
         return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
     lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
     # The plan knows the whole tables; the parts have none.
@@ -186,7 +187,8 @@ def attend_latents(
 
     Args:
         q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
-        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed.
+        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed, and any number
+            under a deterministic policy: the form must not follow from what else is in the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises:

@@ -19,7 +19,7 @@ from attnops.errors import UnknownKernel
 from attnops.kernel import generation, kernels_of
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
-from attnops.select import Decision, select_by
+from attnops.select import Decision, parse_policy, select_by
 
 ABSORBED, EXPANDED = "absorbed", "expanded"
 
@@ -35,6 +35,9 @@ REQUESTS = 4
 
 MOST = 4096
 """The most new tokens of a request for which the absorbed form is ever worked out to be the cheaper."""
+
+ALWAYS = 2**31 - 1
+"""More tokens than a request can have."""
 
 PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500e6, 1.8e6), 0: (1e6, 0.1e6)}
 """Operations and bytes a microsecond by architecture: bfloat16 without sparsity, of the data sheets of A100, H200, B200 and RTX PRO 6000;
@@ -107,7 +110,7 @@ class FormDecision:
         call = self.call
         if call.before is None:
             return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not say what was before them)"
-        why = "asked for" if call.absorb_up_to is not None else "by cost"
+        why = "asked for" if call.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
         had = f"{PREFIX} tokens before" if call.before else "nothing before"
         costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))
         shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'nothing'}" for form, us, d in costs)
@@ -174,6 +177,8 @@ def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
     """The last number of new tokens before the first, in steps of eight an octave, for which the expanded form is the cheaper."""
     if call.before is None:
         return MOST
+    if any(parse_policy(key).deterministic for key in call.policies):
+        return ALWAYS  # the longest of a batch, and where chunks end, are its mates' doing
     last = 0
     # From 2 on: tables know packed calls of several tokens only, and an estimate beside measured times would stop here at once.
     for queries in _steps(2, MOST):
