@@ -10,8 +10,9 @@ import attnops
 from attnops.cache import LatentCache
 from attnops.errors import UnknownKernel
 from attnops.lowering.explain import packages_of_kernels
+from attnops.measured import ESTIMATED
 from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, LatentCall, LatentDims, crossover, kernel_for, latent_form
+from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
 from attnops.problem import Target, pretend
 from attnops.select import key_for
 
@@ -38,6 +39,14 @@ def test_where_the_costs_cross(target, heads):
         assert above.form == EXPANDED and above.expanded_us < above.absorbed_us
     assert latent_form(call(target, heads), 1).form == ABSORBED
     assert latent_form(call(target, heads), 4096).form == EXPANDED
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm100"])
+def test_every_cached_token_is_attended_to(target):
+    """No time was measured there, and an estimate that took a causal call for a square one would spare half of the prefix."""
+    decision = latent_form(call(target), 32)
+    assert decision.absorbed.costs[decision.absorbed.kernel.name].how == ESTIMATED
+    assert decision.absorbed_us > 2 * 4 * 32 * PREFIX * 128 * (576 + 512) / 2.6e8, "at what its kernel is said to reach"
 
 
 def test_costs_grow_with_the_work():
