@@ -291,3 +291,10 @@ def test_a_bias_and_broken_heads():
             absorbed_weights(module, NOPE, V, LIKE)
     with pytest.raises(InvalidInput, match=r"kv_b.weight.shape\[0\]: got 27, want a multiple of 4 \+ 6"):
         absorbed_weights(linear(), NOPE, V + 1, LIKE)
+
+
+@torch.no_grad()
+def test_a_flag_is_no_bias():
+    module = LoRA(linear())
+    for module.bias in (False, True, "none"):
+        right(module)

@@ -42,7 +42,8 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
     linear = _is_linear(kv_b)
-    if any(getattr(module, "bias", None) is not None for module in ((kv_b,) if linear else kv_b.modules())):
+    # A tensor: wrappers keep flags and words of this name.
+    if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
         raise InvalidInput("kv_b.bias", "a bias", "None, for it cannot be absorbed")
     weight: Tensor
     if linear:
