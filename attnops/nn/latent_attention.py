@@ -121,7 +121,8 @@ class LatentAttention(nn.Module):
             batch: as the cache made it. latent_pages: this layer's, `[P, page, Dc + Dr]`, into which the new tokens are written;
                 the layer's dtype, or float8_e4m3fn or int8 with kv_scale, float32 `[1]`. No gradient: under torch.no_grad().
             float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: the queries are quantised
-                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`.
+                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`. They
+                are constants of a compiled graph: layers compiled one by one are compiled once for each pair of numbers.
 
         Returns:
             As hidden.
