@@ -7,7 +7,7 @@ import attnops
 from attnops.cache import LatentCache
 from attnops.errors import InvalidInput
 from attnops.nn import LatentAttention, LatentDims, RotaryEmbedding, attend_float8
-from attnops.ops import mla_attention
+from attnops.ops import mla_attention, rope_quantize_latent
 
 E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
 SCALES = (2.0**-5, 2.0**-6)
@@ -107,6 +107,13 @@ def test_bad_scales_do_not_pass_in_a_prefill(scales):
     cache = cache_for()
     with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want \(q_scale, kv_scale\), finite host floats > 0"):
         layer()(torch.randn(4, E), batch=cache.batch([cache.alloc()], 4), latent_pages=cache.latent_pages[0], float8_scales=scales)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "kv_scale"])
+def test_a_scale_on_the_device_is_not_fetched(name):
+    parts = torch.zeros(1, H, DC), torch.zeros(1, H, DR), torch.zeros(1, DC), torch.zeros(1, DR)
+    with pytest.raises(InvalidInput, match=f"^{name}: got a tensor"):
+        rope_quantize_latent(*parts, torch.zeros(1, DR), torch.zeros(1).int(), **{name: torch.tensor(0.5)})
 
 
 PARTS = {
