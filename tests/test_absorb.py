@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -178,20 +179,20 @@ def test_the_heads_of_a_shard():
 
 
 class Counted(nn.Module):
-    count = 0
+    calls: ClassVar[list] = []
 
     def __init__(self):
         super().__init__()
         self.inner = linear()
 
     def forward(self, x):
-        Counted.count += 1
+        Counted.calls.append(x)
         return self.inner(x)
 
 
 @pytest.fixture
 def counted():
-    Counted.count = 0
+    Counted.calls.clear()
     return Counted()
 
 
@@ -199,18 +200,18 @@ def counted():
 def test_what_has_not_changed_is_kept(counted):
     first = absorbed_weights(counted, NOPE, V, LIKE)
     again = absorbed_weights(counted, NOPE, V, LIKE)
-    assert Counted.count == 1 and again[0].data_ptr() == first[0].data_ptr()
+    assert len(Counted.calls) == 1 and again[0].data_ptr() == first[0].data_ptr()
     absorbed_weights(counted, NOPE, V, LIKE.double().float())
-    assert Counted.count == 1
+    assert len(Counted.calls) == 1
     with torch.inference_mode():
         absorbed_weights(counted, NOPE, V, LIKE)
-    assert Counted.count == 1
+    assert len(Counted.calls) == 1
     counted.inner.weight.add_(1)
     absorbed_weights(counted, NOPE, V, LIKE)
-    assert Counted.count == 2
+    assert len(Counted.calls) == 2
     counted.thing = object()  # nobody knows what it does
     absorbed_weights(counted, NOPE, V, LIKE), absorbed_weights(counted, NOPE, V, LIKE)
-    assert Counted.count == 4
+    assert len(Counted.calls) == 4
 
 
 @torch.no_grad()
@@ -221,7 +222,7 @@ def test_nothing_is_kept_alive_or_copied(counted):
     twin.inner.weight.mul_(2)
     got = absorbed_weights(twin, NOPE, V, LIKE)[0]
     torch.testing.assert_close(got, 2 * absorbed_weights(counted, NOPE, V, LIKE)[0])
-    assert Counted.count == 2, "once each"
+    assert len(Counted.calls) == 2, "once each"
     assert list(counted.state_dict()) == ["inner.weight"]
     buffer = io.BytesIO()
     torch.save(counted, buffer)
@@ -291,3 +292,23 @@ def test_a_bias_and_broken_heads():
             absorbed_weights(module, NOPE, V, LIKE)
     with pytest.raises(InvalidInput, match=r"kv_b.weight.shape\[0\]: got 27, want a multiple of 4 \+ 6"):
         absorbed_weights(linear(), NOPE, V + 1, LIKE)
+
+
+@torch.no_grad()
+def test_a_flag_is_no_bias():
+    module = LoRA(linear())
+    for module.bias in (False, True, "none"):
+        right(module)
+
+
+@torch.no_grad()
+def test_a_change_of_the_class_is_seen(monkeypatch):
+    monkeypatch.setattr(LoRA, "gain", 1.0, raising=False)
+    monkeypatch.setattr(LoRA, "forward", lambda self, x: self.gain * self.base(x))
+    module = LoRA(linear())
+    right(module)
+    assert module._attnops_absorbed.weight is not None
+    monkeypatch.setattr(LoRA, "gain", 3.0)
+    right(module)
+    monkeypatch.setattr(LoRA, "forward", lambda self, x: -self.base(x))
+    right(module)

@@ -263,6 +263,18 @@ def test_quantised_pages(dtype):
         assert 0 < apart < 0.5 * 16 * scale
 
 
+def test_a_scale_of_pages_that_need_none():
+    """What is written is divided by it, whatever the dtype, so both forms multiply by it."""
+    x, scale = torch.randn(1, 8, E, dtype=F64), torch.full((1,), 2.0)
+    for absorb in (0, 99):
+        module, cache = layer(absorb=absorb), cache_for()
+        request, given = cache.alloc(), {"latent_pages": cache.latent_pages[0], "kv_scale": scale}
+        with torch.no_grad():
+            module(x[0, :5], batch=cache.batch([request], 5), **given)
+            got = module(x[0, 5:], batch=cache.batch([request], 3, prefix_tokens=3), **given)
+            close(got, module(x)[0, 5:])
+
+
 def test_a_cascade_is_the_plain_batch():
     module, cache = layer(F32), cache_for(F32)
     first = torch.randn(8, E)  # two whole pages
@@ -527,6 +539,10 @@ BAD = [
     (functional(kv_b=nn.Linear(DC, H * (NOPE + V)), absorb_up_to=9), "kv_b.bias", "a bias", "None"),
     (functional(attend_absorbed, w_uk=torch.randn(H, NOPE, DC + 1)), "w_uk.shape[2]", "33", "32"),
     (functional(attend_absorbed, w_uv=torch.randn(H, DC)), "w_uv", "(4, 32)", "[H, v, Dc]"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 40, dtype=torch.int8)), "kv_scale", "None", "a scale"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 40).half()), "latent_pages.dtype", "float16", "float32"),
+    (functional(attend_expanded, latent_pages=torch.zeros(9, 4, 41)), "latent_pages.shape[2]", "41", "32 + 8"),
+    (functional(attend_expanded, kv_scale=torch.ones(2)), "kv_scale", "(2,)", "float32 [1]"),
     (functional(attend_expanded, of_batch={"prefix": None}), "batch.prefix", "None", "prefix_tokens="),
 ]
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+import attnops
 from attnops.cache import LatentCache
 from attnops.errors import InvalidInput
-from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops import mla_attention
+from attnops.nn import LatentAttention, LatentDims, RotaryEmbedding, attend_float8
+from attnops.ops import mla_attention, rope_quantize_latent
 
 E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
 SCALES = (2.0**-5, 2.0**-6)
@@ -67,9 +68,21 @@ def test_a_shared_prefix():
     torch.testing.assert_close(outs[True], outs[False], rtol=1e-5, atol=1e-5)
 
 
+def test_explain_shows_the_form():
+    cache = cache_for()
+    ids = [cache.alloc(), cache.alloc()]
+    cache.batch(ids, 4)
+    given = {"batch": cache.batch(ids, 1), "latent_pages": cache.latent_pages[0], "float8_scales": SCALES}
+    found = attnops.explain(layer(), torch.randn(2, E), **given, target="sm90", quiet=True)
+    assert [(f.count, f.decision.form, f.decision.queries) for f in found.forms] == [(1, "absorbed", 1)]
+    chosen = found.forms[0].decision.absorbed
+    assert chosen.problem.dtype == E4M3 and f"mla_attention.{chosen.kernel.name}" in {c.partition(" ")[0] for c in found.chosen()}
+
+
 BAD = {
     "pair": ({"float8_scales": 0.5}, r"^float8_scales: got 0.5, want \(q_scale, kv_scale\)"),
-    "zero": ({"float8_scales": (0.0, 1.0)}, r"^q_scale: got 0.0, want a finite number > 0"),
+    "zero": ({"float8_scales": (0.0, 1.0)}, r"^float8_scales: got \(0.0, 1.0\), want .* finite host floats > 0"),
+    "tensors": ({"float8_scales": (torch.tensor(0.5), torch.tensor(0.5))}, r"^float8_scales: got .* host floats"),
     "both": ({"kv_scale": torch.ones(1)}, r"^kv_scale: got .* want None with float8_scales"),
     "pages": ({"latent_pages": torch.zeros(41, 4, DC + DR)}, r"^latent_pages.dtype: got torch.float32, want float8_e4m3fn"),
     "form": ({"batch": None, "latent_pages": None}, r"^float8_scales: got .* want None without batch"),
@@ -86,6 +99,39 @@ def test_bad_arguments(name):
     x = torch.randn(1, E) if given["batch"] is not None else torch.randn(1, 1, E)
     with pytest.raises(InvalidInput, match=text):
         layer()(x, **given)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 0.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf")), ("1", 1.0), (True, True)])
+def test_bad_scales_do_not_pass_in_a_prefill(scales):
+    """It hands one of them on as a tensor, which nobody looks into."""
+    cache = cache_for()
+    with pytest.raises(InvalidInput, match=r"^float8_scales: got .* want \(q_scale, kv_scale\), finite host floats > 0"):
+        layer()(torch.randn(4, E), batch=cache.batch([cache.alloc()], 4), latent_pages=cache.latent_pages[0], float8_scales=scales)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "kv_scale"])
+def test_a_scale_on_the_device_is_not_fetched(name):
+    parts = torch.zeros(1, H, DC), torch.zeros(1, H, DR), torch.zeros(1, DC), torch.zeros(1, DR)
+    with pytest.raises(InvalidInput, match=f"^{name}: got a tensor"):
+        rope_quantize_latent(*parts, torch.zeros(1, DR), torch.zeros(1).int(), **{name: torch.tensor(0.5)})
+
+
+PARTS = {
+    "heads": ({"kv_b": torch.nn.Linear(DC, 2 * (NOPE + V), bias=False)}, r"^w_uk.shape\[0\]: got 2, want 4"),
+    "latent": ({"dims": LatentDims(NOPE, DR, DC + 1, V)}, r"^w_uk.shape\[2\]: got 32, want 33"),
+    "pages": ({"latent_pages": [0]}, r"^latent_pages: got list"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_bad_parts(name):
+    change, text = PARTS[name]
+    cache = cache_for()
+    parts = {"q_nope": torch.randn(1, H, NOPE), "q_pe": torch.randn(1, H, DR), "latent": torch.randn(1, DC), "k_pe": torch.randn(1, DR)}
+    parts |= {"dims": LatentDims(NOPE, DR, DC, V), "kv_b": layer().kv_b_proj, "cos_sin": torch.zeros(1, DR)}
+    parts |= {"positions": torch.zeros(1).int(), "latent_pages": cache.latent_pages[0], "batch": cache.batch([cache.alloc()], 1)}
+    with pytest.raises(InvalidInput, match=text), torch.no_grad():
+        attend_float8(**parts | change, scale=0.2, q_scale=0.1, kv_scale=0.1)
 
 
 def test_without_rope_there_is_nothing_to_fuse():

@@ -10,9 +10,11 @@ import attnops
 from attnops.cache import LatentCache
 from attnops.errors import UnknownKernel
 from attnops.lowering.explain import packages_of_kernels
+from attnops.measured import ESTIMATED
 from attnops.nn import LatentAttention, RotaryEmbedding
-from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, LatentCall, LatentDims, crossover, kernel_for, latent_form
+from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
 from attnops.problem import Target, pretend
+from attnops.select import key_for
 
 BF16 = torch.bfloat16
 DEEPSEEK = LatentDims(128, 64, 512, 128)
@@ -39,6 +41,14 @@ def test_where_the_costs_cross(target, heads):
     assert latent_form(call(target, heads), 4096).form == EXPANDED
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm100"])
+def test_every_cached_token_is_attended_to(target):
+    """No time was measured there, and an estimate that took a causal call for a square one would spare half of the prefix."""
+    decision = latent_form(call(target), 32)
+    assert decision.absorbed.costs[decision.absorbed.kernel.name].how == ESTIMATED
+    assert decision.absorbed_us > 2 * 4 * 32 * PREFIX * 128 * (576 + 512) / 2.6e8, "at what its kernel is said to reach"
+
+
 def test_costs_grow_with_the_work():
     few, many = (latent_form(call(), n) for n in (64, 512))
     assert few.absorbed_us < many.absorbed_us and few.expanded_us < many.expanded_us
@@ -59,6 +69,27 @@ def test_what_is_asked_for_wins():
     assert "absorb_up_to=10 (asked for)" in str(latent_form(asked, 4))
     forced = replace(call(), policies=("kernel=mla_attention:triton", "kernel=varlen_attention:fa3"))
     assert latent_form(forced).absorbed.kernel.name == "triton" and latent_form(forced).expanded.kernel.name == "fa3"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_deterministic_policy_leaves_no_choice_to_the_batch(before):
+    """A request's form would follow from the longest of its batch, and its chunks from all of them."""
+    with attnops.use(deterministic=True):
+        policies = key_for("mla_attention", None), key_for("varlen_attention", None)
+    for queries in (1, 10**4, 10**6):
+        decision = latent_form(call(before=before, policies=policies), queries)
+        assert decision.form == ABSORBED and "(policy.deterministic)" in str(decision)
+    assert latent_form(call(before=before, policies=policies, absorb_up_to=3), 4).form == EXPANDED
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_policy_knows_no_cascade(deterministic):
+    cache = LatentCache(2, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
+    a = cache.alloc(70)
+    batch = cache.batch([a, cache.fork(a)], 1, share=True)
+    with attnops.use(deterministic=deterministic):
+        found = attnops.explain(Layers().eval(), torch.zeros(2, 256, dtype=BF16), cache.latent_pages, batch, target="sm90", quiet=True)
+    assert batch.shared is not None and ("merge_state" in str(found)) != deterministic
 
 
 def test_pure():

@@ -66,6 +66,12 @@ def test_negotiated(arch, more, fastest, takes):
     assert all(f"  not {kernel} on {choice.target}: {reasons[0]}" in text for kernel, reasons in choice.refused.items())
 
 
+def test_the_nearest_refusal_is_told():
+    """Over float8 pages a query may be float8 too: then scratch is all that TensorRT-LLM wants."""
+    choice = negotiate(100, FLASHINFER, dtype=E4M3)
+    assert [r.field for r in choice.refused["trtllm_mla"]] == ["workspace"]
+
+
 def test_what_is_fastest_decides_before_what_most_take(registered):
     registered("narrow", needs=(one_of("page_size", 16, 256),), cost_us=lambda p: 1e-3 if p.page_size == 16 else 1.0)
     choice = negotiate()

@@ -152,14 +152,19 @@ def _on_target(problems: Iterable[Problem]) -> _Answers:
     for decision in decisions:
         for kernel, cost in decision.costs.items():
             us[kernel] = min(us.get(kernel, cost.us), cost.us)
-    refused = {k: min((d.refused[k] for d in decisions), key=len) for k in kernels_of(OP) if k not in us}
+    refused = {k: min((d.refused[k] for d in decisions), key=_far) for k in kernels_of(OP) if k not in us}
     return _Answers(us, refused)
 
 
 def _anywhere(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
     """What the kernel has against the nearest of `problems`, wherever it runs."""
     unmet = [tuple(r for need in kernel.needs if (r := need(p)) and r.field not in ("target", "device")) for p in problems]
-    return min(unmet, key=len)
+    return min(unmet, key=_far)
+
+
+def _far(refusals: tuple[Refusal, ...]) -> tuple[int, int]:
+    """How far a kernel is from running: what else it wants counts before the query's dtype, of which there are several to ask with."""
+    return len(refusals), sum("dtype" in r.field for r in refusals)
 
 
 def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:

@@ -160,7 +160,8 @@ def mla_attention(
     ints, floats = places(sm_count(workspace.device), Cutter("workspace", workspace))
     if kv_scale is not None:
         factor = kv_scale if q_scale is None else kv_scale * q_scale
-        q_nope, q_pe = ((x * factor).to(x.dtype) for x in (q_nope, q_pe))
+        # One launch a part: a product of its own would be float32, and a copy.
+        q_nope, q_pe = (torch.mul(x, factor, out=torch.empty_like(x)) for x in (q_nope, q_pe))
     out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     latent, pages = latent_pages[..., :LATENT], page_table.contiguous().view(-1)
@@ -169,7 +170,7 @@ def mla_attention(
         s.q_heads, s.page_size, scale, True, 1.0, 1.0, None,
     )  # fmt: skip
     if kv_scale is not None:
-        output.copy_(out * kv_scale)
+        torch.mul(out, kv_scale, out=output)
     elif out is not output:
         output.copy_(out)
     if lse is not None and z is not None and z is not lse:

@@ -18,6 +18,7 @@ from attnops.errors import InvalidInput
 
 PLAIN = (Tensor, nn.Parameter)
 INTERNAL = frozenset(vars(nn.Module()))
+BASES = nn.Module.__mro__
 HELD = "_attnops_absorbed"
 SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device)
 
@@ -29,9 +30,10 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     Of any other module (an adapter around the Linear, a quantised or parametrised weight, one that a hook brings from elsewhere) they
     are what the module makes of the unit vectors. Compiled code works that out at every call, at the price of unfolding Dc tokens.
     Eager calls without gradients keep it on the module, outside its state_dict, for as long as the parameters and buffers are the same
-    tensors of the same versions and the plain attributes of all submodules (scales, switches, names of adapters) are as they were; a
-    module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through `.data` into the same
-    memory changes no version and is not seen, and a CUDA graph captured from eager code replays what was kept at its capture.
+    tensors of the same versions and the plain attributes of all submodules and of their classes (scales, switches, names of adapters)
+    are as they were; a module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through
+    `.data` into the same memory changes no version and is not seen, and a CUDA graph captured from eager code replays what was kept at
+    its capture.
 
     Args:
         kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
@@ -42,7 +44,8 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
     linear = _is_linear(kv_b)
-    if any(getattr(module, "bias", None) is not None for module in ((kv_b,) if linear else kv_b.modules())):
+    # A tensor: wrappers keep flags and words of this name.
+    if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
         raise InvalidInput("kv_b.bias", "a bias", "None, for it cannot be absorbed")
     weight: Tensor
     if linear:
@@ -117,8 +120,14 @@ def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
             raise _Unknown
         own = {n: x for n, x in vars(module).items() if n not in INTERNAL and n != HELD}
         parts = (own, module._parameters, module._buffers)
-        state.append((type(module), module.training, *(_frozen(part, tensors) for part in parts)))
+        state.append((type(module), module.training, _of_class(type(module)), *(_frozen(part, tensors) for part in parts)))
     return state
+
+
+def _of_class(kind: type) -> Any:
+    """What a module may find on its class: switches and numbers, and its forward, which may be replaced for all instances."""
+    own = [(name, x) for base in kind.__mro__ if base not in BASES for name, x in vars(base).items() if name[:2] != "__"]
+    return [(name, type(x), x) for name, x in own if name == "forward" or isinstance(x, SIMPLE)]
 
 
 def _frozen(x: Any, tensors: list[Tensor]) -> Any:

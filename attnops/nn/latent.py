@@ -15,10 +15,11 @@ from attnops.errors import InvalidInput
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops import merge_state, mla_attention, varlen_attention, write_latent
+from attnops.ops.latent import check_stored
 from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
 from attnops.ops.latent_form import LatentDims as LatentDims
 from attnops.problem import Target
-from attnops.select import key_for
+from attnops.select import active_policy, key_for
 
 
 def attend_absorbed(
@@ -39,8 +40,8 @@ def attend_absorbed(
 ) -> Tensor:
     """`[T, H, v]`: the new tokens attend to all that the pages hold of their requests, themselves included. No gradient.
 
-    With `batch.shared`, and no window, it is a cascade: all tokens attend to the shared pages as one request, so that these are read
-    once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, section 2.2).
+    With `batch.shared`, no window and no deterministic policy, it is a cascade: all tokens attend to the shared pages as one request, so
+    that these are read once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
 
     Args:
         q_nope: `[T, H, nope]`, q_pe: `[T, H, Dr]` after its rotation; one float dtype.
@@ -55,9 +56,7 @@ def attend_absorbed(
         cannot run.
     """
     _check_query(dims, q_nope, q_pe)
-    heads = q_nope.shape[1]
-    for field, weight, rows, layout in (("w_uk", w_uk, dims.nope, "[H, nope, Dc]"), ("w_uv", w_uv, dims.v, "[H, v, Dc]")):
-        check.last(field, check.tensor(field, weight, layout, 3), heads, rows, dims.latent)
+    check_weights(dims, q_nope.shape[1], w_uk, w_uv)
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     out = attend_pages(
         query, q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left, softcap=softcap,
@@ -97,7 +96,8 @@ def attend_pages(
         )  # fmt: skip
 
     shared = batch.shared
-    if shared is None or window_left >= 0:
+    # Which pages are shared is the batch's doing, and nothing a deterministic result may follow from.
+    if shared is None or window_left >= 0 or "deterministic" in active_policy().split(";"):
         return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
     lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
     # The plan knows the whole tables; the parts have none.
@@ -139,6 +139,7 @@ def attend_expanded(
         cannot run. NoGradient: with chunks, an input requires grad in grad mode.
     """
     _check_query(dims, q_nope, q_pe)
+    _check_pages(dims, latent_pages, kv_scale, q_nope.dtype)
     if batch.prefix is None:
         raise InvalidInput("batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
     heads = q_nope.shape[1]
@@ -186,7 +187,8 @@ def attend_latents(
 
     Args:
         q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
-        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed.
+        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed, and any number
+            under a deterministic policy: the form must not follow from what else is in the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises:
@@ -231,17 +233,32 @@ def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.
 def gathered(
     dims: LatentDims, latent_pages: Tensor, chunk: PrefixChunk, kv_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, in `dtype`, by which stored ones are multiplied by kv_scale."""
+    """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, multiplied by kv_scale if there is one, in `dtype`."""
     page, stored = latent_pages.shape[1], latent_pages.dtype
     at = (chunk.slots // page, chunk.slots % page)
     # Indexing has no float8 kernel, and pages may be no view of rows.
     rows = latent_pages.view(torch.uint8)[at].view(stored) if stored == torch.float8_e4m3fn else latent_pages[at]
-    if stored != dtype:
+    if stored != dtype or kv_scale is not None:
         wide = rows.to(torch.float64 if dtype == torch.float64 else torch.float32)
         rows = (wide if kv_scale is None else wide * kv_scale.to(wide.dtype)).to(dtype)
     return rows[:, : dims.latent], rows[:, dims.latent :]
 
 
+def check_weights(dims: LatentDims, heads: int, w_uk: Tensor, w_uv: Tensor) -> None:
+    """w_uk is `[H, nope, Dc]`, w_uv `[H, v, Dc]`, of `heads` heads. Raises InvalidInput."""
+    for field, weight, rows, layout in (("w_uk", w_uk, dims.nope, "[H, nope, Dc]"), ("w_uv", w_uv, dims.v, "[H, v, Dc]")):
+        check.last(field, check.tensor(field, weight, layout, 3), heads, rows, dims.latent)
+
+
 def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
     check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
     check.last("q_pe", check.tensor("q_pe", q_pe, "[T, H, Dr]", 3), dims.rope)
+
+
+def _check_pages(dims: LatentDims, latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
+    check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
+    if latent_pages.shape[2] != dims.latent + dims.rope:
+        raise InvalidInput("latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
+    check_stored(latent_pages, kv_scale, dtype)
+    if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
+        raise InvalidInput("kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")

@@ -121,7 +121,8 @@ class LatentAttention(nn.Module):
             batch: as the cache made it. latent_pages: this layer's, `[P, page, Dc + Dr]`, into which the new tokens are written;
                 the layer's dtype, or float8_e4m3fn or int8 with kv_scale, float32 `[1]`. No gradient: under torch.no_grad().
             float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: the queries are quantised
-                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`.
+                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`. They
+                are constants of a compiled graph: layers compiled one by one are compiled once for each pair of numbers.
 
         Returns:
             As hidden.
@@ -228,8 +229,8 @@ class LatentAttention(nn.Module):
         check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
         if float8_scales is not None:
             check.absent("with float8_scales", kv_scale=kv_scale)
-            if not isinstance(float8_scales, tuple) or len(float8_scales) != 2:
-                raise InvalidInput("float8_scales", repr(float8_scales), "(q_scale, kv_scale), host floats, or None")
+            if not isinstance(float8_scales, tuple) or len(float8_scales) != 2 or not all(map(_is_scale, float8_scales)):
+                raise InvalidInput("float8_scales", repr(float8_scales), "(q_scale, kv_scale), finite host floats > 0, or None")
             if latent_pages.dtype != torch.float8_e4m3fn:
                 raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
             if self.rope is None:
@@ -247,3 +248,8 @@ class LatentAttention(nn.Module):
         if self.kernel is not None:
             parts.append(f"kernel={self.kernel!r}")
         return ", ".join(parts)
+
+
+def _is_scale(value: object) -> bool:
+    # A tensor would become a number where the op is called, which waits for the device.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

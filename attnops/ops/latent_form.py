@@ -17,9 +17,9 @@ import torch
 
 from attnops.errors import UnknownKernel
 from attnops.kernel import generation, kernels_of
-from attnops.measured import Table, in_force
+from attnops.measured import ESTIMATED, Table, in_force
 from attnops.problem import Extent, Problem, Target
-from attnops.select import Decision, select_by
+from attnops.select import Decision, parse_policy, select_by
 
 ABSORBED, EXPANDED = "absorbed", "expanded"
 
@@ -35,6 +35,9 @@ REQUESTS = 4
 
 MOST = 4096
 """The most new tokens of a request for which the absorbed form is ever worked out to be the cheaper."""
+
+ALWAYS = 2**31 - 1
+"""More tokens than a request can have."""
 
 PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500e6, 1.8e6), 0: (1e6, 0.1e6)}
 """Operations and bytes a microsecond by architecture: bfloat16 without sparsity, of the data sheets of A100, H200, B200 and RTX PRO 6000;
@@ -63,7 +66,8 @@ class LatentCall:
     """What is the same in all calls of a layer, as far as the form depends on it.
 
     before: had the requests tokens before? None: the batch does not say, so that only the absorbed form can be. policies: the keys for
-    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs.
+    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs. query_dtype: of
+    mla_attention's query where it is not dtype, i.e. quantised.
     """
 
     dims: LatentDims
@@ -75,6 +79,7 @@ class LatentCall:
     before: bool | None
     policies: tuple[str, str] = ("", "")
     absorb_up_to: int | None = None
+    query_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class FormDecision:
         call = self.call
         if call.before is None:
             return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not say what was before them)"
-        why = "asked for" if call.absorb_up_to is not None else "by cost"
+        why = "asked for" if call.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
         had = f"{PREFIX} tokens before" if call.before else "nothing before"
         costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))
         shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'nothing'}" for form, us, d in costs)
@@ -172,6 +177,8 @@ def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
     """The last number of new tokens before the first, in steps of eight an octave, for which the expanded form is the cheaper."""
     if call.before is None:
         return MOST
+    if any(parse_policy(key).deterministic for key in call.policies):
+        return ALWAYS  # the longest of a batch, and where chunks end, are its mates' doing
     last = 0
     # From 2 on: tables know packed calls of several tokens only, and an estimate beside measured times would stop here at once.
     for queries in _steps(2, MOST):
@@ -189,14 +196,19 @@ def _steps(least: int, most: int) -> list[int]:
 def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
     d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
     problem = Problem(
-        op="mla_attention", target=call.target, dtype=call.dtype, kv_dtype=call.kv_dtype, q_heads=heads, kv_heads=1,
-        head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
+        op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
+        kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
         kv_scales=call.kv_dtype != call.dtype,
     )  # fmt: skip
     keys = queries if call.before is False else queries + PREFIX
-    decision = select_by(table, _sized(problem, queries, keys), call.policies[0])
+    problem = _sized(problem, queries, keys)
+    decision = select_by(table, problem, call.policies[0])
+    us = _us(decision)
+    if call.before and decision.kernel is not None and decision.costs[decision.kernel.name].how == ESTIMATED:
+        # Estimates take half of all pairs for hidden where calls are causal: true of the new tokens, and not of what was before.
+        us = decision.kernel.cost_us(replace(problem, causal=False))
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
-    return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
+    return us + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
 
 
 def _expanded(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:

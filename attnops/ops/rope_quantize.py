@@ -128,6 +128,9 @@ def rope_quantize_latent(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if isinstance(scale, Tensor):  # torch would make a number of it, and wait for the device
+            raise InvalidInput(name, "a tensor", "a finite number > 0, of the host")
     query, row = torch.ops.attnops.rope_quantize_latent.default(
         q_nope, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved,
         policy=key_for("rope_quantize_latent", kernel),

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, kernels_of
@@ -52,6 +54,21 @@ def test_grid(kernel, case):
     if figures.refused:
         assert {r.field for r in figures.refused} <= {"dtype", "kv_dtype", "kv_scales", "sinks", "softcap", "windowed", "plan"}
     assert figures.worst <= 1.0, figures
+
+
+def test_float8_scales_cost_a_launch_a_tensor(calls, monkeypatch):
+    """And no float32 copy of query or output."""
+    given, ops = planned(FA3, call(f=replace(DEEPSEEK, kv_dtype=E4M3))), []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops.append(str(func))
+            return func(*args, **kwargs or {})
+
+    monkeypatch.setattr(fm, "_module", lambda *_: SimpleNamespace(run=lambda *_: None))
+    with Ops(), torch.no_grad():
+        FA3.run(**given.arguments)
+    assert [op for op in ops if "mul" in op or "copy" in op] == ["aten.mul.out"] * 3
 
 
 def test_what_the_grid_leaves_out(calls):
