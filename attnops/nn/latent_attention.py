@@ -35,7 +35,7 @@ class LatentAttention(nn.Module):
         scale: factor on the scores; default `rope.softmax_scale() / sqrt(qk_nope_head_dim + qk_rope_head_dim)`.
         absorb: in a paged call that says what its requests had before, the most new tokens of a request for which the latents are not
             unfolded; "auto": as many as make it cheaper (`attnops.explain` shows the figure).
-        kernel: force a kernel by name, on the ops that have one of that name; None lets attnops choose.
+        kernel: force a kernel by name, on the attention ops that have one of that name; None lets attnops choose.
         device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
 
     Raises:

@@ -46,7 +46,7 @@ def attend_float8(
         cos_sin, positions, interleaved, q_scale, kv_scale: as in `rope_quantize_latent`; the scales are host floats.
         latent_pages: `[P, page, Dc + Dr]` float8_e4m3fn, written. batch: as the cache made it; its plan, if it has one, is for
             float8 queries.
-        scale: factor on the scores; see `mla_attention`. kernel: force a kernel by name, on the ops that have one of that name.
+        scale: factor on the scores; see `mla_attention`. kernel: force a kernel of `mla_attention` by name.
 
     Raises:
         InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
@@ -66,9 +66,8 @@ def attend_float8(
     query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     query, q_pe, row, key = rope_quantize_latent(
         query, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved,
-        kernel=kernel_for("rope_quantize_latent", kernel),
     )  # fmt: skip
-    write_latent(row, key, latent_pages, batch.slots, kernel=kernel_for("write_latent", kernel))
+    write_latent(row, key, latent_pages, batch.slots)
     out = attend_pages(
         query, q_pe, latent_pages, batch, scale=scale, q_scale=scale_tensor(q_scale, latent), kv_scale=scale_tensor(kv_scale, latent),
         dtype=q_nope.dtype, kernel=absorbing,
