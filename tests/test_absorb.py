@@ -179,7 +179,7 @@ def test_the_heads_of_a_shard():
 
 
 class Counted(nn.Module):
-    calls: ClassVar[list] = []
+    calls: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self):
         super().__init__()
