@@ -60,8 +60,8 @@ class LatentPages:
     """The tensors of a cache. All are made here, are written in place, and keep their addresses.
 
     latent_pages: a tuple of one `[P, page, Dc + Dr]` a layer. page_table: int32 `[rows, M]`. workspace: uint8 `[bytes]` or None.
-    seen: int64 `[]`, positions so far, padding included. pad: int64 `[rows]`, those of them that are a row's padding; EMPTY before its
-    first token's step. device_plan: makes the plan that the kernel which will decode reads on the device, or None.
+    seen: int64 `[]`, positions so far, padding included. pad: int64 `[rows]`, those of them that are a row's padding; EMPTY for a row
+    that the last step had not. device_plan: makes the plan that the kernel which will decode reads on the device, or None.
     """
 
     def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
@@ -217,7 +217,8 @@ class PagedLatentCache(Cache):
     """Latents of a batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. It is filled by calls of the model, in turns: each brings
-    as many new positions to every row. `reset()` makes it as new, `crop(-n)` takes back the last n positions.
+    as many new positions to every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes
+    the cache as new. `crop(-n)` takes back the last n positions.
     """
 
     def __init__(self, pages: LatentPages, latent_layers: Sequence[int], others: Callable[[], dict[int, Any]]) -> None:
@@ -284,6 +285,8 @@ class PagedLatentCache(Cache):
         slots = slot_mapping(positions, owner, table, page_size=pages.page_size)
         # Whoever runs the model on fake tensors, as `explain` does, has stored nothing.
         if torch.compiler.is_compiling() or not isinstance(slots, FakeTensor):
+            # A row that this step has not will lack its tokens: it may come back only as one whose padding reaches so far.
+            pages.pad.fill_(EMPTY)
             pages.pad[:rows].copy_(start)
             pages.seen.add_(queries)
             self.state.filled = True

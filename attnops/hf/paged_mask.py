@@ -62,7 +62,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
 
 
 def _padding(call: Call, known: Tensor) -> Tensor:
-    """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row without any step."""
+    """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row that the last step had not."""
     if call.batch > known.shape[0]:
         raise InvalidInput("batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
     known = known[: call.batch]
@@ -93,7 +93,7 @@ def _padding(call: Call, known: Tensor) -> Tensor:
     if not run_all:
         raise InvalidInput("attention_mask", "holes, padding on the right, or too few columns", _RUN)
     if not same_all:
-        raise InvalidInput("attention_mask", "another padding than before", _SAME)
+        raise InvalidInput("attention_mask", "another padding than before, or rows that the last step had not", _SAME)
     if generation is not None:
         generation.pages_checked = True
     return start

@@ -71,6 +71,19 @@ def test_masks_that_change():
         model(ids[:, 14:15], past_key_values=cache)
 
 
+def test_batches_that_shrink_and_grow():
+    """A row that missed a step has a hole in its pages."""
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+    want = logits(model, "dynamic", ids[:2], mask[:2], STEPS[:3])
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, ids, mask, STEPS[:1])
+        ours = by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
+        assert relative(ours, want[-len(ours) :]) < LIMIT
+        with pytest.raises(InvalidInput, match="rows that the last step had not"):
+            by_hand(model, cache, ids, mask, STEPS[3:4])
+
+
 def test_where_the_host_must_not_wait(monkeypatch):
     """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
