@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedLatentCache, tiny
 from tests.hf.helpers import (
     LATENT,
@@ -176,6 +176,32 @@ def test_turns():
         cache.reset()
         assert int(cache.get_seq_length()) == 0
         assert torch.equal(generated(model, past_key_values=cache), eager_tokens("deepseek_v3"))
+
+
+def test_a_step_that_ended_in_an_error():
+    """Half of the layers have its tokens: nothing goes on from there until they are taken back."""
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+
+    def fails(*_):
+        raise OSError
+
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 40)
+        with pytest.raises(NoGradient):
+            model(ids, past_key_values=cache)
+        cache.crop(-20)
+        by_hand(model, cache, ids, mask, ((0, 14),))
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
+        with pytest.raises(OSError):
+            by_hand(model, cache, ids, mask, ((14, 16),))
+        hook.remove()
+        longer = torch.cat([mask, mask.new_ones(3, 9)], 1)
+        for begin in (16, 15):  # as it stands, and with one of the two positions taken back
+            with pytest.raises(InvalidInput, match="did not reach every layer"):
+                by_hand(model, cache, ids, longer, ((begin, begin + 1),))
+            cache.crop(-1)
+        ours = by_hand(model, cache, ids, mask, STEPS[1:])
+    assert relative(ours, eager_logits("deepseek_v3")[-len(ours) :]) < LIMIT
 
 
 def test_another_batch_after_a_reset():
