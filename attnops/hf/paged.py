@@ -158,6 +158,8 @@ def _prepare(
     """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
     mode: PagedMode = owner.__dict__[_SLOT]
     given = model_kwargs.get("past_key_values")
+    if (generation := current_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
+        generation.prompt = prompt.shape[1]
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
     if isinstance(given, PagedLatentCache):
@@ -171,7 +173,7 @@ def _prepare(
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
             model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
-            if (generation := current_generation()) is not None:
+            if generation is not None:
                 generation.lent.append(cache)
             return None
         warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=3)

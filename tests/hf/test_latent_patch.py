@@ -100,6 +100,28 @@ def test_where_the_host_must_not_wait(monkeypatch):
             by_hand(model, cache, ids, mask, ((16, 17),))
 
 
+@pytest.mark.parametrize("mode", ["auto", "compact"])
+def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
+    """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while generate() runs."""
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    model, mask, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
+    with torch.no_grad():
+        want, first = generated(model, 4, length=9), model(tokens()[:, :1]).logits
+
+    def beside(ids, scores):
+        with torch.no_grad():
+            looks.append(relative(model(tokens()[:, :1], past_key_values=handle.new_cache(3, 4)).logits, first))
+        return scores
+
+    with attnops.patch(model, cache="paged", mask=mode) as handle:
+        assert torch.equal(generated(model, 4, length=9, prefill_chunk_size=1), want)
+        assert torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want) and max(looks) < LIMIT
+        spoilt = mask.clone()
+        spoilt[1, 8] = 0
+        with pytest.raises((InvalidInput, RuntimeError), match=r"attention_mask|pages cannot follow"):
+            generated(model, 4, length=9, attention_mask=spoilt, prefill_chunk_size=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_of_the_users_own(dtype):
     model, see = tiny.model("deepseek_v3"), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
