@@ -25,6 +25,9 @@ from attnops.nn.absorb import HELD
 _PREPARE = "_prepare_cache_for_generation"
 _SLOT = "_attnops_pages"
 
+MOST_FOR_BOTH = 2
+"""Pages that fit two calls of generate() may be so many times those of the larger call."""
+
 
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
@@ -102,7 +105,10 @@ class PagedMode:
             pages = None
         if pages is None or not pages.holds(wanted):
             if pages is not None and pages.sizes[3:] == wanted[3:]:
-                wanted = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+                # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
+                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * length, pages.sizes.rows * pages.sizes.length):
+                    wanted = both
             pages = None  # before the larger ones are made
             pages = LatentPages(wanted)
         cache = self._over(pages)

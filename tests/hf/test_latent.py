@@ -246,6 +246,21 @@ def test_a_cache_that_is_handed_out_stays_whole():
         assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0).data_ptr() == freed
 
 
+def test_pages_of_two_calls():
+    """Kept pages fit the calls before as well, where that costs little: not many short rows times one long row."""
+    model, options = tiny.model("deepseek_v3"), {"do_sample": False, "return_dict_in_generate": True}
+
+    def sizes(rows, length):
+        cache = model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options).past_key_values
+        return cache.max_batch, cache.max_length
+
+    with attnops.patch(model, cache="paged"):
+        assert sizes(3, 10) == (3, 10)
+        assert sizes(2, 16) == (3, 16) and sizes(3, 8) == (3, 16)
+        assert sizes(1, 200) == (1, 200)
+        assert sizes(40, 6) == (40, 6)
+
+
 def test_a_cache_that_is_kept_in_secret_is_an_error():
     model, kept = tiny.model("deepseek_v3"), []
 
