@@ -32,13 +32,13 @@ MOST_FOR_BOTH = 2
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
 
-    def __init__(self, owner: nn.Module, found: Match, kernel: str | None) -> None:
+    def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         sites = [site for site in found.sites if site.reason is None]
         _refuse_others(owner, sites)
         for site in sites:
             latent.check_module(site.path, site.module)
-        self.kernel = kernel
+        self.kernel, self.implementation = kernel, implementation
         self._owner: Any = owner
         modules: list[Any] = [site.module for site in sites]
         self._modules = sorted(modules, key=lambda module: module.layer_idx)
@@ -88,6 +88,11 @@ class PagedMode:
             self._owner.__dict__[_PREPARE] = self._own_prepare
         self._owner.__dict__.pop(_SLOT, None)
         self._free = []  # another list: what is still lent shall not come back to this one
+
+    def elsewhere(self) -> str | None:
+        """The attention implementation that someone has switched a layer to since it was patched, if so: it knows nothing of pages."""
+        names = (module.config._attn_implementation_internal for module in self._modules)
+        return next((str(name) for name in names if name != self.implementation), None)
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
@@ -168,13 +173,18 @@ def _prepare(
         generation.prompt = prompt.shape[1]
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
+    elsewhere = mode.elsewhere()
     if isinstance(given, PagedLatentCache):
+        if elsewhere is not None:
+            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+            raise InvalidInput("past_key_values", f"PagedLatentCache with attention {elsewhere!r}", want)
         for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
             if got > most:
                 raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
         if beams > 1:
             raise InvalidInput("num_beams", beams, "1 with a paged cache: rows keep their pages")
-    chosen = given is not None or generation_config.use_cache is False or generation_config.cache_implementation is not None
+    other = generation_config.use_cache is False or generation_config.cache_implementation is not None
+    chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:

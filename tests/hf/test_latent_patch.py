@@ -104,7 +104,7 @@ def test_where_the_host_must_not_wait(monkeypatch):
 def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
     """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while generate() runs."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
-    model, mask, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
+    model, spoilt, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
     with torch.no_grad():
         want, first = generated(model, 4, length=9), model(tokens()[:, :1]).logits
 
@@ -116,7 +116,6 @@ def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
     with attnops.patch(model, cache="paged", mask=mode) as handle:
         assert torch.equal(generated(model, 4, length=9, prefill_chunk_size=1), want)
         assert torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want) and max(looks) < LIMIT
-        spoilt = mask.clone()
         spoilt[1, 8] = 0
         with pytest.raises((InvalidInput, RuntimeError), match=r"attention_mask|pages cannot follow"):
             generated(model, 4, length=9, attention_mask=spoilt, prefill_chunk_size=4)
@@ -372,6 +371,21 @@ def test_switched_to_another_implementation_while_patched():
         with torch.no_grad():
             result = model(tokens(), attention_mask=left_padded(), past_key_values=DynamicCache(config=model.config)).logits
         assert torch.isfinite(result).all()
+        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+        with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
+            generated(model, past_key_values=handle.new_cache(3, 40))
+
+
+def test_two_models_of_one_config():
+    """The one that is unpatched takes the other's attention away, too: that one goes on with transformers' own."""
+    model = tiny.model("deepseek_v3")
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    first, second = attnops.patch(model, cache="paged"), attnops.patch(other, cache="paged")
+    first.unpatch()
+    assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
+    second.unpatch()
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_bare_model():
