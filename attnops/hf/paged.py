@@ -157,8 +157,8 @@ def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
         names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
         more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
         raise PatchError(
-            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv). '
-            f"{type(owner).__name__} has others:\n  {names}{more}"
+            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv, '
+            f"which transformers has from 5.15). {type(owner).__name__} has others:\n  {names}{more}"
         )
 
 
