@@ -158,6 +158,7 @@ def begin(
     step = cache.step_of(module.layer_idx, found.start, query.shape[2], query.shape[1])
     pages = cache.pages_of(module.layer_idx)
     write_latent(latent.flatten(0, 2).to(pages.dtype), rotated.flatten(0, 2).to(pages.dtype), pages, step.batch.slots)
+    cache.wrote(module.layer_idx)
     return step
 
 

@@ -60,8 +60,8 @@ class LatentPages:
     """The tensors of a cache. All are made here, are written in place, and keep their addresses.
 
     latent_pages: a tuple of one `[P, page, Dc + Dr]` a layer. page_table: int32 `[rows, M]`. workspace: uint8 `[bytes]` or None.
-    seen: int64 `[]`, positions so far, padding included. pad: int64 `[rows]`, those of them that are a row's padding; EMPTY before its
-    first token's step. device_plan: makes the plan that the kernel which will decode reads on the device, or None.
+    seen: int64 `[]`, positions so far, padding included. pad: int64 `[rows]`, those of them that are a row's padding; EMPTY for a row
+    that the last step had not. device_plan: makes the plan that the kernel which will decode reads on the device, or None.
     """
 
     def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
@@ -125,7 +125,8 @@ class Returned:
 class State:
     """The pages while one cache uses them. What the cache and its layers hold in common: when all are gone the pages are free again.
 
-    give_back: of pages that are lent, what frees them now.
+    give_back: of pages that are lent, what frees them now. unfinished: positions of a step that counts as seen, and that not all layers
+    have written. It stays when a layer raises.
     """
 
     def __init__(self, pages: LatentPages) -> None:
@@ -134,6 +135,7 @@ class State:
         self.step: Step | None = None
         # Read by the host, so it is no tensor: which form runs depends on it.
         self.filled = False
+        self.unfinished = 0
 
 
 class LatentLayer(CacheLayerMixin):
@@ -175,19 +177,22 @@ class LatentLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget every token."""
         self.state.pages.clear()
-        self.state.step, self.state.filled = None, False
+        self.state.step, self.state.filled, self.state.unfinished = None, False, 0
 
     def crop(self, tokens_to_remove: Any) -> None:
         """Forget the last `-tokens_to_remove` positions. A positive int, as transformers once had it, is the length to keep."""
         if self.number != 0:
             return
-        seen = self.state.pages.seen
+        seen, unfinished = self.state.pages.seen, self.state.unfinished
+        before = int(seen) if unfinished else 0
         if isinstance(tokens_to_remove, Tensor):
             seen.sub_(tokens_to_remove.to(seen).abs()).clamp_(min=0)
         elif tokens_to_remove > 0:
             seen.clamp_(max=tokens_to_remove)
         else:
             seen.add_(tokens_to_remove).clamp_(min=0)
+        if unfinished:
+            self.state.unfinished = max(0, unfinished - (before - int(seen)))
 
     def offload(self) -> None:
         """Nothing: pages stay where they are."""
@@ -217,7 +222,8 @@ class PagedLatentCache(Cache):
     """Latents of a batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. It is filled by calls of the model, in turns: each brings
-    as many new positions to every row. `reset()` makes it as new, `crop(-n)` takes back the last n positions.
+    as many new positions to every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes
+    the cache as new. `crop(-n)` takes back the last n positions.
     """
 
     def __init__(self, pages: LatentPages, latent_layers: Sequence[int], others: Callable[[], dict[int, Any]]) -> None:
@@ -259,19 +265,25 @@ class PagedLatentCache(Cache):
         """What the forward that `layer` runs in brings. The first layer works it out and counts the new positions as seen.
 
         start: int64 `[B]`, the padding of each row. queries: new positions of each. heads: query heads of the layer.
-        Raises InvalidInput when an earlier layer has not run.
+        Raises InvalidInput when an earlier layer has not run, or when the step before this one ended in an error half way.
         """
         if layer == self.first_layer:
             self.state.step = self._begin(start, queries, heads)
         step = self.state.step
         if step is None:
             raise InvalidInput("layer_idx", layer, f"layer {self.first_layer} before it: the first layer begins a step of this cache")
-        if layer == self.last_layer:
-            self.state.step = None
         return step
 
+    def wrote(self, layer: int) -> None:
+        """The step's latents of `layer` are in its pages. With the last layer's the step is whole."""
+        if layer == self.last_layer:
+            self.state.step, self.state.unfinished = None, 0
+
     def _begin(self, start: Tensor, queries: int, heads: int) -> Step:
-        pages, rows = self.state.pages, start.shape[0]
+        pages, rows, unfinished = self.state.pages, start.shape[0], self.state.unfinished
+        if unfinished:
+            got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
+            raise InvalidInput("past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
         device = pages.page_table.device
         fresh = not self.state.filled
         table = pages.page_table[:rows]
@@ -284,9 +296,11 @@ class PagedLatentCache(Cache):
         slots = slot_mapping(positions, owner, table, page_size=pages.page_size)
         # Whoever runs the model on fake tensors, as `explain` does, has stored nothing.
         if torch.compiler.is_compiling() or not isinstance(slots, FakeTensor):
+            # A row that this step has not will lack its tokens: it may come back only as one whose padding reaches so far.
+            pages.pad.fill_(EMPTY)
             pages.pad[:rows].copy_(start)
             pages.seen.add_(queries)
-            self.state.filled = True
+            self.state.filled, self.state.unfinished = True, queries
         plan = None
         if pages.device_plan is not None and queries <= PLANNED:
             # Nobody reads the query's numbers: its shape, its dtype and where it lies are what a plan needs.

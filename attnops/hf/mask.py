@@ -247,12 +247,14 @@ def tracing(padding: Tensor) -> bool:
 class Generation:
     """What is known of the masks of one generate() call. A mask that once failed spoils the whole call.
 
-    pages_checked: the prompt's mask fits a cache of pages (see attnops.hf.paged_mask). lent: the caches made for it (attnops.hf.paged).
+    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.paged_mask).
+    prompt: columns of the prompt's mask, None if there is none. lent: the caches made for it (attnops.hf.paged).
     """
 
     def __init__(self) -> None:
         self.verdict: Verdict | None = None
-        self.pages_checked = False
+        self.checked: Tensor | None = None
+        self.prompt: int | None = None
         self.lent: list[Any] = []
 
     def note(self, new: Verdict) -> None:

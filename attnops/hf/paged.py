@@ -25,17 +25,20 @@ from attnops.nn.absorb import HELD
 _PREPARE = "_prepare_cache_for_generation"
 _SLOT = "_attnops_pages"
 
+MOST_FOR_BOTH = 2
+"""Pages that fit two calls of generate() may be so many times those of the larger call."""
+
 
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
 
-    def __init__(self, owner: nn.Module, found: Match, kernel: str | None) -> None:
+    def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         sites = [site for site in found.sites if site.reason is None]
         _refuse_others(owner, sites)
         for site in sites:
             latent.check_module(site.path, site.module)
-        self.kernel = kernel
+        self.kernel, self.implementation = kernel, implementation
         self._owner: Any = owner
         modules: list[Any] = [site.module for site in sites]
         self._modules = sorted(modules, key=lambda module: module.layer_idx)
@@ -86,6 +89,11 @@ class PagedMode:
         self._owner.__dict__.pop(_SLOT, None)
         self._free = []  # another list: what is still lent shall not come back to this one
 
+    def elsewhere(self) -> str | None:
+        """The attention implementation that someone has switched a layer to since it was patched, if so: it knows nothing of pages."""
+        names = (module.config._attn_implementation_internal for module in self._modules)
+        return next((str(name) for name in names if name != self.implementation), None)
+
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
         return self._over(LatentPages(self._sizes(rows, length), page_size))
@@ -102,7 +110,10 @@ class PagedMode:
             pages = None
         if pages is None or not pages.holds(wanted):
             if pages is not None and pages.sizes[3:] == wanted[3:]:
-                wanted = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+                # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
+                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * length, pages.sizes.rows * pages.sizes.length):
+                    wanted = both
             pages = None  # before the larger ones are made
             pages = LatentPages(wanted)
         cache = self._over(pages)
@@ -146,8 +157,8 @@ def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
         names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
         more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
         raise PatchError(
-            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv). '
-            f"{type(owner).__name__} has others:\n  {names}{more}"
+            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv, '
+            f"which transformers has from 5.15). {type(owner).__name__} has others:\n  {names}{more}"
         )
 
 
@@ -158,20 +169,27 @@ def _prepare(
     """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
     mode: PagedMode = owner.__dict__[_SLOT]
     given = model_kwargs.get("past_key_values")
+    if (generation := current_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
+        generation.prompt = prompt.shape[1]
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
+    elsewhere = mode.elsewhere()
     if isinstance(given, PagedLatentCache):
+        if elsewhere is not None:
+            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+            raise InvalidInput("past_key_values", f"PagedLatentCache with attention {elsewhere!r}", want)
         for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
             if got > most:
                 raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
         if beams > 1:
             raise InvalidInput("num_beams", beams, "1 with a paged cache: rows keep their pages")
-    chosen = given is not None or generation_config.use_cache is False or generation_config.cache_implementation is not None
+    other = generation_config.use_cache is False or generation_config.cache_implementation is not None
+    chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
             model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
-            if (generation := current_generation()) is not None:
+            if generation is not None:
                 generation.lent.append(cache)
             return None
         warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=3)

@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function
 
 from attnops.errors import InvalidInput
 from attnops.hf import descriptor
-from attnops.hf.mask import Call, Mode, current_generation, far, mask_function, pattern_of, tracing
+from attnops.hf.mask import Call, Generation, Mode, current_generation, far, mask_function, pattern_of, tracing
 
 _RUN = 'zeros on the left and ones up to the newest token, all there is in pages. Use cache="hf" for such masks'
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
@@ -62,16 +62,16 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
 
 
 def _padding(call: Call, known: Tensor) -> Tensor:
-    """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row without any step."""
+    """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row that the last step had not."""
     if call.batch > known.shape[0]:
         raise InvalidInput("batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
-    known = known[: call.batch]
+    own, known = known, known[: call.batch]
     seen = torch.as_tensor(call.q_offset, device=known.device)
     high = seen + call.queries
     unseen = tracing(high)
     generation = None if unseen else current_generation()
     fits = high <= call.keys
-    if generation is not None and generation.pages_checked and call.queries == 1 and far(call.device):
+    if generation is not None and generation.checked is own and call.queries == 1 and far(call.device) and _generated(call, generation):
         torch.ops.aten._assert_async.msg(fits, _STOP)
         return known
     if call.padding is None:
@@ -93,7 +93,12 @@ def _padding(call: Call, known: Tensor) -> Tensor:
     if not run_all:
         raise InvalidInput("attention_mask", "holes, padding on the right, or too few columns", _RUN)
     if not same_all:
-        raise InvalidInput("attention_mask", "another padding than before", _SAME)
+        raise InvalidInput("attention_mask", "another padding than before, or rows that the last step had not", _SAME)
     if generation is not None:
-        generation.pages_checked = True
+        generation.checked = own
     return start
+
+
+def _generated(call: Call, generation: Generation) -> bool:
+    """Is this a step after the prompt, of which chunks may come one token at a time, too?"""
+    return call.padding is not None and generation.prompt is not None and call.padding.shape[1] > generation.prompt

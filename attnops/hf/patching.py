@@ -37,7 +37,7 @@ class Patched:
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         self._report = _report(model, self.implementation, options, found)
         self._own_generate: Any = None
-        self._paged = PagedMode(owner, found, options.kernel) if options.cache == "paged" else None
+        self._paged = PagedMode(owner, found, options.kernel, self.implementation) if options.cache == "paged" else None
         # Whose generate() promises that its masks only grow.
         self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
         self.active = False

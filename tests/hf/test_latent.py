@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig
 
 import attnops
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, NoGradient
 from attnops.hf import PagedLatentCache, tiny
 from tests.hf.helpers import (
     LATENT,
@@ -178,6 +178,32 @@ def test_turns():
         assert torch.equal(generated(model, past_key_values=cache), eager_tokens("deepseek_v3"))
 
 
+def test_a_step_that_ended_in_an_error():
+    """Half of the layers have its tokens: nothing goes on from there until they are taken back."""
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+
+    def fails(*_):
+        raise OSError
+
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 40)
+        with pytest.raises(NoGradient):
+            model(ids, past_key_values=cache)
+        cache.crop(-20)
+        by_hand(model, cache, ids, mask, ((0, 14),))
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
+        with pytest.raises(OSError):
+            by_hand(model, cache, ids, mask, ((14, 16),))
+        hook.remove()
+        longer = torch.cat([mask, mask.new_ones(3, 9)], 1)
+        for begin in (16, 15):  # as it stands, and with one of the two positions taken back
+            with pytest.raises(InvalidInput, match="did not reach every layer"):
+                by_hand(model, cache, ids, longer, ((begin, begin + 1),))
+            cache.crop(-1)
+        ours = by_hand(model, cache, ids, mask, STEPS[1:])
+    assert relative(ours, eager_logits("deepseek_v3")[-len(ours) :]) < LIMIT
+
+
 def test_another_batch_after_a_reset():
     """The states of linear attention have the shape of a batch."""
     model = tiny.model("kimi_linear")
@@ -218,6 +244,21 @@ def test_a_cache_that_is_handed_out_stays_whole():
         del again
         gc.collect()
         assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0).data_ptr() == freed
+
+
+def test_pages_of_two_calls():
+    """Kept pages fit the calls before as well, where that costs little: not many short rows times one long row."""
+    model, options = tiny.model("deepseek_v3"), {"do_sample": False, "return_dict_in_generate": True}
+
+    def sizes(rows, length):
+        cache = model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options).past_key_values
+        return cache.max_batch, cache.max_length
+
+    with attnops.patch(model, cache="paged"):
+        assert sizes(3, 10) == (3, 10)
+        assert sizes(2, 16) == (3, 16) and sizes(3, 8) == (3, 16)
+        assert sizes(1, 200) == (1, 200)
+        assert sizes(40, 6) == (40, 6)
 
 
 def test_a_cache_that_is_kept_in_secret_is_an_error():

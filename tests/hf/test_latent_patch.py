@@ -71,6 +71,19 @@ def test_masks_that_change():
         model(ids[:, 14:15], past_key_values=cache)
 
 
+def test_batches_that_shrink_and_grow():
+    """A row that missed a step has a hole in its pages."""
+    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+    want = logits(model, "dynamic", ids[:2], mask[:2], STEPS[:3])
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, ids, mask, STEPS[:1])
+        ours = by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
+        assert relative(ours, want[-len(ours) :]) < LIMIT
+        with pytest.raises(InvalidInput, match="rows that the last step had not"):
+            by_hand(model, cache, ids, mask, STEPS[3:4])
+
+
 def test_where_the_host_must_not_wait(monkeypatch):
     """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
@@ -85,6 +98,27 @@ def test_where_the_host_must_not_wait(monkeypatch):
         by_hand(model, cache, ids, mask, STEPS[:3])
         with pytest.raises(RuntimeError, match="cache that is full"):
             by_hand(model, cache, ids, mask, ((16, 17),))
+
+
+@pytest.mark.parametrize("mode", ["auto", "compact"])
+def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
+    """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while generate() runs."""
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    model, spoilt, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
+    with torch.no_grad():
+        want, first = generated(model, 4, length=9), model(tokens()[:, :1]).logits
+
+    def beside(ids, scores):
+        with torch.no_grad():
+            looks.append(relative(model(tokens()[:, :1], past_key_values=handle.new_cache(3, 4)).logits, first))
+        return scores
+
+    with attnops.patch(model, cache="paged", mask=mode) as handle:
+        assert torch.equal(generated(model, 4, length=9, prefill_chunk_size=1), want)
+        assert torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want) and max(looks) < LIMIT
+        spoilt[1, 8] = 0
+        with pytest.raises((InvalidInput, RuntimeError), match=r"attention_mask|pages cannot follow"):
+            generated(model, 4, length=9, attention_mask=spoilt, prefill_chunk_size=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -142,7 +176,7 @@ def test_a_consumer_that_does_not_know_pages_fails(rows):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llava"])
 def test_models_without_latents(name):
     model = tiny.model(name)
-    with pytest.raises(PatchError, match=r"Multi-head Latent Attention.*\n.*self_attn \("):
+    with pytest.raises(PatchError, match=r"Multi-head Latent Attention.*5.15.*\n.*self_attn \("):
         attnops.patch(model, cache="paged")
     assert model.config._attn_implementation == "eager"
 
@@ -337,6 +371,21 @@ def test_switched_to_another_implementation_while_patched():
         with torch.no_grad():
             result = model(tokens(), attention_mask=left_padded(), past_key_values=DynamicCache(config=model.config)).logits
         assert torch.isfinite(result).all()
+        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+        with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
+            generated(model, past_key_values=handle.new_cache(3, 40))
+
+
+def test_two_models_of_one_config():
+    """The one that is unpatched takes the other's attention away, too: that one goes on with transformers' own."""
+    model = tiny.model("deepseek_v3")
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    first, second = attnops.patch(model, cache="paged"), attnops.patch(other, cache="paged")
+    first.unpatch()
+    assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
+    second.unpatch()
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_bare_model():
