@@ -23,8 +23,7 @@ test: lint ## lint, types and every test that needs no GPU
 
 lint: .venv/.ready ## ruff, mypy, pyright
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && exit $$code
 
 docs: .venv/.ready ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
