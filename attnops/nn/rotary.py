@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attnops.errors import InvalidInput
 from attnops.nn import _check as check
+from attnops.reference.rope_quantize import rotate
 
 SCALINGS = ("none", "linear", "yarn")
 
@@ -97,7 +98,8 @@ class RotaryEmbedding(nn.Module):
         check.last("query", query, self.head_dim)
         check.last("key", key, self.head_dim)
         cos, sin = (x[..., None, :] for x in self.cos_sin(positions, query))
-        return self._turn(query, cos, sin), self._turn(key, cos, sin)
+        query, key = (rotate(x.to(cos.dtype), cos, sin, self.interleaved).to(x.dtype) for x in (query, key))
+        return query, key
 
     def cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """(`[..., D / 2]`, `[..., D / 2]`): what the pairs are turned by, for kernels that turn them: int positions `[...]`.
@@ -148,14 +150,3 @@ class RotaryEmbedding(nn.Module):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_dim - 1)
         return (float(low), float(high) if high != low else high + 0.001)
-
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        wide = x.to(cos.dtype)
-        if self.interleaved:
-            # Each number with its partner, and no concatenation: a compiler writes it in one pass with what comes next.
-            pairs = wide.unflatten(-1, (-1, 2))
-            signs = torch.arange(-1, 2, 2, device=x.device, dtype=cos.dtype)
-            turned: Tensor = pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * signs)
-            return turned.flatten(-2).to(x.dtype)
-        a, b = wide.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
