@@ -293,6 +293,11 @@ def on_register(listener: Callable[[Kernel], None]) -> None:
     _REGISTRY.listeners.append(listener)
 
 
+def deterministic(policy: str) -> bool:
+    """Does the policy of this key, which kernels are given, ask for results that do not depend on batch mates?"""
+    return "deterministic" in policy and "deterministic" in policy.split(";")
+
+
 # The vocabulary of needs ----------------------------------------------------------------------------------------------
 
 

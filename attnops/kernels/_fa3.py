@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import dtypes
+from attnops.kernel import deterministic, dtypes
 from attnops.kernels import _sgl
 from attnops.problem import Problem, Refusal, Target
 
@@ -74,10 +74,12 @@ def call(
     if scales is not None:
         batch = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
         q_scale, k_scale, v_scale = (_expanded(s, batch, key.shape[-2]) for s in scales)
+    # The number of splits follows from the whole batch's size, and with it the order of summation; 0 leaves it to the kernel.
+    splits = 1 if deterministic(policy) else 0
     found = fwd(
         query, key, value, None, None, q_v, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
         None, None, ends, max_q, max_k, table, None, starts, None, None, None,
-        q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, 1 if deterministic(policy) else 0, None, 0,
+        q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, splits, None, 0,
         sinks, *tail,
     )  # fmt: skip
     return found[0], found[1]
@@ -86,12 +88,6 @@ def call(
 def _expanded(scale: Tensor | None, batch: int, heads: int) -> Tensor | None:
     """`[1]` or `[Hkv]` as `[B, Hkv]`, which the kernel reads through its strides: nothing is copied."""
     return None if scale is None else scale.expand(batch, heads)
-
-
-def deterministic(policy: str) -> bool:
-    """Does the policy ask for results that do not depend on batch mates?"""
-    # The number of splits follows from the whole batch's size, and with it the order of summation.
-    return "deterministic" in policy and "deterministic" in policy.split(";")
 
 
 def left_padding(page_size: int, rows: int, policy: str, like: Tensor) -> Tensor | None:

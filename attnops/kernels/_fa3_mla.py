@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, dtypes, one_of, without
-from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, deterministic, missing, packed_lse, past
+from attnops.kernel import Kernel, arch, deterministic, dtypes, one_of, without
+from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, missing, packed_lse, past
 from attnops.problem import Problem
 
 LATENT, ROPE, TILE = 512, 64, 64

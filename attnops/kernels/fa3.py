@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch, at_most, multiple_of, one_of, register, without
+from attnops.kernel import Kernel, Need, arch, at_most, deterministic, multiple_of, one_of, register, without
 from attnops.kernels import _fa3_mla
 from attnops.kernels._fa3 import (
     FLOAT8,
@@ -23,7 +23,6 @@ from attnops.kernels._fa3 import (
     bfloat16_sinks,
     call,
     chunk_rules,
-    deterministic,
     dtype_rules,
     left_padding,
     missing,

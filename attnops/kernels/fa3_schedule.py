@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, at_most, device, multiple_of, register
+from attnops.kernel import Kernel, arch, at_most, deterministic, device, multiple_of, register
 from attnops.kernels import _sgl
-from attnops.kernels._fa3 import FLOAT8, LIBRARY, PACKAGE, deterministic, dtype_rules, left_padding, missing, value_dim
+from attnops.kernels._fa3 import FLOAT8, LIBRARY, PACKAGE, dtype_rules, left_padding, missing, value_dim
 from attnops.reference import data
 
 

@@ -12,10 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from attnops.kernel import Capture, Kernel, Need, arch, dtypes, one_of, register, without
+from attnops.kernel import Capture, Kernel, Need, arch, deterministic, dtypes, one_of, register, without
 from attnops.kernels import _flashinfer as fi
 from attnops.kernels import _flashinfer_plan as planner
-from attnops.kernels._fa3 import deterministic
 from attnops.kernels._plan import host_plan, within
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import no_lse

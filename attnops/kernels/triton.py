@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Package, at_most, one_of, register
+from attnops.kernel import Kernel, Need, Package, at_most, deterministic, one_of, register
 from attnops.problem import Problem, Refusal
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def paged_attention(
 
     _, page, heads, dims = k_pages.shape
     keys = Keys(k_pages, v_pages, dims, v_pages.shape[3], 0, heads, page, k_scale, v_scale)
-    rules = (scale, causal, window_left, window_right, attention_chunk, softcap, _deterministic(policy))
+    rules = (scale, causal, window_left, window_right, attention_chunk, softcap, deterministic(policy))
     attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 
@@ -85,7 +85,7 @@ def mla_attention(
     dims, rope = q_nope.shape[2], q_pe.shape[2]
     # One head of keys that every query head shares.
     keys = Keys(latent_pages[:, :, None], None, dims, dims, rope, 1, latent_pages.shape[1], kv_scale, kv_scale)
-    rules = (scale, causal, window_left, -1, 0, softcap, _deterministic(policy))
+    rules = (scale, causal, window_left, -1, 0, softcap, deterministic(policy))
     attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
 
 
@@ -107,10 +107,6 @@ def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: s
     output, lse = outputs.new_empty((outputs.shape[0], *outputs.shape[2:])), lses.new_empty((lses.shape[0], lses.shape[2]))
     call.merge_states(outputs, lses, output, lse)
     return output, lse
-
-
-def _deterministic(policy: str) -> bool:
-    return "deterministic" in policy.split(";")
 
 
 def _gpu(p: Problem) -> Refusal | None:

@@ -7,11 +7,14 @@ DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2. Which is cheaper: 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch, PrefixChunk
 from attnops.errors import InvalidInput
+from attnops.kernel import deterministic
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops import merge_state, mla_attention, varlen_attention, write_latent
@@ -57,12 +60,16 @@ def attend_absorbed(
     """
     _check_query(dims, q_nope, q_pe)
     check_weights(dims, q_nope.shape[1], w_uk, w_uv)
-    query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     out = attend_pages(
-        query, q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left, softcap=softcap,
-        kernel=kernel,
+        by_head(q_nope, w_uk), q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left,
+        softcap=softcap, kernel=kernel,
     )  # fmt: skip
-    return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+    return by_head(out, w_uv.transpose(1, 2))
+
+
+def by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """`[T, H, b]`: `x` `[T, H, a]` through each head's `[a, b]` of `weight` `[H, a, b]`."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def attend_pages(
@@ -97,7 +104,7 @@ def attend_pages(
 
     shared = batch.shared
     # Which pages are shared is the batch's doing, and nothing a deterministic result may follow from.
-    if shared is None or window_left >= 0 or "deterministic" in active_policy().split(";"):
+    if shared is None or window_left >= 0 or deterministic(active_policy()):
         return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
     lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
     # The plan knows the whole tables; the parts have none.
@@ -144,22 +151,17 @@ def attend_expanded(
         raise InvalidInput("batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
     heads = q_nope.shape[1]
     query = torch.cat([q_nope, q_pe], -1)
-    key, value = unfold(dims, heads, latent, k_pe, kv_b)
+    given: dict[str, Any] = {"max_seqlen_q": batch.max_seqlen_q, "scale": scale, "padded": batch.padded, "kernel": kernel}
+    own = (*unfold(dims, heads, latent, k_pe, kv_b), batch.cu_seqlens_q, batch.cu_seqlens_q)
     if not batch.prefix:
-        return varlen_attention(
-            query, key, value, batch.cu_seqlens_q, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=batch.max_seqlen_q,
-            scale=scale, causal=True, padded=batch.padded, kernel=kernel,
-        )  # fmt: skip
-    out, lse = varlen_attention(
-        query, key, value, batch.cu_seqlens_q, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=batch.max_seqlen_q,
-        scale=scale, causal=True, padded=batch.padded, return_lse=True, kernel=kernel,
-    )  # fmt: skip
+        alone: Tensor = varlen_attention(query, *own, max_seqlen_k=batch.max_seqlen_q, causal=True, **given)
+        return alone
+    out, lse = varlen_attention(query, *own, max_seqlen_k=batch.max_seqlen_q, causal=True, return_lse=True, **given)
     for chunk in batch.prefix:
-        key, value = unfold(dims, heads, *gathered(dims, latent_pages, chunk, kv_scale, q_nope.dtype), kv_b)
+        cached = unfold(dims, heads, *gathered(dims, latent_pages, chunk, kv_scale, q_nope.dtype), kv_b)
         part, part_lse = varlen_attention(
-            query, key, value, batch.cu_seqlens_q, chunk.cu_seqlens_k, max_seqlen_q=batch.max_seqlen_q, max_seqlen_k=chunk.max_seqlen_k,
-            scale=scale, causal=False, padded=batch.padded, return_lse=True, kernel=kernel,
-        )  # fmt: skip
+            query, *cached, batch.cu_seqlens_q, chunk.cu_seqlens_k, max_seqlen_k=chunk.max_seqlen_k, return_lse=True, **given
+        )
         out, lse = merge_state(out, lse, part, part_lse, stale=False)
     return out
 
@@ -202,9 +204,7 @@ def attend_latents(
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     before = None if batch.prefix is None else len(batch.prefix) > 0
     heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
-    if not torch.compiler.is_compiling():
-        target, stored = Target.of(q_nope.device), latent_pages.dtype
-        tell(lambda: (LatentCall(dims, heads, q_nope.dtype, stored, page, target, before, policies, absorb_up_to), batch.max_seqlen_q))
+    tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=before, absorb_up_to=absorb_up_to)
     write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
     if before is not None:
         up_to = absorb_up_to
@@ -218,6 +218,15 @@ def attend_latents(
             )
     w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
     return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
+
+
+def tell_form(
+    dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any
+) -> None:
+    """Tell those who watch, as `attnops.explain` does, of a call; fields: further ones of its LatentCall."""
+    if not torch.compiler.is_compiling():
+        heads, page, target = int(q_nope.shape[1]), int(latent_pages.shape[1]), Target.of(q_nope.device)
+        tell(lambda: (LatentCall(dims, heads, q_nope.dtype, latent_pages.dtype, page, target, policies=policies, **fields), queries))
 
 
 def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.Module) -> tuple[Tensor, Tensor]:

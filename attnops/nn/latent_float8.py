@@ -13,10 +13,9 @@ from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
-from attnops.nn.latent import attend_pages, check_weights
+from attnops.nn.latent import attend_pages, by_head, check_weights, tell_form
 from attnops.ops import rope_quantize_latent, write_latent
-from attnops.ops.latent_form import LatentCall, LatentDims, kernel_for, tell
-from attnops.problem import Target
+from attnops.ops.latent_form import LatentDims, kernel_for
 from attnops.select import key_for
 
 
@@ -56,23 +55,19 @@ def attend_float8(
     if check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype != torch.float8_e4m3fn:
         raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
     absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
-    if not torch.compiler.is_compiling():
-        heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
-        dtype, stored, target = q_nope.dtype, latent_pages.dtype, Target.of(q_nope.device)
-        policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
-        tell(lambda: (LatentCall(dims, heads, dtype, stored, page, target, None, policies, query_dtype=stored), batch.max_seqlen_q))
+    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=None, query_dtype=latent_pages.dtype)
     w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
     check_weights(dims, q_nope.shape[1], w_uk, w_uv)
-    query = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
     query, q_pe, row, key = rope_quantize_latent(
-        query, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved,
-    )  # fmt: skip
+        by_head(q_nope, w_uk), q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved
+    )
     write_latent(row, key, latent_pages, batch.slots)
     out = attend_pages(
         query, q_pe, latent_pages, batch, scale=scale, q_scale=scale_tensor(q_scale, latent), kv_scale=scale_tensor(kv_scale, latent),
         dtype=q_nope.dtype, kernel=absorbing,
     )  # fmt: skip
-    return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+    return by_head(out, w_uv.transpose(1, 2))
 
 
 def scale_tensor(value: float, like: Tensor) -> Tensor:
