@@ -210,7 +210,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: Bl
         return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     # Detached: on CPU it refuses inputs that require grad, in no_grad mode too.
     query, key, value, group = query.detach(), key.detach(), value.detach(), query.shape[1] != key.shape[1]
-    with warnings.catch_warnings(), _functorch_keys():
+    with warnings.catch_warnings(), _dispatch_keys():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
             query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(), **_options(query)
@@ -237,15 +237,17 @@ def _call(device: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _functorch_keys() -> Iterator[None]:
-    """A dispatch mode switches functorch off while it calls an op, and flex is made of torch.vmap.
+def _dispatch_keys() -> Iterator[None]:
+    """The dispatch keys that flex is compiled under and guarded by, whichever way the call came.
 
-    AOTAutograd itself calls every custom op of a new graph under such a mode (runtime_wrappers.py, the check for aliasing).
+    A dispatch mode switches functorch off while it calls an op, and flex is made of torch.vmap: AOTAutograd itself calls every custom
+    op of a new graph under such a mode (runtime_wrappers.py, the check for aliasing). And the dispatcher has left autograd behind when
+    it calls an op, where the direct way around it has not: Dynamo guards on that, and would compile every shape once for either.
     """
     off = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode, torch._C.DispatchKey.FuncTorchDynamicLayerBackMode):
         off = off.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch._C._AutoDispatchBelowAutograd():
         yield
 
 

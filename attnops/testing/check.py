@@ -200,7 +200,8 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
             ("dtype", got.dtype, want.dtype),
             ("device", got.device, want.device),
         ):
-            if a != b:
+            # An empty tensor's strides say nothing, and Inductor writes zeros there.
+            if a != b and (field_ != "strides" or got.numel()):
                 raise Mismatch(f"{where}: {name} has {field_} {a}, want {b}")
         if got.numel() and got.untyped_storage().data_ptr() in storages:
             raise Mismatch(f"{where}: {name} shares memory with an input")

@@ -45,7 +45,8 @@ def test_a_llama_shape_compiles_to_the_best_kernels(batch: int, found: dict[str,
         hidden_size=4096, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, vocab_size=1024
     )
     model = transformers.LlamaForCausalLM(config).cuda().eval()
-    ids, new, size = torch.randint(2, 1000, (batch, 512), device="cuda"), 8, 1024
+    # Longer prompts than those for which the table has sdpa and fa3 within 1 % of each other.
+    ids, new, size = torch.randint(2, 1000, (batch, 1024), device="cuda"), 8, 2048
 
     def run(call: Any, first: Any) -> tuple[torch.Tensor, list[int]]:
         """Logits of the prefill's last token and of `new` steps, and the greedy tokens of the first request."""
