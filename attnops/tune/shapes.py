@@ -60,6 +60,7 @@ D64_4: dict[str, Any] = D64 | {"q_heads": 32}
 D64_MHA: dict[str, Any] = D64 | {"q_heads": 16, "kv_heads": 16}
 D256: dict[str, Any] = {"q_heads": 16, "kv_heads": 8, "head_dim": 256, "v_head_dim": 256}
 MHA: dict[str, Any] = {"q_heads": 32, "kv_heads": 32}
+SMALL: dict[str, Any] = {"q_heads": 12, "kv_heads": 2}
 ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
 DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
@@ -96,8 +97,9 @@ FULL = (
     _decode(replace(PAGED, q_heads=32, kv_heads=2), *USUAL),
     _decode(replace(PAGED, page_size=1), *USUAL),
     _decode(replace(PAGED, page_size=128), *USUAL),
-    _extend(replace(PAGED, q_heads=64), FEW, STRIDES),
-    _extend(replace(PAGED, **MHA), FEW, STRIDES),
+    _extend(replace(PAGED, q_heads=64)),
+    _extend(replace(PAGED, **MHA)),
+    _extend(replace(PAGED, **SMALL), FEW),
     _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
     _decode(replace(MLA, q_heads=32), *USUAL),
     _decode(replace(MLA, q_heads=64), *USUAL),
@@ -108,6 +110,7 @@ FULL = (
     _decode(DENSE),
     _prefill(replace(DENSE, **MHA)),
     _prefill(replace(DENSE, **ONE_KEY_HEAD)),
+    _prefill(replace(DENSE, **SMALL)),
     _prefill(replace(PACKED, **ONE_KEY_HEAD)),
     Plan(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
     _prefill(replace(DENSE, **D64)),

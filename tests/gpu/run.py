@@ -24,12 +24,20 @@ ALONE = "alone"
 """The shard of what measures."""
 
 
-def start(shard: str, folder: Path) -> subprocess.Popen[bytes]:
-    """One process with its share of the tests, its output in shard.<name>.txt."""
+def devices() -> list[str]:
+    """The GPUs to spread over, as CUDA_VISIBLE_DEVICES names them."""
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return [str(at) for at, _ in enumerate(found.strip().splitlines())]
+
+
+def start(shard: str, folder: Path, device: str) -> subprocess.Popen[bytes]:
+    """One process with its share of the tests on one GPU, its output in shard.<name>.txt."""
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
         cwd=ROOT,
-        env={**os.environ, "SHARD": shard, "OUT": str(folder)},
+        env={**os.environ, "SHARD": shard, "OUT": str(folder), "CUDA_VISIBLE_DEVICES": device},
         stdout=(folder / f"shard.{shard.partition('/')[0]}.txt").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -41,10 +49,11 @@ def run(processes: int, folder: Path) -> int:
     builder = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, stdout=(folder / "built.txt").open("w"), stderr=subprocess.STDOUT
     )
-    failed = ended([start(f"{at}/{processes}", folder) for at in range(processes)], SECONDS)
+    gpus = devices()
+    failed = ended([start(f"{at}/{processes}", folder, gpus[at % len(gpus)]) for at in range(processes)], SECONDS)
     builder.kill()
     builder.wait()
-    return failed + ended([start(ALONE, folder)], SECONDS_ALONE)
+    return failed + ended([start(ALONE, folder, gpus[0])], SECONDS_ALONE)
 
 
 def ended(started: list[subprocess.Popen[bytes]], seconds: float) -> int:
