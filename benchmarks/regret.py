@@ -1,6 +1,6 @@
 """How much slower the automatic choice is than the best measured one, on calls that no table of times contains; regret.json.
 
-    python benchmarks/regret.py [--device cuda] [--table FILE] [--count 240] [--seed 1] [--budget-s 150]
+    python benchmarks/regret.py [--device cuda] [--table FILE] [--gpus 1] [--count 240] [--seed 1] [--budget-s 150]
 
 Every call has random sizes off the grid that `attnops tune` measures, most of them ragged, and head counts that it does not measure
 among others. Each kernel that can answer, given the plan and the workspace it asks for, is timed as tune times; the regret is the
@@ -16,8 +16,11 @@ import argparse
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel
 from attnops.tune import Pool, Stopwatch, build, clock_for
 from attnops.tune.calls import PROMISING_OPS
-from attnops.tune.clock import GraphClock
+from attnops.tune.clock import Clock, GraphClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
 ENOUGH = 1 << 62
@@ -282,44 +285,60 @@ def as_dict(row: Row) -> dict[str, Any]:
     }
 
 
+def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed: int, budget_s: float) -> tuple[list[Row], Checker]:
+    """The rows of as many of the calls as the budget allows, of those that two kernels at least answer."""
+    start, pool, checker = time.monotonic(), Pool(device, seed=seed), Checker()
+    clock: Clock = clock_for(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
+        clock = GraphClock(device, repeats=31)
+    stopwatch, rows = Stopwatch(clock, first_calls_s=40.0), []
+    for held in calls:
+        if time.monotonic() - start > budget_s:
+            break
+        row = time_one(held, pool, stopwatch, checker, table, Target.of(device))
+        if len(row.us) > 1:
+            rows.append(row)
+    return rows, checker
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--gpus", type=int, default=1, help="devices of one kind, which share the calls")
     parser.add_argument("--table", type=Path, default=None, help="a table to choose by; default the one in force")
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--budget-s", type=float, default=150.0)
     given = parser.parse_args()
-    device, start = torch.device(given.device), time.monotonic()
-    target = Target.of(device)
+    start, target = time.monotonic(), Target.of(torch.device(given.device))
     table = from_json(given.table.read_text()) if given.table else in_force(target).table
-    pool, checker = Pool(device, seed=given.seed), Checker()
-    if given.device == "cuda":
-        pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-    stopwatch = Stopwatch(GraphClock(device, repeats=31) if given.device == "cuda" else clock_for(device), first_calls_s=15.0)
-    rows: list[Row] = []
-    for held in held_out(given.count, given.seed):
-        if time.monotonic() - start > given.budget_s:
-            break
-        row = time_one(held, pool, stopwatch, checker, table, target)
-        if len(row.us) > 1:
-            rows.append(row)
+    calls, parts = held_out(given.count, given.seed), given.gpus
+    devices = [torch.device("cuda", at) if given.device == "cuda" else torch.device("cpu") for at in range(parts)]
+    with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
+        shares = [calls[at::parts] for at in range(parts)]
+        found = list(pool.map(timed, shares, devices, [table] * parts, [given.seed] * parts, [given.budget_s] * parts))
+    rows = [row for some, _ in found for row in some]
+    done = sum((Counter(checker.done) for _, checker in found), Counter[str]())
+    failed = {name: why for _, checker in found for name, why in checker.failed.items()}
     report = {
         **environment(given.device),
         "table": None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]},
         "asked": given.count,
+        "gpus": parts,
         "seed": given.seed,
         "seconds": round(time.monotonic() - start, 1),
         **summary(rows),
-        "checked": checker.done,
-        "failed": checker.failed,
+        "checked": dict(sorted(done.items())),
+        "failed": failed,
         "calls": sorted(map(as_dict, rows), key=lambda r: -(r["regret_percent"] if r["regret_percent"] is not None else 1e9)),
     }
     path = write(report, "regret.json", given.device)
     print(f"{len(rows)} calls in {report['seconds']} s -> {path}")
     for name, figures in {"all": report["all"], **report["families"]}.items():
         print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
-    for name, why in checker.failed.items():
+    for name, why in failed.items():
         print("FAILED", name, why)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
@@ -425,7 +426,7 @@ class FakeCuda:
     """Streams, events and graphs that keep a record; a replay runs what was captured."""
 
     def __init__(self, monkeypatch):
-        self.log, self.now, self.capturing, self.uncapturable = [], 0.0, None, ()
+        self.log, self.now, self.capturing, self.uncapturable, self.spins = [], 0.0, None, (), []
         cuda = self
 
         class Stream:
@@ -462,7 +463,8 @@ class FakeCuda:
 
         answers = {
             "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 1), "current_stream": lambda *_: None,
-            "stream": lambda stream: nullcontext(), "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=64),
+            "stream": lambda stream: nullcontext(), "_sleep": self.spins.append,
+            "get_device_properties": lambda *_: SimpleNamespace(L2_cache_size=64),
         }  # fmt: skip
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -492,6 +494,20 @@ def test_the_graph_clock_replays_what_it_captured(monkeypatch):
     cuda.uncapturable = torch.OutOfMemoryError("too large")
     with pytest.raises(torch.OutOfMemoryError):
         clock(replace(sdpa, name="other"), call, cuda.run)
+
+
+def test_the_device_spins_until_a_slow_host_has_launched_all(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    clock = GraphClock("cpu", repeats=4, cap_us=1e6)
+
+    def slow():
+        time.sleep(2e-3)
+        cuda.run()
+
+    cuda.spins.clear()
+    clock(replace(kernels_of("attention")["sdpa"], capture=Capture.NEVER), build(SHAPE, [4], [4], Pool("cpu")), slow)
+    assert len(cuda.spins) == 2, "one launch to see how long the host takes, and one spin before all others"
+    assert cuda.spins[1] >= 4 * 2e6, "cycles of a GPU at 1 GHz or more"
 
 
 def test_the_graph_clock_takes_turns(monkeypatch):

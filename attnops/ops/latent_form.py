@@ -47,6 +47,10 @@ REACHED = (0.65, 0.87)
 """What of the peaks a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`).
 Products of wider numbers than 16 bits take longer in proportion."""
 
+UNFOLDING = 1.75
+"""How many times longer than at these rates a prefix takes to unfold: from `forms` of benchmarks/mla.py on an H200, where 64 new tokens
+pay 22 ns for each latent before them with 16 heads and 153 ns with 128."""
+
 LAUNCH_US = 3.0
 """Of a kernel in a stream that is kept busy."""
 
@@ -219,7 +223,7 @@ def _expanded(call: LatentCall, queries: int, table: Table | None) -> tuple[floa
     before, _ = _attend(call, queries, PREFIX, False, table)
     d, tokens = call.dims, REQUESTS * queries
     merge = _product_us(call, 0.0, 3 * call.dtype.itemsize * tokens * call.heads * d.v)
-    return new + unfold + before + merge + _unfold_us(call, REQUESTS * PREFIX), decision
+    return new + unfold + before + merge + UNFOLDING * _unfold_us(call, REQUESTS * PREFIX), decision
 
 
 def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None) -> tuple[float, Decision]:

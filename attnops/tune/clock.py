@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,9 @@ from attnops.kernel import Capture, Kernel
 from attnops.testing import Call
 
 Run = Callable[[], Any]
+
+CYCLES_PER_NS = 2.0
+"""Of a GPU's clock, roughly: a slower one spins longer."""
 
 
 class Clock(Protocol):
@@ -40,13 +43,17 @@ class HostClock:
 class GraphClock:
     """The median over replays of a CUDA graph of the one call, each after a flush of the L2 cache.
 
-    The flush also keeps the device busy while the host launches, so a replay never waits for it. What is measured includes the
-    start of a graph, alike for all kernels: `launch_us`. A kernel that may not be captured, or cannot, is launched instead.
+    The device first spins for about as long as the host needs to launch all replays, so that none of them waits for a host that has
+    other things to do. What is measured includes the start of a graph, alike for all kernels: `launch_us`. A kernel that may not be
+    captured, or cannot, is launched instead.
 
     repeats: at most; cap_us: about how long they may take together, at least LEAST are made.
     """
 
     LEAST = 5
+    HEAD_START_US = 200.0
+    """What the device spins before the first replays of a kind, of which it is not known yet how long the host takes."""
+    LONGEST_SPIN_US = 20_000.0
 
     def __init__(self, device: torch.device | str = "cuda", repeats: int = 21, cap_us: float = 15_000.0) -> None:
         self.device = torch.device(device)
@@ -57,19 +64,21 @@ class GraphClock:
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._uncapturable: set[tuple[str, str]] = set()
+        self._host_us = 0.0  # of the last replay and its flush
         with torch.cuda.stream(self._stream):
             # A pool dies with its last graph, so one is kept.
             self._kept = self._capture(lambda: self._flush[:1].zero_())
-            self.launch_us = statistics.median(self._times(self._kept.replay, repeats))
+            self._times([self._kept.replay])
+            self.launch_us = statistics.median(self._times([self._kept.replay] * repeats))
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             run()  # what is allocated or loaded once a stream shall not be captured
             replay = self._replay(kernel, run)
-            first = self._times(replay, 1)[0]
+            first = self._times([replay])[0]
             repeats = int(min(max(self.cap_us / max(first, 1.0), self.LEAST), self.repeats))
-            taken = self._times(replay, repeats)
+            taken = self._times([replay] * repeats)
         return statistics.median(taken)
 
     def in_turn(self, runs: Mapping[str, Run], rounds: int = 25) -> dict[str, list[float]]:
@@ -82,10 +91,13 @@ class GraphClock:
         with torch.cuda.stream(self._stream):
             for run in runs.values():
                 run()
-            replays = {name: self._captured_or(run) for name, run in runs.items()}
+            replays, names = {name: self._captured_or(run) for name, run in runs.items()}, list(runs)
+            self._times([replays[names[0]]])
             for _ in range(rounds):
-                for name, replay in replays.items():
-                    taken[name] += self._times(replay, 1)
+                for at in range(0, len(names), self.repeats):
+                    some = names[at : at + self.repeats]
+                    for name, us in zip(some, self._times([replays[n] for n in some]), strict=True):
+                        taken[name].append(us)
         return taken
 
     def _captured_or(self, run: Run) -> Run:
@@ -120,14 +132,18 @@ class GraphClock:
         graph.capture_end()
         return graph
 
-    def _times(self, replay: Run, repeats: int) -> list[float]:
-        """Microseconds of each repetition."""
-        pairs = list(zip(self._marks[0::2], self._marks[1::2], strict=True))[:repeats]
-        for start, end in pairs:
+    def _times(self, replays: Sequence[Run]) -> list[float]:
+        """Microseconds of each, `repeats` of them at most."""
+        pairs = list(zip(self._marks[0::2], self._marks[1::2], strict=True))[: len(replays)]
+        spin_us = self.HEAD_START_US if len(replays) == 1 else min(1.5 * self._host_us * len(replays), self.LONGEST_SPIN_US)
+        torch.cuda._sleep(int(spin_us * 1e3 * CYCLES_PER_NS))
+        began = time.perf_counter()
+        for replay, (start, end) in zip(replays, pairs, strict=True):
             self._flush.zero_()
             start.record(self._stream)
             replay()
             end.record(self._stream)
+        self._host_us = (time.perf_counter() - began) * 1e6 / len(replays)
         self._stream.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
