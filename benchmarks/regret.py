@@ -1,6 +1,7 @@
 """How much slower the automatic choice is than the best measured one, on calls that no table of times contains; regret.json.
 
     python benchmarks/regret.py [--device cuda] [--table FILE] [--gpus 1] [--count 240] [--seed 1] [--budget-s 150]
+    python benchmarks/regret.py --again FILE [--table FILE]
 
 Every call has random sizes off the grid that `attnops tune` measures, most of them ragged, and head counts that it does not measure
 among others. Each kernel that can answer, given the plan and the workspace it asks for, is timed as tune times; the regret is the
@@ -8,11 +9,14 @@ time of the chosen kernel over the best one's, less 1. Beside it stand, on the s
 (no table), of hints rounded to powers of two, and of calls that bring neither plan nor workspace (there a kernel that reads a plan
 of the device has the time of a call without). Of every family and kernel a few
 small calls are compared with the float64 reference first; a kernel that fails is left out and named.
+
+`--again` times nothing: it chooses anew, with this code and table, for the calls that an earlier file timed, and writes the file again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -25,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import default_device, environment, write
+from common import default_device, environment, text_of, write
 
-from attnops.kernel import Kernel
+from attnops.kernel import Kernel, kernels_of
 from attnops.measured import MEASURED, Shape, Sizes, Table, costs, from_json, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.select import select_by
@@ -40,6 +44,7 @@ from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 ENOUGH = 1 << 62
 HOPELESS = 6.0
 """A kernel measured this many times slower than the best in the table is not timed again."""
+SLOW = "slow in the table"
 FAR = 30.0
 """The second best by the table is timed unless it is this many times slower."""
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
@@ -248,7 +253,7 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
     kept = set(row.chosen.values()) | {n for us, n in near if us <= FAR * near[0][0]}
     for kernel, given, plan_us in candidates:
         if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in kept:
-            row.skipped[kernel.name] = "slow in the table"
+            row.skipped[kernel.name] = SLOW
             continue
         found = stopwatch.time(kernel, given, _kind(held.shape), plan_us)
         if found.us is None:
@@ -266,8 +271,30 @@ def _kind(s: Shape) -> tuple[object, ...]:
     return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0, s.page_size, s.group_size if s.decode else 0
 
 
+def chosen_again(data: dict[str, Any], table: Table | None) -> list[Row]:
+    """The rows of an earlier report with the choices that are made now, by `table` and for the machine it speaks of."""
+    if table is None:
+        raise SystemExit("--again needs a --table")
+    packages = tuple(version.partition("==")[0] for version in data["packages"])
+    target = replace(Target.parse(table.target, packages), gpu=table.gpu)
+    known = {_sizes(held): held for held in held_out(data["asked"], data["seed"])}
+    rows = []
+    for call in data["calls"]:
+        held = known[(call["family"], call["batch"], *call["queries"], *call["keys"])]
+        problem = problem_of(held, target)
+        rows.append(Row(held, call["us"], choices(problem, table), dict(call.get("skipped", {})), call.get("bare_us", {})))
+        # As `candidates` equips them: what reads a plan where there is one, and what does not answer without.
+        kernels = [k for k in kernels_of(held.shape.op).values() if k.name in call["us"]]
+        rows[-1].skipped["_planned"] = ",".join(k.name for k in kernels if k.device_plan is not None or k.refusals(problem))
+    return rows
+
+
+def _sizes(held: Held) -> tuple[str, int, int, int, int, int]:
+    return held.family, len(held.q_lens), min(held.q_lens), max(held.q_lens), min(held.k_lens), max(held.k_lens)
+
+
 def as_dict(row: Row) -> dict[str, Any]:
-    """A row for the file."""
+    """A row for the file: ways that chose as the automatic one did are left out, and kernels that the table has far behind."""
     shape = {n: v for n, v in asdict(row.held.shape).items() if v != asdict(Shape(row.held.shape.op))[n]}
     q, k = row.held.q_lens, row.held.k_lens
     regret = row.regret("automatic")
@@ -279,10 +306,27 @@ def as_dict(row: Row) -> dict[str, Any]:
         "keys": [min(k), max(k)],
         "us": row.us,
         **({"bare_us": row.bare_us} if row.bare_us else {}),
-        "chosen": row.chosen,
+        "chosen": {way: name for way, name in row.chosen.items() if way == "automatic" or name != row.chosen.get("automatic")},
         "regret_percent": None if regret is None else round(100 * regret, 2),
-        **({"skipped": left} if (left := {n: v for n, v in row.skipped.items() if n != "_planned"}) else {}),
+        **({"skipped": left} if (left := {n: v for n, v in row.skipped.items() if n != "_planned" and v != SLOW}) else {}),
     }
+
+
+def told(table: Table | None) -> dict[str, Any]:
+    """What the file says of the table that was chosen by."""
+    return {"table": None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]}}
+
+
+def listed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The worst first."""
+    return sorted(map(as_dict, rows), key=lambda r: -(r["regret_percent"] if r["regret_percent"] is not None else 1e9))
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Mean and worst regret of each way, in all and by family."""
+    found = summary(rows)
+    for name, figures in {"all": found["all"], **found["families"]}.items():
+        print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
 
 
 def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed: int, budget_s: float) -> tuple[list[Row], Checker]:
@@ -311,9 +355,15 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--again", type=Path, default=None, help="a regret.json: choose anew for the calls it timed")
     given = parser.parse_args()
     start, target = time.monotonic(), Target.of(torch.device(given.device))
     table = from_json(given.table.read_text()) if given.table else in_force(target).table
+    if given.again:
+        data = json.loads(given.again.read_text())
+        rows = chosen_again(data, table)
+        given.again.write_text(text_of({**data, **told(table), **summary(rows), "calls": listed(rows)}))
+        return show(rows)
     calls, parts = held_out(given.count, given.seed), given.gpus
     devices = [torch.device("cuda", at) if given.device == "cuda" else torch.device("cpu") for at in range(parts)]
     with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
@@ -324,7 +374,7 @@ def main() -> None:
     failed = {name: why for _, checker in found for name, why in checker.failed.items()}
     report = {
         **environment(given.device),
-        "table": None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]},
+        **told(table),
         "asked": given.count,
         "gpus": parts,
         "seed": given.seed,
@@ -332,12 +382,10 @@ def main() -> None:
         **summary(rows),
         "checked": dict(sorted(done.items())),
         "failed": failed,
-        "calls": sorted(map(as_dict, rows), key=lambda r: -(r["regret_percent"] if r["regret_percent"] is not None else 1e9)),
+        "calls": listed(rows),
     }
-    path = write(report, "regret.json", given.device)
-    print(f"{len(rows)} calls in {report['seconds']} s -> {path}")
-    for name, figures in {"all": report["all"], **report["families"]}.items():
-        print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
+    print(f"{len(rows)} calls in {report['seconds']} s -> {write(report, 'regret.json', given.device)}")
+    show(rows)
     for name, why in failed.items():
         print("FAILED", name, why)
 

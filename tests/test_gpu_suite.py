@@ -1,10 +1,12 @@
 """What can be said of the GPU suite without one: its grid is made of calls in order, and the runner merges what its processes found."""
 
+import json
+
 import pytest
 import torch
 
 from attnops.ops import OPS
-from tests.gpu.run import counts, merge
+from tests.gpu.run import counts, merge, text_of
 from tests.gpu.wide import WIDE, DeviceSource
 
 
@@ -29,6 +31,12 @@ def test_the_grid_has_what_it_is_there_for():
                     values.add(getattr(problem, name))
     assert sizes["page_size"] >= {1, 16, 64, 128, 256} and sizes["group_size"] >= {1, 2, 3, 4, 8, 16}
     assert sizes["head_dim"] >= {64, 96, 128, 192, 256, 576} and sizes["dtype"] >= {torch.float16, torch.bfloat16}
+
+
+def test_the_text_of_a_report_is_the_report():
+    report = {"passed": True, "torch": "2", "numerics": {"b": {"cases": 1}, "a": [1, 2]}, "empty": {}, "packages": ["x==1"]}
+    assert json.loads(text_of(report)) == report
+    assert ' "a": [1, 2],\n "b": {"cases": 1}\n}' in text_of(report)
 
 
 def test_reports_are_merged():

@@ -26,6 +26,9 @@ TOO_SLOW = 8.0
 LEAST_S, HARD = 5.0, 1.2
 """Seconds that every shape gets, and how many budgets all may take with what is compiled on the way."""
 
+ENOUGH = 0.5
+"""Of a shape's points: of fewer, the smallest, nothing follows for large calls."""
+
 SHORTEST = 0.6
 """The shortest request of a timed batch that reads a cache, as a share of the longest."""
 
@@ -54,7 +57,8 @@ def measure(
 
     Each shape gets its share of what is left of `budget_s`, by its number of points and never less than LEAST_S, first calls not
     counted; with them it all takes HARD budgets at most. Points that come too late have no time, and a table scales their smaller
-    neighbour's. A shape that a single kernel answers is left out: there is nothing to choose.
+    neighbour's; a shape of which less than ENOUGH was in time is left out, and so is one that a single kernel answers: there is nothing
+    to choose.
     progress: called with (shape, points done, points in all).
     """
     start, report = time.monotonic(), Report()
@@ -70,8 +74,8 @@ def measure(
         rest = budget_s - (_timed_s(stopwatch) - began)
         share = min(max(rest * 1.5 * mine / max(left, 1), LEAST_S), rest)
         step = partial(_step, progress, plan.shape.op, total - left, total)
-        grid = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
-        if len(grid.us) > 1:
+        grid, cut = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
+        if len(grid.us) > 1 and cut <= (1 - ENOUGH) * mine:
             grids.append(grid)
         left -= mine
     report.broken |= {f"plan of {name}": why for name, why in stopwatch.unplanned.items()}
@@ -106,13 +110,16 @@ def _timed_s(stopwatch: Stopwatch) -> float:
 
 def _measure(
     plan: Plan, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
-) -> Grid:
-    """limits: seconds that this shape may take without first calls, and the time at which all ends."""
+) -> tuple[Grid, int]:
+    """The grid, and how many of its points there was no time for.
+
+    limits: seconds that this shape may take without first calls, and the time at which all ends.
+    """
     (share_s, end) = limits
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, shape, start, done = _points(plan), plan.shape, _timed_s(stopwatch), 0
+    points, shape, start, done, cut = _points(plan), plan.shape, _timed_s(stopwatch), 0, 0
     for index, at in enumerate(points):
         if not plan.allows(at):
             continue
@@ -120,6 +127,7 @@ def _measure(
         step(done)
         if _timed_s(stopwatch) - start > share_s or time.monotonic() > end:
             report.late += 1
+            cut += 1
             continue
         batch, queries = int(at.batch), int(at.queries)
         try:
@@ -150,7 +158,7 @@ def _measure(
     # A kernel that raised at one size is not trusted at the others, and of one that was given up half-way the large sizes are missing.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
-    return Grid(shape, plan.batch, plan.queries, plan.ratio, us, host, skipped)
+    return Grid(shape, plan.batch, plan.queries, plan.ratio, us, host, skipped), cut
 
 
 def _rounded(us: float) -> float:

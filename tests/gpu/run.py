@@ -89,6 +89,16 @@ def counts(texts: list[str]) -> dict[str, int]:
     return found
 
 
+def text_of(report: dict[str, Any]) -> str:
+    """The file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
+    sections = []
+    for name, section in sorted(report.items()):
+        pairs = sorted(section.items()) if isinstance(section, dict) else ()
+        entries = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in pairs]
+        sections.append(f"{json.dumps(name)}: " + ("{\n" + ",\n".join(entries) + "\n}" if entries else json.dumps(section)))
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
 def main() -> int:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else min(4, os.cpu_count() or 1)
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
@@ -103,7 +113,7 @@ def main() -> int:
     if failures := sorted({name for text in texts for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)}):
         report["failed_tests"] = failures
     report |= {"tests": counts(texts), "seconds": round(time.monotonic() - began), "passed": failed == 0 and bool(files)}
-    (folder / "kernels.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    (folder / "kernels.json").write_text(text_of(report))
     for file in files:
         file.unlink()
     print(f"{report['tests']} in {report['seconds']} s, {processes} processes -> {folder / 'kernels.json'}")
