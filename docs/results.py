@@ -165,11 +165,12 @@ def mla(data: dict[str, Any]) -> str:
     text += "\n\n" + table(["layer over pages of", "latents, queries", "us", "relative error"], rows)
     rows = []
     for case, by_new in data["forms"].items():
-        for new, f in by_new.items():
+        for new, f in sorted(by_new.items(), key=lambda item: int(item[0])):
             rows.append([case, new, *(f"{f['us'][n]:.0f}" for n in ("absorbed", "expanded")), f["chosen"], f"{f['regret_percent']:.0f}%"])
     text += "\n\n" + table(["prefix", "new tokens a request", "absorbed, us", "expanded, us", "chosen", "over the faster one"], rows)
-    copied, product = (data["ceilings"][n] for n in ("copy_tb_s", "matrix_tflop_s"))
-    return f"{text}\n\nThe floor is that of a copy at {copied:.2f} TB/s and a matrix product at {product:.0f} TFLOP/s, of the same run."
+    moved, product = (data["ceilings"][n] for n in ("bandwidth_tb_s", "matrix_tflop_s"))
+    floor = f"The floor is that of {moved:.2f} TB/s and {product:.0f} TFLOP/s, the most that was seen in the same run."
+    return f"{text}\n\n{floor}"
 
 
 WAYS = (("automatic", "measured times"), ("by_estimates", "estimates alone"), ("by_powers_of_two", "sizes known to a power of two"))

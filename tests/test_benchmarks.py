@@ -406,4 +406,15 @@ def test_a_layer_that_is_wrong_has_no_times(suites, monkeypatch):
     monkeypatch.setattr(mla, "ours", wrong)
     monkeypatch.setattr(mla, "compiled", lambda function, *args, **kwargs: lambda: function(*args, **kwargs))
     with torch.no_grad(), pytest.raises(AssertionError, match="off by"):
-        mla.measure(mla.TOY[0], bench, {"copy_tb_s": 1.0, "matrix_tflop_s": 1.0})
+        mla.measure(mla.TOY[0], bench)
+
+
+def test_floors_are_below_what_was_reached(suites):
+    mla = import_module("mla")
+    data = json.loads((ROOT / "benchmarks" / "results" / "h200" / "mla.json").read_text())
+    found = mla.with_floors(data, mla.FULL)
+    assert found == data, "mla.py --again writes them anew"
+    assert min(case[f"{part}_over_floor"] for case in found["layer"].values() for part in ("kernel", "layer")) >= 1.0
+    slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, mla.FULL)
+    name = "16 heads, 64x32768"
+    assert slow["layer"][name]["kernel_floor_us"] < 0.5 * found["layer"][name]["kernel_floor_us"]
