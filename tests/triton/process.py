@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,14 +46,24 @@ def _prepare(interpret: bool) -> None:
         from triton.runtime import interpreter
 
         numpy.seterr(all="ignore")  # log2(0) is what is meant
-        patch = interpreter._patch_lang_tensor
+        patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
 
         def patched(tensor: Any, scope: Any) -> None:
             # Triton 3.6 makes an int of an array of one number, which numpy no longer does.
-            patch(tensor, scope)
+            patch_tensor(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-        interpreter._patch_lang_tensor = patched
+        modules = set()
+
+        def patched_once(function: Any) -> Any:
+            # Triton looks through its whole language at every call of a device function, a third of the time it takes, and undoes
+            # after a launch what it changed. Nothing compiles here, so what is changed can stay.
+            if function.__module__ not in modules:
+                modules.add(function.__module__)
+                patch_language(function)
+            return SimpleNamespace(restore=lambda: None)
+
+        interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patched_once
 
 
 def _run(module: str, name: str, given: dict[str, Any]) -> tuple[str, str]:
