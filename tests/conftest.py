@@ -1,5 +1,6 @@
 """One seed, one thread, one clean compiler for every test."""
 
+import gc
 import os
 import random
 import sys
@@ -35,12 +36,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    # What is there now lives to the end; and Dynamo allocates by the million, where the default looks for cycles at every 700th object.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for libraries that report as leaked what is left at the end
+
+
 # Only what is loaded is seeded and reset: a test of data alone shall not wait for torch.
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     random.seed(0)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # Where there is no device, torch.manual_seed would keep a seed and a traceback for one, longer than many a test takes.
+        (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
         torch.set_num_threads(1)
     yield
     if dynamo := sys.modules.get("torch._dynamo"):
