@@ -14,20 +14,31 @@ CACHES = [None, "dynamic", "static"]
 STATIC_GENERATE_BROKEN = ("llama4",)
 
 
+# Built once a process. What eager gives is computed by models that no test patches, lest a patched one be compared with itself.
+untouched, shared = functools.cache(tiny.model), functools.cache(tiny.model)
+
+
+def model_of(name):
+    """The model that all tests here patch, each for itself."""
+    model = shared(name)
+    assert model.config._attn_implementation == "eager", "the test before has left it patched"
+    return model
+
+
 @functools.cache
 def eager_logits(name, cache):
-    return logits(tiny.model(name), cache, tokens(), left_padded())
+    return logits(untouched(name), cache, tokens(), left_padded())
 
 
 @functools.cache
 def eager_tokens(name, cache):
-    return generated(tiny.model(name), cache=cache)
+    return generated(untouched(name), cache=cache)
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits(name, cache):
-    model = tiny.model(name)
+    model = model_of(name)
     with attnops.patch(model, mask="dense"), watched() as calls:
         ours = logits(model, cache, tokens(), left_padded())
     assert calls
@@ -37,7 +48,7 @@ def test_logits(name, cache):
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", COMPACT)
 def test_logits_compact(name, cache):
-    model = tiny.model(name)
+    model = model_of(name)
     with attnops.patch(model, mask="compact"), watched() as calls:
         ours = logits(model, cache, tokens(), left_padded())
     assert relative(ours, eager_logits(name, cache)) < LIMIT
@@ -52,7 +63,7 @@ def test_logits_compact(name, cache):
 def test_generate(name, cache):
     if cache == "static" and name in STATIC_GENERATE_BROKEN:
         pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
-    model = tiny.model(name)
+    model = model_of(name)
     with attnops.patch(model, mask="dense"):
         assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
 
@@ -62,7 +73,7 @@ def test_generate(name, cache):
 def test_generate_compact(name, cache):
     if cache == "static" and name in STATIC_GENERATE_BROKEN:
         pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
-    model = tiny.model(name)
+    model = model_of(name)
     with attnops.patch(model, mask="compact"):
         assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
 
@@ -71,7 +82,7 @@ def test_generate_compact(name, cache):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
 def test_without_a_mask(name, mode):
     """Nothing is padded and no mask is given. The reference has an all-ones mask."""
-    model, ids = tiny.model(name), tokens()
+    model, ids = model_of(name), tokens()
     ones = torch.ones_like(ids)
     for cache in CACHES:
         want = logits(model, cache, ids, ones)
@@ -86,7 +97,7 @@ def test_without_a_mask(name, mode):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen2_moe"])
 def test_right_padding(name, mode):
     """Positions before the padding agree; those in it are garbage in every implementation, and finite."""
-    model, ids, mask = tiny.model(name), tokens(), left_padded().flip(1)
+    model, ids, mask = model_of(name), tokens(), left_padded().flip(1)
     want = logits(model, None, ids, mask, steps=((0, 20),))
     with attnops.patch(model, mask=mode):
         assert relative(logits(model, None, ids, mask, steps=((0, 20),)), want) < LIMIT
@@ -96,7 +107,7 @@ def test_right_padding(name, mode):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_a_request_without_any_token(name, mode):
     """One row of the batch is padding only. Nothing of it may spill over, and nothing may become NaN."""
-    model, ids, mask = tiny.model(name), tokens(), left_padded()
+    model, ids, mask = model_of(name), tokens(), left_padded()
     want = logits(model, "dynamic", ids, mask, steps=((0, 14),))
     mask[2] = 0
     with attnops.patch(model, mask=mode):
@@ -109,7 +120,7 @@ def test_a_request_without_any_token(name, mode):
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_mask_with_holes(cache, mode):
     """Tokens are masked in the middle: lengths cannot say that, so both modes give a mask."""
-    model, ids, mask = tiny.model("llama"), tokens(), left_padded()
+    model, ids, mask = model_of("llama"), tokens(), left_padded()
     mask[0, 6] = mask[2, 3:5] = 0
     want = logits(model, cache, ids, mask)
     with attnops.patch(model, mask=mode):
@@ -120,7 +131,7 @@ def test_a_mask_with_holes(cache, mode):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_padding_inside_a_conversation(cache, mode):
     """Right padding, then more tokens: the padding has become a hole."""
-    model, ids, mask = tiny.model("mistral"), tokens(), torch.ones(3, 20, dtype=torch.int64)
+    model, ids, mask = model_of("mistral"), tokens(), torch.ones(3, 20, dtype=torch.int64)
     mask[0, 5:9] = mask[1, 8:9] = 0
     steps = ((0, 9), (9, 12), (12, 13), (13, 14))
     want = logits(model, cache, ids, mask, steps=steps)
@@ -135,7 +146,7 @@ def test_padding_inside_a_conversation(cache, mode):
     ids=lambda options: "-".join(options),
 )
 def test_ways_to_generate(options, mode):
-    model = tiny.model("llama")
+    model = model_of("llama")
     want = generated(model, **options)
     with attnops.patch(model, mask=mode):
         assert torch.equal(generated(model, **options), want)
@@ -143,7 +154,7 @@ def test_ways_to_generate(options, mode):
 
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 def test_assisted_generation(mode):
-    model, helper = tiny.model("llama"), tiny.model("llama", seed=1)
+    model, helper = model_of("llama"), tiny.model("llama", seed=1)
     one = {"attention_mask": left_padded()[:1, :14], "max_new_tokens": 8, "do_sample": False}
     want = model.generate(tokens()[:1, :14], **one)
     with attnops.patch(model, mask=mode), attnops.patch(helper, mask=mode):
@@ -153,7 +164,7 @@ def test_assisted_generation(mode):
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 def test_packed_requests(mode):
     """Two requests in one row, told apart by their positions: neither sees the other."""
-    model, ids = tiny.model("llama"), tokens(1, 12)
+    model, ids = model_of("llama"), tokens(1, 12)
     where = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
     with torch.no_grad():
         want = model(ids, position_ids=where, use_cache=False).logits
@@ -166,7 +177,7 @@ def test_packed_requests(mode):
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
 def test_a_mask_of_the_users_own(mask_dtype):
-    model, ids = tiny.model("llama"), tokens(2, 9)
+    model, ids = model_of("llama"), tokens(2, 9)
     see = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5
     see |= torch.eye(9, dtype=torch.bool)
     additive = torch.where(see, 0.0, torch.finfo(torch.float32).min)
