@@ -6,7 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"attnops": "attnops", "lowering": "attnops.lowering", "graphs": "attnops.graphs"}
@@ -71,3 +74,45 @@ def fresh_process(code: str, *, block: Iterable[str] = (), env: Mapping[str, str
     if done.returncode:
         raise AssertionError(f"the process ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
+
+
+# Most of what a test of a compiled or patched model waits for in a new Python, and none of it ours.
+READY = ["torch", "torch._inductor.compile_fx", "torch._inductor.codegen.cpp", "transformers.modeling_utils", "transformers.generation"]
+
+
+@cache
+def _ready() -> Any:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(READY)
+    return context
+
+
+def _execute(code: str, arguments: list[str], env: dict[str, str], out: str) -> None:
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{out}/{name}", os.O_WRONLY | os.O_CREAT), fd)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = arguments
+    sys.path[:0] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 240) -> str:
+    """As `fresh_process`, in a process that has loaded torch, its compiler and transformers already, and nothing of ours.
+
+    It is forked from one that did, which saves the seconds they take. For tests that do not ask what is loaded, or what happens while
+    it is: those variables in `env` that torch reads when it is imported come too late. arguments: sys.argv after its first.
+    """
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with TemporaryDirectory() as out:
+        process = _ready().Process(target=_execute, args=(code, ["-c", *arguments], given, out))
+        process.start()
+        process.join(timeout_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        stdout, stderr = (path.read_text() if (path := Path(out, name)).exists() else "" for name in ("stdout", "stderr"))
+    if process.exitcode:
+        raise AssertionError(f"the process ended with {process.exitcode}\n{stdout}\n{stderr}")
+    return stdout

@@ -22,7 +22,7 @@ from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
 from attnops.testing.check import OPAQUE
-from tests.helpers import fresh_process
+from tests.helpers import fresh_process, ready_process
 
 EXPLAIN_LIMIT_S = 30
 
@@ -129,7 +129,7 @@ print(CliRunner().invoke(app, ["doctor"]).stdout)
 
 
 def test_a_new_kernel_and_a_broken_one_are_shown():
-    first, _, text = fresh_process(STRANGERS).partition("\n")
+    first, _, text = ready_process(STRANGERS).partition("\n")
     found = json.loads(first)
     assert not found["far"]["usable"]
     assert found["far"]["reasons"] == [{"field": "package", "got": "far_away missing", "want": "pip install far-away"}]

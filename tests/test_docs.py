@@ -2,13 +2,11 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, fresh_process
+from tests.helpers import ROOT, ready_process
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text()
@@ -31,15 +29,13 @@ def without_code(text):
     return FENCE.sub("", text)
 
 
-def run(*command, timeout_s=240):
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def script(path, *arguments):
+    return ready_process(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", *arguments)
 
 
 @pytest.mark.slow
 def test_generated_parts_are_fresh():
-    assert run("docs/generate.py", "--check") == ""
+    assert script("docs/generate.py", "--check") == ""
 
 
 def test_a_stale_part_is_found(tmp_path, monkeypatch):
@@ -73,7 +69,7 @@ for line, count in kernel_lines(set()).items():
 
 @pytest.mark.slow
 def test_readme_blocks_run_and_compile_to_the_lines_shown():
-    printed = fresh_process("\n".join(blocks(README)) + GRAPH)
+    printed = ready_process("\n".join(blocks(README)) + GRAPH)
     assert "not plain: causal=True (wants no)" in printed
     assert printed.split("compiled to\n")[1].strip() == part(README, "graph").strip()
 
@@ -81,14 +77,14 @@ def test_readme_blocks_run_and_compile_to_the_lines_shown():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text()) and p.name != "README.md"], ids=lambda p: p.name)
 def test_blocks_run(page):
-    fresh_process("\n".join(blocks(page.read_text())))
+    ready_process("\n".join(blocks(page.read_text())))
 
 
 @pytest.mark.slow
 def test_readme_shows_what_explain_prints():
     command, _, shown = part(README, "explain").partition("\n")
     assert command.startswith("$ attnops explain ")
-    printed = run("-m", "attnops.cli", *command.split()[2:])
+    printed = ready_process("import runpy; runpy.run_module('attnops.cli', run_name='__main__')", *command.split()[2:])
     assert [line.rstrip() for line in printed.strip().splitlines()] == shown.strip().splitlines()
 
 
@@ -132,5 +128,5 @@ def test_index_lists_every_page():
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(example):
-    printed = run(str(example))
+    printed = script(example)
     assert printed and "NOT" not in printed

@@ -43,7 +43,7 @@ from attnops.ops import OPS, _op
 from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, use
 from attnops.testing import CASES
-from tests.helpers import ROOT, fresh_process
+from tests.helpers import ROOT, fresh_process, ready_process
 
 F64 = torch.float64
 DECODE = Problem(
@@ -320,7 +320,7 @@ t = threading.Thread(target=lambda: print(active_policy())); t.start(); t.join()
 with attnops.use():
     print(repr(active_policy()))
 """
-    assert fresh_process(code, env={"ATTNOPS_POLICY": "deny=sdpa"}).split() == ["deny=sdpa", "deny=sdpa", "''"]
+    assert ready_process(code, env={"ATTNOPS_POLICY": "deny=sdpa"}).split() == ["deny=sdpa", "deny=sdpa", "''"]
 
 
 # Registration ---------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ print([list(kernels_of(op)) for op in ("attention", "merge_state")])
 print(dict(broken_kernels()))
 """
     before = {op: list(kernels_of(op)) for op in ("attention", "merge_state")}
-    names, broken = (ast.literal_eval(line) for line in fresh_process(code, env=env).splitlines())
+    names, broken = (ast.literal_eval(line) for line in ready_process(code, env=env).splitlines())
     assert names == [before["attention"], [*before["merge_state"], "theirs"]]
     assert set(broken) == {f"{n} ({n})" for n in BROKEN}
     for name, (_, reason) in BROKEN.items():
@@ -504,7 +504,7 @@ print(list(kernels_of("paged_attention"))[-1])
 for more in ({}, {"softcap": 1.0}):
     print(" ".join(str(attnops.explain(lambda: call(**more), quiet=True)).split()))
 """
-    last, decision, refused = fresh_process(code, env=env).splitlines()
+    last, decision, refused = ready_process(code, env=env).splitlines()
     assert last == "scratchpad"
     assert "not scratchpad: can run, estimated slower" in decision
     assert "not scratchpad: softcap=True (wants no)" in refused
@@ -540,7 +540,7 @@ def test_a_wrong_kernel_in_a_scratch_file_fails_the_numerics(tmp_path):
 def test_doctor_lists_a_kernel_in_a_scratch_file(tmp_path):
     pytest.importorskip("attnops.cli.doctor")
     env = installed(tmp_path, "scratch_kernels", SCRATCH)
-    assert "scratchpad" in fresh_process("from attnops.cli.doctor import examine\nprint(examine())", env=env)
+    assert "scratchpad" in ready_process("from attnops.cli.doctor import examine\nprint(examine())", env=env)
 
 
 # Extents, targets, needs ----------------------------------------------------------------------------------------------

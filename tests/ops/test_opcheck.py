@@ -9,7 +9,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.select import choose
 from attnops.testing import CASES, Call, Features, Source, builders, check_kernel
-from tests.helpers import fresh_process
+from tests.helpers import ready_process
 
 # What opcheck says of itself is noise; what our own code is told must be an error.
 pytestmark = [
@@ -128,7 +128,7 @@ def test_opcheck_of_a_query_that_alone_requires_grad():
 
 def test_the_overloads_are_the_default_and_the_kernels():
     # In a process of its own: what tests register leaves its overloads behind, for torch has no way to take one back.
-    fresh_process("""
+    ready_process("""
 from attnops.kernel import all_kernels
 from attnops.ops import OPS
 made = {(name, overload) for name, op in OPS.items() for overload in op.packet.overloads()}
