@@ -78,8 +78,8 @@ def test_what_the_grid_leaves_out(calls):
 
 @pytest.mark.parametrize(("page", "heads"), [(1, 1), (16, 64), (64, 16), (128, 128)])
 def test_stale_pages_and_long_extends(kernel, page, heads):
-    f = replace(DEEPSEEK, q_heads=heads, lse=True)
-    for q_lens, seq_lens in (((70, 1, 0, 20), (200, 129, 9, 20)), ((1, 1, 1, 0), (300, 129, 0, 9))):
+    f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 1 else 20  # more rows than a tile either way
+    for q_lens, seq_lens in (((long, 1, 0, 9), (200, 129, 9, 20)), ((1, 1, 1, 0), (300, 129, 0, 9))):
         assert check_kernel(kernel, call(q_lens, seq_lens, page, f)).worst <= 1.0
 
 
@@ -143,7 +143,7 @@ def test_the_bound_on_works_holds_what_the_planner_makes(calls):
         heads, causal = (1, 16, 64, 128)[trial % 4], bool(trial // 4 % 2)
         starts = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
         bound = fm.works(fm.Shape(int(starts[-1]), 50, heads, 64, BF16, causal), starts, keys, standin.SMS)
-        ints, locked, floats = (torch.zeros(1 << 25, dtype=torch.uint8) for _ in range(3))
+        ints, locked, floats = (torch.zeros(1 << 22, dtype=torch.uint8) for _ in range(3))
         info, _ = standin.Module("fa3", BF16, BF16).plan_with_staged_workspace_bytes(
             floats, ints, locked, starts, torch.zeros(n + 1, dtype=torch.int32), keys, heads, 512, causal
         )
@@ -258,9 +258,9 @@ def test_refusals(point):
 
 @pytest.mark.parametrize("heads", [3, 20, 96, 192])
 def test_heads_that_divide_no_tile_may_decode_and_see_all_keys(kernel, heads):
-    f = replace(DEEPSEEK, q_heads=heads, lse=True)
+    f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 3 else 25  # more rows a request than a tile either way
     assert check_kernel(kernel, call((1, 1, 1), (64, 65, 200), f=f)).worst <= 1.0
-    assert check_kernel(kernel, call((9, 70, 2), (64, 129, 200), f=replace(f, causal=False))).worst <= 1.0
+    assert check_kernel(kernel, call((9, long, 2), (64, 129, 200), f=replace(f, causal=False))).worst <= 1.0
 
 
 def test_the_bug_that_is_refused_is_in_the_stand_in():
@@ -318,7 +318,7 @@ class Layers(nn.Module):
         return q_nope
 
 
-@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("layers", [1, 3])
 def test_one_plan_a_step_however_many_layers(kernel, layers):
     spec = LatentSpec(16, 64, BF16)
     numbers, size = plan_mla_sizes(spec, max_tokens=16, max_requests=4, max_pages=8)
