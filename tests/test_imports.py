@@ -42,8 +42,8 @@ def test_no_cuda_at_import():
 
 def test_import_is_quick():
     code = "import torch, time; t = time.perf_counter(); import attnops; print(time.perf_counter() - t)"
-    # The best of three: the rest is the machine's other work.
-    assert min(float(fresh_process(code)) for _ in range(3)) < LIMIT_S
+    # Once in three: the rest is the machine's other work.
+    assert any(float(fresh_process(code)) < LIMIT_S for _ in range(3))
 
 
 @pytest.mark.parametrize("folder", ["lowering", "graphs"])
