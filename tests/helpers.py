@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +76,21 @@ def fresh_process(code: str, *, block: Iterable[str] = (), env: Mapping[str, str
     if done.returncode:
         raise AssertionError(f"the process ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
+
+
+@contextmanager
+def importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Within the block `import` finds these modules under these names; after it, what it found before."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 # Most of what a test of a compiled or patched model waits for in a new Python, and none of it ours.

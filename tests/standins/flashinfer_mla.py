@@ -6,7 +6,6 @@ int workspace, as the real one does. Kept because the wrapper must cope with it:
 tile that ends amid a query's heads loses a key. That a tensor is on CUDA or pinned is the one thing they do not check.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from attnops.problem import pretended
+from tests.helpers import importable
 from tests.standins.flashinfer_modules import SMS, Allocator, check, host_ints, ints_at, store, upload
 
 TILE, TILE_KV, WORKS = 64, 64, 16384
@@ -145,17 +145,11 @@ def installed() -> Iterator[list[str]]:
 
     modules = {n: ModuleType(n) for n in ("flashinfer", "flashinfer.jit")}
     modules["flashinfer.jit"].gen_batch_mla_module = gen_batch_mla_module  # type: ignore[attr-defined]
-    before = {n: sys.modules.get(n) for n in modules}
-    sys.modules.update(modules)
     _flashinfer_mla._module.cache_clear()
     CALLS.clear()
     BUILT.clear()
     try:
-        yield CALLS
+        with importable(modules):
+            yield CALLS
     finally:
         _flashinfer_mla._module.cache_clear()
-        for n, m in before.items():
-            if m is None:
-                del sys.modules[n]
-            else:
-                sys.modules[n] = m

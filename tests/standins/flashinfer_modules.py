@@ -8,13 +8,14 @@ That a tensor is on CUDA is the one thing they do not check.
 
 import functools
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.helpers import importable
 
 SMS = 8
 BLOCKS_PER_SM = 16
@@ -439,16 +440,9 @@ def installed() -> Iterator[list[str]]:
     modules[".decode"].get_batch_decode_module = get_batch_decode_module  # type: ignore[attr-defined]
     modules[".prefill"].get_batch_prefill_module = get_batch_prefill_module  # type: ignore[attr-defined]
     modules[".jit.attention.modules"].gen_batch_prefill_attention_sink_module = gen_batch_prefill_attention_sink_module  # type: ignore[attr-defined]
-    names = {f"flashinfer{n}": m for n, m in modules.items()}
-    before = {n: sys.modules.get(n) for n in names}
-    sys.modules.update(names)
     forget()
     try:
-        yield CALLS
+        with importable({f"flashinfer{n}": m for n, m in modules.items()}):
+            yield CALLS
     finally:
         forget()
-        for n, m in before.items():
-            if m is None:
-                del sys.modules[n]
-            else:
-                sys.modules[n] = m

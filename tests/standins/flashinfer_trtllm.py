@@ -8,7 +8,6 @@ XQA's general kernel, load no such slot.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil, log, sqrt
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attnops.problem import pretended
+from tests.helpers import importable
 
 SIGNATURES = {
     "decode.trtllm_batch_decode_with_kv_cache": (
@@ -75,17 +75,8 @@ def installed() -> Iterator[Called]:
     vars(modules["utils"]).update(get_device_sm_count=lambda device: SM_COUNT, device_support_pdl=lambda device: False)
     package = ModuleType("flashinfer")
     package.__path__ = []
-    named = {"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}
-    before = {name: sys.modules.get(name) for name in named}
-    sys.modules.update(named)
-    try:
+    with importable({"flashinfer": package, **{f"flashinfer.{n}": m for n, m in modules.items()}}):
         yield calls
-    finally:
-        for full, old in before.items():
-            if old is None:
-                del sys.modules[full]
-            else:
-                sys.modules[full] = old
 
 
 def _function(name: str, parameters: str, body: Callable[..., Any], calls: Called) -> Callable[..., Any]:

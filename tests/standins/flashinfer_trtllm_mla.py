@@ -6,7 +6,6 @@ is asserted; counters must be zero at every call, the scratch is soiled, a row w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers import importable
 from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _arch, _check, _function, _keys, _number, _soil, _trust
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
@@ -87,14 +87,5 @@ def installed() -> Iterator[Called]:
     package, module = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
     package.__path__ = []
     setattr(module, NAME, _function(NAME, SIGNATURE, _decode, calls))
-    named = {"flashinfer": package, "flashinfer.mla": module}
-    before = {name: sys.modules.get(name) for name in named}
-    sys.modules.update(named)
-    try:
+    with importable({"flashinfer": package, "flashinfer.mla": module}):
         yield calls
-    finally:
-        for full, old in before.items():
-            if old is None:
-                del sys.modules[full]
-            else:
-                sys.modules[full] = old
