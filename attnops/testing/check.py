@@ -83,9 +83,9 @@ def _of_tensors(settled: Callable[..., Any], names: tuple[str, ...]) -> Callable
 
 
 def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
-    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else clone(t))
+    # Copies cost most where there is a workspace, which can be larger than all else: one is made for the run and one by the oracle.
+    clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t if n == "workspace" else clone(t))
     given = call.map(lambda n, t: _poisoned(call, n, t))
-    # Not of what may be written: a workspace can be most of the memory there is.
     before = {n: clone(t) for n, t in given.tensors().items() if n not in given.mutated}
     with torch.no_grad():
         returned = run(*given.args, **given.kwargs)
