@@ -142,6 +142,16 @@ def test_latents(heads, queries, name):
     check(latent.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
 
 
+@interpreted
+def test_more_parts_than_are_read_at_once():
+    """Stage two in several steps: what is added up fades where a later part has the larger logits."""
+    before, plan.MANY_SPLITS = plan.MANY_SPLITS, 2
+    try:
+        check(builders.paged(Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
+    finally:
+        plan.MANY_SPLITS = before
+
+
 @pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)
 @interpreted
 def test_stored_keys(kv):
