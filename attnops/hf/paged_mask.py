@@ -45,7 +45,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **others: Any,
     ) -> Tensor | None:
-        # Only a PagedLatentCache has an offset for each row.
+        # Only a cache of pages has an offset for each row.
         if isinstance(kv_offset, Tensor) and kv_offset.dim() == 1:
             call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
             pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
