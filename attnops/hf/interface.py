@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.errors import InvalidInput, UnknownKernel
 from attnops.hf.attention import attention_function
+from attnops.hf.continuous import PREFIX, continuous_function
 from attnops.hf.mask import MODES, Mode
 from attnops.hf.paged_mask import paged_mask_function
 from attnops.kernel import kernels_of
@@ -60,4 +61,6 @@ def implementation(options: Options) -> str:
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel))
         AttentionMaskInterface.register(name, paged_mask_function(options.mask))
+        packed = options.kernel if options.kernel in kernels_of("varlen_attention") else None
+        AttentionInterface.register(PREFIX + name, continuous_function(packed))
     return name

@@ -18,7 +18,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.page_size import negotiate_kv_page_size
 from attnops.cache.paged import PagedCache, ordinary
 from attnops.errors import InvalidInput
-from attnops.hf.paged_cache import EMPTY, PLENTY, PagedModelCache, Past, Tokens, View, count_seen, counters, fix_addresses
+from attnops.hf.paged_cache import EMPTY, PLENTY, PagedModelCache, Past, Tokens, View, count_seen, counters, tell_compiler
 from attnops.ops import slot_mapping
 from attnops.problem import Extent, Problem, Target
 from attnops.select import key_for, workspace_bytes
@@ -86,9 +86,10 @@ class KeyPages:
         for number, layer in enumerate(sizes.layers):
             alike.setdefault((self.kind[number], layer.kv_heads, layer.head_dim, layer.v_head_dim), []).append(number)
         for (kind, heads, k_dim, v_dim), numbers in alike.items():
+            # Two columns at least: for a table of one a compiler makes other code.
             cache = PagedCache(
                 len(numbers), 1 + sizes.rows * widths[kind], self.page_size, heads, k_dim, v_dim, max_requests=sizes.rows,
-                max_pages_per_request=widths[kind], dtype=sizes.dtype, device=sizes.device,
+                max_pages_per_request=max(2, widths[kind]), dtype=sizes.dtype, device=sizes.device,
             )  # fmt: skip
             for _ in range(sizes.rows):
                 cache.alloc(widths[kind] * self.page_size)
@@ -98,12 +99,13 @@ class KeyPages:
             tables.setdefault(kind, cache.page_table)
         self.k_pages, self.v_pages = (tuple(by_layer[i] for i in range(len(sizes.layers))) for by_layer in (keys, values))
         self.tables = tuple(tables[kind] for kind in range(len(self.windows)))
-        fix_addresses(*self.tables)
+        tell_compiler(*self.tables, sizes=(0, 1))
+        tell_compiler(*self.k_pages, *self.v_pages, sizes=(0,))
         scratch = max(self._scratch(layer, widths[kind]) for layer, kind in zip(sizes.layers, self.kind, strict=True))
         with ordinary():
             self.workspace = torch.zeros(scratch, dtype=torch.uint8, device=sizes.device) if scratch else None
             self.high = torch.zeros((), dtype=torch.int64, device=sizes.device)
-        fix_addresses(self.high, *(() if self.workspace is None else (self.workspace,)))
+        tell_compiler(self.high, *(() if self.workspace is None else (self.workspace,)))
         self.seen, self.pad = counters(sizes.rows, sizes.device)
 
     def _scratch(self, layer: KeyLayer, width: int) -> int:

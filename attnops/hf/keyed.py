@@ -169,13 +169,14 @@ def attend(
         )  # fmt: skip
         return beside.to(like)
     now = view.batch
-    out = paged_attention(
+    out: Tensor = paged_attention(
         query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count, scale=scale,
         window=left, softcap=softcap, sinks=sinks, workspace=now.workspace, padded=False, kernel=paged,
     )  # fmt: skip
-    return out.unflatten(0, (batch, count)).to(like)
+    return out.view(batch, count, heads, out.shape[2]).to(like)
 
 
 def _copied(pages: Tensor, slots: Tensor, batch: int) -> Tensor:
     """`[B, W, H, D]`: what lies in `slots` `[B * W]`."""
-    return pages.flatten(0, 1)[slots].unflatten(0, (batch, -1))
+    found = pages.flatten(0, 1)[slots]
+    return found.view(batch, -1, *found.shape[1:])

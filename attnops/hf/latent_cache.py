@@ -12,7 +12,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.latent import LatentCache
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import ordinary
-from attnops.hf.paged_cache import EMPTY, PLENTY, PagedModelCache, Tokens, View, count_seen, counters, fix_addresses
+from attnops.hf.paged_cache import EMPTY, PLENTY, PagedModelCache, Tokens, View, count_seen, counters, tell_compiler
 from attnops.ops import slot_mapping
 from attnops.ops.plan_mla import LatentSpec
 from attnops.problem import Target
@@ -68,7 +68,8 @@ class LatentPages:
         for _ in range(sizes.rows):
             cache.alloc(sizes.length)
         self.latent_pages, self.page_table, self.workspace = cache.latent_pages, cache.page_table, cache.workspace
-        fix_addresses(self.page_table)
+        tell_compiler(self.page_table, sizes=(0, 1))
+        tell_compiler(*self.latent_pages, sizes=(0,))
         self.seen, self.pad = counters(sizes.rows, sizes.device)
 
     def clear(self) -> None:

@@ -118,16 +118,18 @@ def counters(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with ordinary():
         seen = torch.zeros((), dtype=torch.int64, device=device)
         pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=device)
-    fix_addresses(seen, pad)
+    tell_compiler(seen)
+    tell_compiler(pad, sizes=(0,))
     return seen, pad
 
 
-def fix_addresses(*tensors: Tensor) -> None:
-    """Tell the compiler that these never move."""
-    from torch._dynamo import mark_static_address
+def tell_compiler(*tensors: Tensor, sizes: tuple[int, ...] = ()) -> None:
+    """These never move. Other caches of the same model have other sizes in the dims `sizes`, for which nothing need be compiled anew."""
+    from torch._dynamo import mark_static_address, maybe_mark_dynamic
 
     for tensor in tensors:
         mark_static_address(tensor)
+        maybe_mark_dynamic(tensor, list(sizes))
 
 
 def count_seen(pages: Pages, start: Tensor, count: int) -> None:
