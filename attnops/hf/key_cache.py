@@ -24,7 +24,7 @@ from attnops.problem import Extent, Problem, Target
 from attnops.select import key_for, workspace_bytes
 
 DRAFTS = 32
-"""New tokens of a row that a sliding layer's pages have room for besides the window. Steps of more attend to copies of what they need."""
+"""New tokens of a row that a sliding layer's pages have room for besides the window, where no more are asked for."""
 
 
 class KeyLayer(NamedTuple):
@@ -40,7 +40,11 @@ class KeyLayer(NamedTuple):
 
 
 class KeySizes(NamedTuple):
-    """What pages are made for. rows: requests. length: tokens of each, padding included. dtype, device: of the pages. kernel: or None."""
+    """What pages are made for. rows: requests. length: tokens of each, padding included. dtype, device: of the pages. kernel: or None.
+
+    drafts: new tokens of a row that a sliding layer has room for besides the window, and that can be taken back. A step of more attends
+    to copies of what it needs.
+    """
 
     rows: int
     length: int
@@ -48,11 +52,12 @@ class KeySizes(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     kernel: str | None
+    drafts: int = DRAFTS
 
 
-def ring_pages(window: int, page_size: int) -> int:
-    """Pages of a row that hold what DRAFTS new tokens see of a window, wherever in a page it begins."""
-    return -(-(window - 1 + DRAFTS + page_size - 1) // page_size)
+def ring_pages(window: int, drafts: int, page_size: int) -> int:
+    """Pages of a row that hold what `drafts` new tokens see of a window, wherever in a page it begins."""
+    return -(-(window - 1 + drafts + page_size - 1) // page_size)
 
 
 class KeyPages:
@@ -74,10 +79,11 @@ class KeyPages:
         self.page_size = self.choice.page_size
         whole = -(-sizes.length // self.page_size)
         # A window that is as long as the text gains nothing.
-        windows = [w if w and ring_pages(w, self.page_size) < whole else 0 for w in (layer.window for layer in sizes.layers)]
+        rings = {layer.window: ring_pages(layer.window, sizes.drafts, self.page_size) for layer in sizes.layers if layer.window}
+        windows = [layer.window if rings.get(layer.window, whole) < whole else 0 for layer in sizes.layers]
         self.windows = tuple(dict.fromkeys(windows))
         self.kind = tuple(self.windows.index(w) for w in windows)
-        widths = [ring_pages(w, self.page_size) if w else whole for w in self.windows]
+        widths = [rings[w] if w else whole for w in self.windows]
 
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
@@ -161,7 +167,7 @@ class KeyPages:
         rows, places = before.shape[0], pages.shape[1]
         ring, room = pages[:rows], places * size
         wrapped = torch.where(tokens.positions < 0, tokens.positions, tokens.positions % room)
-        if count > DRAFTS:
+        if count > self.sizes.drafts:
             # Of what has the same place the last one counts.
             late = tokens.positions >= (before + (count - room))[tokens.rows]
             wrapped = torch.where(late, wrapped, -1)
@@ -169,7 +175,7 @@ class KeyPages:
         first = (before - (window - 1)).clamp(min=0) // size
         columns = (first[:, None] + torch.arange(places, device=before.device)) % places
         view = self._batch(tokens, ring.gather(1, columns), before + count - first * size, slots)
-        if tokens.fresh or count <= DRAFTS:
+        if tokens.fresh or count <= self.sizes.drafts:
             return View(view)
         last = before[:, None] + torch.arange(1 - window, 0, device=before.device)
         owner = torch.arange(rows, device=before.device)[:, None].expand_as(last)

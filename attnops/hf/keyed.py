@@ -32,8 +32,8 @@ _UNKNOWN = "{} of {}, which pages here cannot hold"
 
 
 def keeps_keys(module: Any) -> bool:
-    """Is this an attention module that is handed a cache, and told which layer of it is its own?"""
-    if not isinstance(getattr(module, "layer_idx", None), int):
+    """Is this an attention module that is handed a cache, and told which layer of it is its own? Encoders have no use for theirs."""
+    if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
         return False
     return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
 
@@ -41,11 +41,9 @@ def keeps_keys(module: Any) -> bool:
 def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
     """Of each of `layers` the tokens that a query sees, its own included; 0: all. From what transformers' own cache would keep.
 
-    Raises PatchError for a model whose keys pages cannot hold: encoder-decoder, shared between layers, chunked, indexed, compressed.
+    Raises PatchError for a model whose keys pages cannot hold: shared between layers, chunked, indexed, compressed.
     """
     name = type(owner).__name__
-    if getattr(owner.config, "is_encoder_decoder", False):
-        raise PatchError(f'patch: cache="paged" got {name}, an encoder-decoder model; want a decoder')
     if getattr(config, "num_kv_shared_layers", None):
         got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
         raise PatchError(f'patch: cache="paged" got {got}, whose layers read each other\'s keys; want a layer for each\'s own')

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import keyed, latent
 from attnops.hf.interface import check_kernel
-from attnops.hf.key_cache import KeyLayer, KeyPages, KeySizes, PagedKeyCache
+from attnops.hf.key_cache import DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
 from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
 from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
@@ -43,12 +43,15 @@ class PagedMode:
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         sites = [site for site in found.sites if site.reason is None]
+        owned: Any = owner
         self.latents = any(latent.is_latent(site.module) for site in sites)
         if self.latents:
             _refuse_others(owner, sites)
             for site in sites:
                 latent.check_module(site.path, site.module)
         else:
+            if getattr(owned.config, "is_encoder_decoder", False):
+                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
             sites = [site for site in sites if keyed.keeps_keys(site.module)]
             if not sites:
                 raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
@@ -126,21 +129,22 @@ class PagedMode:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
         return self._over(_pages(self._sizes(rows, length), page_size))
 
-    def lend(self, rows: int, length: int) -> PagedModelCache:
+    def lend(self, rows: int, length: int, drafts: int = 0) -> PagedModelCache:
         """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
 
         They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
+        drafts: positions of a step that may be taken back, and for which there shall be room past `length`.
         """
-        wanted = self._sizes(rows, length)
+        wanted = self._sizes(rows, length + drafts, drafts)
         try:
             pages = self._free.pop()  # in one step, because two threads may ask
         except IndexError:
             pages = None
         if pages is None or not holds(pages.sizes, wanted):
             if pages is not None and pages.sizes[2:] == wanted[2:]:
-                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(wanted.length, pages.sizes.length))
                 # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
-                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * length, pages.sizes.rows * pages.sizes.length):
+                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, pages.sizes.rows * pages.sizes.length):
                     wanted = both
             pages = None  # before the larger ones are made
             pages = _pages(wanted)
@@ -154,7 +158,7 @@ class PagedMode:
         kind = PagedLatentCache if self.latents else PagedKeyCache
         return kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
 
-    def _sizes(self, rows: int, length: int) -> AnySizes:
+    def _sizes(self, rows: int, length: int, drafts: int = 0) -> AnySizes:
         module = self._modules[0]
         places = {where(module) for module in self._modules}
         if len(places) > 1:
@@ -167,7 +171,7 @@ class PagedMode:
             return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel)
         if self._kept is None:
             self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
-        return KeySizes(rows, length, self._kept, dtype, device, self.kernel)
+        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, drafts))
 
 
 def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:
@@ -225,7 +229,7 @@ def _prepare(
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
-            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
+            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length, _drafts(generation_config, generation_mode))
             if generation is not None:
                 generation.lent.append(cache)
             return None
@@ -233,3 +237,11 @@ def _prepare(
     own = mode._own_prepare
     call = functools.partial(type(owner)._prepare_cache_for_generation, owner) if own is None else own
     return call(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
+
+
+def _drafts(generation_config: Any, generation_mode: Any) -> int:
+    """The most positions of a step that may be taken back. They may reach past the last token that will be kept."""
+    if getattr(generation_mode, "value", generation_mode) != "assisted_generation":
+        return 0
+    asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    return max(DRAFTS, 1 + max(asked))
