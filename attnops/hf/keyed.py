@@ -98,9 +98,9 @@ def look(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int]
 
 
 def form(window: int) -> str:
-    """How a layer attends over pages, in words for the report."""
-    first = "the first tokens of an empty cache among themselves, all later ones over pages"
-    return f"{first}; those behind a window of {window} are used again" if window else first
+    """How a layer attends with pages, in words for the report."""
+    phases = "prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages"
+    return f"{phases}; pages behind the window of {window} are used again" if window else phases
 
 
 # The attention function's part ----------------------------------------------------------------------------------------

@@ -185,8 +185,8 @@ def test_report():
     model = tiny.model("gemma3")
     with attnops.patch(model, cache="paged") as handle:
         report = handle.report()
-        assert [row.form.endswith("window of 8 are used again") for row in report.patched] == [True, True, False]
-        assert all("all later ones over pages" in row.form for row in report.patched)
+        assert [row.form.endswith("behind the window of 8 are used again") for row in report.patched] == [True, True, False]
+        assert all("decode and every later token over pages" in row.form for row in report.patched)
         assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
     with attnops.patch(model) as handle:
         assert {row.form for row in handle.report().patched} == {""}
