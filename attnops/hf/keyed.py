@@ -11,6 +11,7 @@ window, for which the window's tokens are copied out of the pages first: the ste
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from attnops.hf.on_pages import check_call
 from attnops.hf.paged_cache import View, cache_layers
 from attnops.ops import paged_attention, write_kv
 from attnops.ops.dense import attention as dense_attention
+from attnops.problem import pretend
 
 _UNKNOWN = "{} of {}, which pages here cannot hold"
 
@@ -62,6 +64,10 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     return tuple(found)
 
 
+# A compiler's stance is the process's: two threads that set and restore it in turns would leave it set.
+_LOOKING = threading.Lock()
+
+
 @torch.no_grad()
 def look(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int]) -> tuple[KeyLayer, ...]:
     """What each module hands to its cache: found by one step of one token over a cache of transformers' own.
@@ -77,8 +83,8 @@ def look(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int]
     modes = [(module, module.training) for module in owner.modules()]
     owner.eval()
     try:
-        # What was compiled need not be compiled once more for this.
-        with torch.compiler.set_stance("force_eager"):
+        # What was compiled need not be compiled once more for this, and it runs here whatever machine is pretended.
+        with _LOOKING, torch.compiler.set_stance("force_eager"), pretend(None):
             owner(input_ids=token, past_key_values=cache, use_cache=True)
     finally:
         for module, training in modes:

@@ -22,9 +22,13 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, kwargs
 
 
-def where(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """(device, dtype) that a module computes on and in. Weights that accelerate keeps elsewhere lie on meta until they are used."""
-    found = next((p for p in module.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), None)
+def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
+    """(device, dtype) that a module computes on and in. Weights that accelerate keeps elsewhere lie on meta until they are used.
+
+    model: whose weights tell it where the module's own are all quantised.
+    """
+    weights = (p for part in (module, model) if part is not None for p in part.parameters())
+    found = next((p for p in weights if p.dtype.is_floating_point and p.dtype.itemsize > 1), None)
     dtype = torch.get_default_dtype() if found is None else found.dtype
     device = torch.device("cpu") if found is None else found.device
     if device.type == "meta":

@@ -160,7 +160,7 @@ class PagedMode:
 
     def _sizes(self, rows: int, length: int, drafts: int = 0) -> AnySizes:
         module = self._modules[0]
-        places = {where(module) for module in self._modules}
+        places = {where(module, self._owner) for module in self._modules}
         if len(places) > 1:
             got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
             raise InvalidInput("attention layers", got, "one dtype and one device for all pages")

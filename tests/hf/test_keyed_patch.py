@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import threading
 import warnings
 
 import pytest
@@ -13,6 +14,9 @@ import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
 from attnops.hf import PagedKeyCache, descriptor, tiny
 from attnops.hf import mask as masks
+from attnops.hf.on_pages import where
+from attnops.lowering.explain import packages_of_kernels
+from attnops.problem import Target, pretend
 from tests.hf.helpers import (
     LIMIT,
     STEPS,
@@ -261,6 +265,38 @@ def test_offloading():
         warnings.simplefilter("ignore")  # transformers: the model is on meta
         assert torch.equal(generated(model), eager_tokens("gpt_oss"))
     assert calls["paged"]
+
+
+def test_where_a_quantised_layer_computes():
+    """Weights of four bits have no dtype to tell, and lie where the model's others do."""
+    packed, model = torch.nn.Module(), torch.nn.Module()
+    packed.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    model.packed, model.norm = packed, torch.nn.LayerNorm(2, dtype=torch.bfloat16, device="meta")
+    assert where(packed, model)[1] == torch.bfloat16 and where(packed)[1] == torch.get_default_dtype()
+
+
+def test_pages_for_another_machine():
+    """Made as that machine's kernels want them, after a look at the model that runs here."""
+    model = tiny.model("llama", head_dim=64).to(torch.bfloat16)
+    with attnops.patch(model, cache="paged") as handle, pretend(Target.parse("sm90", packages_of_kernels())):
+        choice = handle.new_cache(2, 100).state.pages.choice
+    assert choice.target.arch == 90 and "triton" in choice.takes
+
+
+def test_threads():
+    model = tiny.model("gpt_oss")
+    got = [None, None]
+
+    def work(i):
+        got[i] = [generated(model) for _ in range(2)]
+
+    with attnops.patch(model, cache="paged"):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(one, eager_tokens("gpt_oss")) for some in got for one in some)
 
 
 def test_copies_and_pickles():
