@@ -87,11 +87,11 @@ class Patched:
         """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
 
         `generate()` makes its own where it is given none. One that is made here can be kept over several calls, or used without
-        `generate()`.
+        `generate()`. Before the first one of a model without latents the model runs for one token, which tells what its layers keep.
 
         Args:
             max_batch: rows. max_length: positions of each, padding and tokens to come included.
-            page_size: tokens a page; None: negotiated, see `attnops.cache.page_size.negotiate_page_size`.
+            page_size: tokens a page; None: negotiated, see `attnops.cache.page_size`.
 
         Raises:
             PatchError: the model is patched otherwise, or not any more. InvalidInput: a number is no size. PageSizeConflict: the kernel

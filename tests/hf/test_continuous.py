@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has no continuous batching", allow_module_level=True)
 
+pytest.importorskip("psutil", reason="without the package psutil transformers finds no memory for its pages on a CPU")
+
 # A prompt that is longer than a step takes is cut in chunks; one is longer than the windows.
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 31, 9)]
 
@@ -27,7 +29,7 @@ def batched(model, new=8):
     return [found[request].generated_tokens for request in sorted(found)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_tokens(name, monkeypatch):
     model, calls = tiny.model(name), []
     real = continuous.varlen_attention
@@ -37,8 +39,8 @@ def test_tokens(name, monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(continuous, "varlen_attention", spy)
-    # sdpa would drop the soft cap and the sinks.
-    model.set_attn_implementation("paged|eager" if name in ("gemma2", "gpt_oss") else "paged|sdpa")
+    # sdpa would drop the sinks.
+    model.set_attn_implementation("paged|eager" if name == "gpt_oss" else "paged|sdpa")
     want = batched(model)
     assert not calls and all(len(row) == 8 for row in want)
     model.set_attn_implementation("paged|attnops")
