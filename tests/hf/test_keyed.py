@@ -8,7 +8,7 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedKeyCache, paged, tiny
+from attnops.hf import PagedKeyCache, keyed, paged, tiny
 from attnops.hf.key_cache import DRAFTS
 from tests.hf.helpers import (
     KEYED,
@@ -105,6 +105,23 @@ def test_pages_behind_the_window_are_used_again():
     assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [11, 250]
     assert 8 - 1 + DRAFTS <= (11 - 1) * 4 + 1, "wherever in a page the window begins"
     assert [k.shape[0] for k in long.k_pages] == [23, 23, 501]
+
+
+def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
+    """Which of them would stay is not said: of a step longer than a window's pages the first tokens are not written."""
+    model, given = tiny.model("mistral"), []
+    real = keyed.write_kv
+
+    def spy(key, value, k_pages, v_pages, slots):
+        given.append(slots[slots >= 0])
+        real(key, value, k_pages, v_pages, slots)
+
+    monkeypatch.setattr(keyed, "write_kv", spy)
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, LONG, page_size=4)
+        by_hand(model, cache, tokens(3, LONG), left_padded(3, LONG), ((0, 60), (60, LONG)))
+    assert all(len(slots) == len(slots.unique()) for slots in given)
+    assert len(given[0]) == 3 * cache.state.pages.tables[0].shape[1] * 4, "as many as there is room for"
 
 
 def test_what_is_stored():
