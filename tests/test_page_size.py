@@ -1,4 +1,4 @@
-"""The page size of a cache of latents: what the kernels say they take, which is chosen, and why none can be."""
+"""The page size of a cache: what the kernels say they take, which is chosen, and why none can be."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnops import kernel as registry
-from attnops.cache import LatentCache, negotiate_page_size
-from attnops.errors import PageSizeConflict, UnknownKernel
+from attnops.cache import LatentCache, negotiate_kv_page_size, negotiate_page_size
+from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
 from attnops.kernel import Kernel, kernels_of, one_of
 from attnops.problem import Target, pretend
 from attnops.select import use
@@ -128,3 +128,32 @@ def test_the_cache_says_what_it_chose():
         cache = LatentCache(1, 1000, q_heads=16, **SIZES)
     assert cache.page_size == cache.page_size_choice.page_size == cache.latent_pages[0].shape[1] == 64
     assert "flashmla: 64" in str(cache.page_size_choice)
+
+
+# Keys and values ------------------------------------------------------------------------------------------------------
+
+
+def negotiate_kv(arch=0, assume=EVERYTHING, **more):
+    with pretend(Target("cuda", arch, assume=assume) if arch else None):
+        return negotiate_kv_page_size(**{**SIZES, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "workspace_bytes": 2**30, **more})
+
+
+def test_pages_of_keys():
+    """Asked of the kernels of paged attention, with what the layers want of them."""
+    found = negotiate_kv(90)
+    assert found.page_size == 64 and found.takes["xqa"] == (16, 32, 64, 128) and found.takes["triton"] == ALL
+    assert "xqa" not in negotiate_kv(90, softcap=True).takes, "it has no soft cap"
+    assert "xqa" not in negotiate_kv(90, v_head_dim=64).takes
+    assert negotiate_kv(kernels=("fa4",)).page_size in (16, 64), "wherever it runs"
+    assert negotiate_kv(page_size=4).page_size == 4 and set(negotiate_kv().takes) == {"reference", "sdpa"}
+
+
+def test_no_page_size_of_keys():
+    with pytest.raises(PageSizeConflict, match=r"(?s)256.*xqa takes 16, 32, 64, 128"):
+        negotiate_kv(kernels=("xqa",), page_size=256)
+    with pytest.raises(UnknownKernel, match="op paged_attention"):
+        negotiate_kv(kernels=("flashmla",))
+    with pytest.raises(InvalidInput, match="dtype"):
+        negotiate_kv(dtype=E4M3)
+    with pytest.raises(InvalidInput, match="kv_heads"):
+        negotiate_kv(kv_heads=0)

@@ -5,6 +5,7 @@ from attnops.cache.batch import PrefixChunk as PrefixChunk
 from attnops.cache.batch import SharedPrefix as SharedPrefix
 from attnops.cache.latent import LatentCache as LatentCache
 from attnops.cache.page_size import PageSizeChoice as PageSizeChoice
+from attnops.cache.page_size import negotiate_kv_page_size as negotiate_kv_page_size
 from attnops.cache.page_size import negotiate_page_size as negotiate_page_size
 from attnops.cache.paged import PagedCache as PagedCache
 from attnops.cache.planner import Planner as Planner

@@ -1,9 +1,9 @@
-"""Which page size a cache of latents gets: what the kernels that may be chosen say of it, asked of their own needs."""
+"""Which page size a cache gets: what the kernels that may be chosen say of it, asked of their own needs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import active_policy, select
 
 OP = "mla_attention"
+PAGED = "paged_attention"
 SIZES = (1, 16, 32, 64, 128, 256)
 """What is tried."""
 
@@ -93,7 +94,7 @@ def negotiate_page_size(
     """
     if dtype not in (*FLOATS, *STORED):
         raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
-    named = None if kernels is None else _kernels(kernels)
+    named = None if kernels is None else _kernels(kernels, OP)
     given = None if page_size is None else count("page_size", page_size, 1, "tokens")
     target = Target.of(torch.device(device))
     latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
@@ -114,10 +115,66 @@ def negotiate_page_size(
             for plan in PLANS
         ]  # fmt: skip
 
+    return _negotiate(OP, problems, target, given, named)
+
+
+def negotiate_kv_page_size(
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    softcap: bool = False,
+    sinks: torch.dtype | None = None,
+    max_requests: int,
+    max_tokens_per_request: int,
+    page_size: int | None = None,
+    kernels: Sequence[str] | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    workspace_bytes: int = 0,
+    max_new_tokens: int = 1,
+) -> PageSizeChoice:
+    """The page size for keys and values of these sizes, from the kernels of `paged_attention`. Allocates nothing and calls no kernel.
+
+    As `negotiate_page_size`, for causal layers without a window whose calls bring no plan of the host. dtype: of query and pages, a
+    float of 16 bits or more. softcap: do the layers have one. sinks: their dtype, or None.
+
+    Raises:
+        PageSizeConflict: no size suits all of `kernels`, or the one given does not, or no kernel can run at any.
+        UnknownKernel: one of `kernels` is none of `paged_attention`. InvalidInput: a number, a dtype or `kernels` is none.
+    """
+    if dtype not in FLOATS:
+        raise InvalidInput("dtype", dtype, " | ".join(map(name, FLOATS)))
+    named = None if kernels is None else _kernels(kernels, PAGED)
+    given = None if page_size is None else count("page_size", page_size, 1, "tokens")
+    target = Target.of(torch.device(device))
+    batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
+    queries, keys, k_dim = count("q_heads", q_heads, 1), count("kv_heads", kv_heads, 1), count("head_dim", head_dim, 1)
+    v_dim = k_dim if v_head_dim is None else count("v_head_dim", v_head_dim, 1)
+    context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
+    workspace = count("workspace_bytes", workspace_bytes, 0)
+
+    def problems(size: int) -> list[Problem]:
+        return [
+            Problem(
+                PAGED, target, dtype=dtype, kv_dtype=dtype, q_heads=queries, kv_heads=keys, head_dim=k_dim, v_head_dim=v_dim,
+                page_size=size, causal=True, softcap=softcap, sinks=sinks is not None, sinks_dtype=sinks, padded=False,
+                pages_alike=k_dim == v_dim, workspace=workspace, tokens=Extent.of(batch * new), batch=Extent.of(batch),
+                queries=Extent.of(new), context=Extent.of(context),
+            )
+        ]  # fmt: skip
+
+    return _negotiate(PAGED, problems, target, given, named)
+
+
+def _negotiate(
+    op: str, problems: Callable[[int], list[Problem]], target: Target, given: int | None, named: tuple[Kernel, ...] | None
+) -> PageSizeChoice:
     sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
-    here = {size: _on_target(problems(size)) for size in sizes}
+    here = {size: _on_target(op, problems(size)) for size in sizes}
     if named is None:
-        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in kernels_of(OP)}
+        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in kernels_of(op)}
     else:
         against = {k.name: {s: _anywhere(k, problems(s)) for s in sizes} for k in named}
     takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in against.items()}
@@ -146,13 +203,13 @@ class _Answers:
     refused: Mapping[str, tuple[Refusal, ...]]
 
 
-def _on_target(problems: Iterable[Problem]) -> _Answers:
+def _on_target(op: str, problems: Iterable[Problem]) -> _Answers:
     decisions = [select(p, active_policy()) for p in problems]
     us: dict[str, float] = {}
     for decision in decisions:
         for kernel, cost in decision.costs.items():
             us[kernel] = min(us.get(kernel, cost.us), cost.us)
-    refused = {k: min((d.refused[k] for d in decisions), key=_far) for k in kernels_of(OP) if k not in us}
+    refused = {k: min((d.refused[k] for d in decisions), key=_far) for k in kernels_of(op) if k not in us}
     return _Answers(us, refused)
 
 
@@ -175,11 +232,11 @@ def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
     return tuple(found.values())
 
 
-def _kernels(names: Sequence[str]) -> tuple[Kernel, ...]:
-    known = kernels_of(OP)
+def _kernels(names: Sequence[str], op: str) -> tuple[Kernel, ...]:
+    known = kernels_of(op)
     if isinstance(names, str) or not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
         raise InvalidInput("kernels", repr(names), "None, or at least one name of a kernel, e.g. ('flashmla',)")
     for kernel in names:
         if kernel not in known:
-            raise UnknownKernel(kernel, OP, tuple(known))
+            raise UnknownKernel(kernel, op, tuple(known))
     return tuple(known[n] for n in dict.fromkeys(names))

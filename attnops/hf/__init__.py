@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from attnops.hf.interface import NAME as NAME
 from attnops.hf.interface import register as register
+from attnops.hf.key_cache import PagedKeyCache as PagedKeyCache
 from attnops.hf.latent_cache import PagedLatentCache as PagedLatentCache
+from attnops.hf.paged_cache import PagedModelCache as PagedModelCache
 from attnops.hf.patching import Patched as Patched
 from attnops.hf.patching import patch as patch
 from attnops.hf.report import Report as Report

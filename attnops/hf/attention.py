@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import dropout as drop
 
 from attnops.errors import InvalidInput
-from attnops.hf import descriptor, latent
+from attnops.hf import descriptor, keyed, latent
+from attnops.hf.key_cache import PagedKeyCache
 from attnops.kernel import kernels_of
 from attnops.ops.dense import attention as dense_attention
 from attnops.ops.dense import default_scale
@@ -36,7 +37,8 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 def attention_function(kernel: str | None) -> AttentionFunction:
     """A function for `AttentionInterface.register`. kernel: forced on every call of an op that has a kernel of that name."""
-    dense_kernel, paged_kernel = (kernel if kernel in kernels_of(op) else None for op in ("attention", "mla_attention"))
+    ops = ("attention", "paged_attention", "mla_attention")
+    dense_kernel, paged_kernel, latent_kernel = (kernel if kernel in kernels_of(op) else None for op in ops)
 
     def attention(
         module: Any,
@@ -71,8 +73,8 @@ def attention_function(kernel: str | None) -> AttentionFunction:
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row, used when there is no mask: `attnops.varlen_attention`.
-            attnops_cache: the layer's paged cache. key and value are then latents `[1, B, 1, S, Dc]` and rotated keys
-                `[1, B, 1, S, Dr]`, see attnops.hf.latent.
+            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.keyed, or
+                latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`, see attnops.hf.latent.
 
         Returns:
             output `[B, S, Hq, Dv]` contiguous; None in place of attention weights.
@@ -88,13 +90,21 @@ def attention_function(kernel: str | None) -> AttentionFunction:
             sinks = sinks.reshape(-1)
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
+        if isinstance(attnops_cache, PagedKeyCache):
+            if key.dim() != 5:
+                raise InvalidInput("key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
+            odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
+            return keyed.attend(
+                module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,
+                odd, (dense_kernel, paged_kernel),
+            ), None  # fmt: skip
         if key.dim() == 5:
             unknown = (("position_bias", position_bias), ("sinks", sinks), ("cu_seq_lens_q", cu_seq_lens_q))
             step = latent.begin(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
             if not latent.expands(step):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 cap = float(softcap or 0.0)
-                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, paged_kernel), None
+                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
             key, value = type(module).expand_kv(module, key[0], value[0])
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)

@@ -8,11 +8,12 @@ from typing import Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, UnknownKernel
 from attnops.hf.attention import attention_function
+from attnops.hf.continuous import PREFIX, continuous_function
 from attnops.hf.mask import MODES, Mode
 from attnops.hf.paged_mask import paged_mask_function
-from attnops.select import policy_key
+from attnops.kernel import kernels_of
 
 NAME = "attnops"
 """`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
@@ -31,6 +32,12 @@ class Options:
     cache: Kept = "hf"
 
 
+def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
+    """Raise UnknownKernel unless one of `ops` has a kernel of that name."""
+    if not any(kernel in kernels_of(op) for op in ops):
+        raise UnknownKernel(kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
+
+
 def register() -> None:
     """Make `attn_implementation="attnops"` known to transformers. `import attnops.hf` does it; calling it again changes nothing."""
     implementation(Options())
@@ -47,12 +54,13 @@ def implementation(options: Options) -> str:
         if value not in known:
             raise InvalidInput(field, repr(value), " | ".join(map(repr, known)))
     if options.kernel is not None:
-        op = "attention" if options.cache == "hf" else "mla_attention"
-        policy_key((f"{op}:{options.kernel}",), (), (), (), False)
+        check_kernel(options.kernel, ("attention",) if options.cache == "hf" else ("paged_attention", "mla_attention"))
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
     # A second registration would be another function object, and compiled code is guarded by the first.
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel))
         AttentionMaskInterface.register(name, paged_mask_function(options.mask))
+        packed = options.kernel if options.kernel in kernels_of("varlen_attention") else None
+        AttentionInterface.register(PREFIX + name, continuous_function(packed))
     return name

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import descriptor
-from attnops.hf.latent_cache import PagedLatentCache, Step
+from attnops.hf.latent_cache import PagedLatentCache
+from attnops.hf.on_pages import check_call, where
+from attnops.hf.paged_cache import Step
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import write_latent
@@ -55,15 +57,6 @@ def dims_of(module: Any) -> LatentDims:
 
 
 # While a model is patched ---------------------------------------------------------------------------------------------
-
-
-def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook of an attention module: its paged cache, whatever the argument is called, goes on to the attention function."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, PagedLatentCache):
-            kwargs["attnops_cache"] = value
-            break
-    return args, kwargs
 
 
 def let_through(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,18 +96,6 @@ def check_module(path: str, module: Any) -> None:
         raise PatchError(f'patch: cache="paged" got {name}, whose expand_kv does more than unfold latents by its kv_b_proj')
 
 
-def where(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """(device, dtype) that a module computes on and in. Weights that accelerate keeps elsewhere lie on meta until they are used."""
-    found = next((p for p in module.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1), None)
-    dtype = torch.get_default_dtype() if found is None else found.dtype
-    device = torch.device("cpu") if found is None else found.device
-    if device.type == "meta":
-        hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
-        runs_on = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), device)
-        device = torch.device("cuda", runs_on) if isinstance(runs_on, int) else torch.device(runs_on)
-    return device, dtype
-
-
 # The attention function's part ----------------------------------------------------------------------------------------
 
 
@@ -141,30 +122,18 @@ def begin(
     """
     if not isinstance(cache, PagedLatentCache):
         raise InvalidInput("attnops_cache", type(cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
-    if dropout > 0.0 and module.training:
-        raise InvalidInput("dropout", dropout, "0 with a paged cache: no kernel drops. Train without a cache, or call .eval()")
-    if is_causal is False:
-        raise InvalidInput("is_causal", False, "True with a paged cache")
-    for name, value in others:
-        if value is not None:
-            raise InvalidInput(name, type(value).__name__, "None with a paged cache")
-    if mask is None or mask.dtype != descriptor.DTYPE:
-        got = "None" if mask is None else f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
-        want = 'a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold no other pattern. Use cache="hf" for it'
-        raise InvalidInput("attention_mask", got, want)
-    found = descriptor.read(mask, query.shape[0])
-    if not found.causal:
-        raise InvalidInput("attention_mask", "bidirectional", "causal, with a paged cache")
+    found = check_call(module, query.shape[0], mask, dropout, is_causal, others)
     step = cache.step_of(module.layer_idx, found.start, query.shape[2], query.shape[1])
     pages = cache.pages_of(module.layer_idx)
-    write_latent(latent.flatten(0, 2).to(pages.dtype), rotated.flatten(0, 2).to(pages.dtype), pages, step.batch.slots)
+    slots = step.views[0].batch.slots
+    write_latent(latent.flatten(0, 2).to(pages.dtype), rotated.flatten(0, 2).to(pages.dtype), pages, slots)
     cache.wrote(module.layer_idx)
     return step
 
 
 def expands(step: Step) -> bool:
     """Does this step attend in expanded form? Only its own tokens are there, so that nothing need be gathered."""
-    return step.fresh and step.batch.max_seqlen_q > ABSORB_UP_TO
+    return step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO
 
 
 def absorbed(
@@ -189,7 +158,7 @@ def absorbed(
     with off:
         w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, latent)
         out = attend_absorbed(
-            dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.batch, scale=scale,
+            dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.views[0].batch, scale=scale,
             window_left=descriptor.read(mask, batch).window_left, softcap=softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

@@ -45,11 +45,13 @@ class Site:
 @dataclass
 class Match:
     """What of a model can be switched. sites: every attention module. configs: the config objects to switch. explicit: why the
-    model needs masks that are written out, if it does. shared: modules of other models that hold one of the configs."""
+    model needs masks that are written out, if it does. edits: which class computes with its masks, if one does. shared: modules of
+    other models that hold one of the configs."""
 
     sites: list[Site] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
     explicit: str | None = None
+    edits: str | None = None
     shared: int = 0
 
 
@@ -69,7 +71,9 @@ def match(model: nn.Module) -> Match:
         if below and all(site.reason is None for site in below):
             configs.setdefault(id(owner.config), owner.config)
     found.configs = list(configs.values())
-    found.explicit = _needs_masks(found.sites, [m for m in models.values() if id(m.config) in configs])
+    switched = [m for m in models.values() if id(m.config) in configs]
+    found.edits = _edits(found.sites, switched)
+    found.explicit = found.edits or _computes_by_itself(found.sites, switched)
     found.shared = _strangers(found.configs, model)
     return found
 
@@ -120,17 +124,18 @@ def _reads_masks_for_itself(site: Site, models: dict[str, PreTrainedModel]) -> b
     return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
 
 
-def _needs_masks(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
+def _edits(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
     for site in sites:
         if site.reason is None and site.usage and site.usage.edits_mask:
             return f"{type(site.module).__name__} edits its mask"
+    return next((f"{type(owner).__name__} edits its masks" for owner in models if _demands_masks(_class(owner))), None)
+
+
+def _computes_by_itself(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
     mine = {id(m.config) for m in models}
     for site in sites:
         if site.reason is not None and id(site.config) in mine:
             return f"{type(site.module).__name__} computes attention by itself"
-    for owner in models:
-        if _demands_masks(_class(owner)):
-            return f"{type(owner).__name__} edits its masks"
     return None
 
 

@@ -1,8 +1,9 @@
 """`patch(model, cache="paged")`: what it changes on a model, besides the attention function, and the caches it makes.
 
-Models of Multi-head Latent Attention only, so far: every attention module that transformers' interface reaches must have `expand_kv`, and
-what it does not reach may keep states of linear attention, but no keys. On each of those modules a hook and a method of the instance are
-set; on the model, the method by which `generate()` makes its cache. All are taken away again by `undo`.
+Either every attention module that transformers' interface reaches caches latents (`attnops.hf.latent`), or none does and those that have
+a cache keep keys and values (`attnops.hf.keyed`). What the interface does not reach may keep states of linear attention, but no keys. On
+each module that has pages a hook is set, and on those with latents a method of the instance; on the model, the method by which
+`generate()` makes its cache. All are taken away again by `undo`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import latent
-from attnops.hf.latent_cache import LatentPages, PagedLatentCache, Returned, Sizes, other_layers
+from attnops.hf import keyed, latent
+from attnops.hf.interface import check_kernel
+from attnops.hf.key_cache import DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
+from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
 from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
+from attnops.hf.on_pages import hand_over, where
+from attnops.hf.paged_cache import PagedModelCache, Returned, holds, other_layers
 from attnops.nn.absorb import HELD
 
 _PREPARE = "_prepare_cache_for_generation"
@@ -28,6 +33,9 @@ _SLOT = "_attnops_pages"
 MOST_FOR_BOTH = 2
 """Pages that fit two calls of generate() may be so many times those of the larger call."""
 
+AnyPages = LatentPages | KeyPages
+AnySizes = LatentSizes | KeySizes
+
 
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
@@ -35,9 +43,22 @@ class PagedMode:
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         sites = [site for site in found.sites if site.reason is None]
-        _refuse_others(owner, sites)
-        for site in sites:
-            latent.check_module(site.path, site.module)
+        owned: Any = owner
+        self.latents = any(latent.is_latent(site.module) for site in sites)
+        if self.latents:
+            _refuse_others(owner, sites)
+            for site in sites:
+                latent.check_module(site.path, site.module)
+        else:
+            if getattr(owned.config, "is_encoder_decoder", False):
+                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
+            sites = [site for site in sites if keyed.keeps_keys(site.module)]
+            if not sites:
+                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
+            if found.edits is not None:
+                raise PatchError(f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
+        if kernel is not None:
+            check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
         self.kernel, self.implementation = kernel, implementation
         self._owner: Any = owner
         modules: list[Any] = [site.module for site in sites]
@@ -46,6 +67,7 @@ class PagedMode:
         if len(set(self.layers)) != len(self.layers):
             got = f"layers {list(self.layers)} of {type(owner).__name__}"
             raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
+        self._windows = (0,) * len(self.layers) if self.latents else keyed.windows_of(owner, self._config(), self.layers)
         try:
             other_layers(self._config(), self.layers)
         except InvalidInput as error:
@@ -55,7 +77,8 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" got {type(owner).__name__} without {want}')
         self._hooks: list[RemovableHandle] = []
         self._own_prepare: Any = None
-        self._free: list[LatentPages] = []
+        self._free: list[AnyPages] = []
+        self._kept: tuple[KeyLayer, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": []}
@@ -63,12 +86,20 @@ class PagedMode:
     def _config(self) -> Any:
         return self._owner.config.get_text_config(decoder=True)
 
+    def form(self, module: nn.Module) -> str:
+        """How this module attends, in words for the report; nothing for one that has no pages."""
+        at = next((i for i, own in enumerate(self._modules) if own is module), None)
+        if at is None:
+            return ""
+        return latent.form(True) if self.latents else keyed.form(self._windows[at])
+
     def apply(self) -> None:
         """Set the hooks and the methods."""
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(latent.hand_over, with_kwargs=True))
-            # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
-            module.__dict__["expand_kv"] = functools.partial(latent.let_through, module)
+            self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
+            if self.latents:
+                # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
+                module.__dict__["expand_kv"] = functools.partial(latent.let_through, module)
         if hasattr(self._owner, "generate"):
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
@@ -94,56 +125,66 @@ class PagedMode:
         names = (module.config._attn_implementation_internal for module in self._modules)
         return next((str(name) for name in names if name != self.implementation), None)
 
-    def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedLatentCache:
+    def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
-        return self._over(LatentPages(self._sizes(rows, length), page_size))
+        return self._over(_pages(self._sizes(rows, length), page_size))
 
-    def lend(self, rows: int, length: int) -> PagedLatentCache:
+    def lend(self, rows: int, length: int, drafts: int = 0) -> PagedModelCache:
         """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
 
         They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
+        drafts: positions of a step that may be taken back, and for which there shall be room past `length`.
         """
-        wanted = self._sizes(rows, length)
+        wanted = self._sizes(rows, length + drafts, drafts)
         try:
             pages = self._free.pop()  # in one step, because two threads may ask
         except IndexError:
             pages = None
-        if pages is None or not pages.holds(wanted):
-            if pages is not None and pages.sizes[3:] == wanted[3:]:
-                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(length, pages.sizes.length))
+        if pages is None or not holds(pages.sizes, wanted):
+            if pages is not None and pages.sizes[2:] == wanted[2:]:
+                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(wanted.length, pages.sizes.length))
                 # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
-                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * length, pages.sizes.rows * pages.sizes.length):
+                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, pages.sizes.rows * pages.sizes.length):
                     wanted = both
             pages = None  # before the larger ones are made
-            pages = LatentPages(wanted)
+            pages = _pages(wanted)
         cache = self._over(pages)
         dropped = weakref.finalize(cache.state, _keep, self._free, pages)
         dropped.atexit = False
         cache.state.give_back = dropped
         return cache
 
-    def _over(self, pages: LatentPages) -> PagedLatentCache:
-        return PagedLatentCache(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
+    def _over(self, pages: AnyPages) -> PagedModelCache:
+        kind = PagedLatentCache if self.latents else PagedKeyCache
+        return kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
 
-    def _sizes(self, rows: int, length: int) -> Sizes:
+    def _sizes(self, rows: int, length: int, drafts: int = 0) -> AnySizes:
         module = self._modules[0]
-        places = {latent.where(module) for module in self._modules}
+        places = {where(module, self._owner) for module in self._modules}
         if len(places) > 1:
             got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
             raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
-        dims = latent.dims_of(module)
-        heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
-        return Sizes(len(self.layers), rows, length, dims.latent, dims.rope, heads, dtype, device, self.kernel)
+        if self.latents:
+            dims = latent.dims_of(module)
+            heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
+            return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel)
+        if self._kept is None:
+            self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
+        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, drafts))
 
 
-def _keep(free: list[LatentPages], pages: LatentPages) -> None:
+def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:
+    return LatentPages(sizes, page_size) if isinstance(sizes, LatentSizes) else KeyPages(sizes, page_size)
+
+
+def _keep(free: list[AnyPages], pages: AnyPages) -> None:
     # One set is enough for one conversation at a time; what more there is was for threads.
     if not free:
         free.append(pages)
 
 
-def give_back(cache: PagedLatentCache) -> None:
+def give_back(cache: PagedModelCache) -> None:
     """Take its pages from a cache that was lent, so that others may use them. Whoever still holds the cache gets an error."""
     state = cache.state
     if state.give_back is not None:
@@ -157,8 +198,8 @@ def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
         names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
         more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
         raise PatchError(
-            f'patch: cache="paged" takes models whose every attention is Multi-head Latent Attention (modules with expand_kv, '
-            f"which transformers has from 5.15). {type(owner).__name__} has others:\n  {names}{more}"
+            f'patch: cache="paged" takes models whose every attention caches latents, or none. {type(owner).__name__} has some with '
+            f"expand_kv, and others:\n  {names}{more}"
         )
 
 
@@ -174,10 +215,10 @@ def _prepare(
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
     elsewhere = mode.elsewhere()
-    if isinstance(given, PagedLatentCache):
+    if isinstance(given, PagedModelCache):
         if elsewhere is not None:
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            raise InvalidInput("past_key_values", f"PagedLatentCache with attention {elsewhere!r}", want)
+            raise InvalidInput("past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
         for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
             if got > most:
                 raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
@@ -188,7 +229,7 @@ def _prepare(
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
-            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length)
+            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length, _drafts(generation_config, generation_mode))
             if generation is not None:
                 generation.lent.append(cache)
             return None
@@ -196,3 +237,11 @@ def _prepare(
     own = mode._own_prepare
     call = functools.partial(type(owner)._prepare_cache_for_generation, owner) if own is None else own
     return call(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
+
+
+def _drafts(generation_config: Any, generation_mode: Any) -> int:
+    """The most positions of a step that may be taken back. They may reach past the last token that will be kept."""
+    if getattr(generation_mode, "value", generation_mode) != "assisted_generation":
+        return 0
+    asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    return max(DRAFTS, 1 + max(asked))

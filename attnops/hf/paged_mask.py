@@ -45,10 +45,13 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **others: Any,
     ) -> Tensor | None:
-        # Only a PagedLatentCache has an offset for each row.
+        # Only a cache of pages has an offset for each row.
         if isinstance(kv_offset, Tensor) and kv_offset.dim() == 1:
             call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
-            pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
+            # At one-token steps transformers forbids the skip of every cache that can be compiled. Of one token over a cache it edits no
+            # sliding pattern: packed texts have no cache, and blocks of an image come with the prompt.
+            skip = allow_is_causal_skip or (q_length == 1 and local_size is not None)
+            pattern = pattern_of(call, mask_function, local_size, skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is None or not pattern.causal:
                 raise InvalidInput("mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
             start = _padding(call, kv_offset)

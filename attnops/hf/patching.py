@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from attnops.errors import PatchError
 from attnops.hf import latent
 from attnops.hf.interface import Kept, Options, implementation
-from attnops.hf.latent_cache import PagedLatentCache
 from attnops.hf.mask import Mode, growing
 from attnops.hf.match import Match, Site, match
 from attnops.hf.paged import PagedMode, give_back
+from attnops.hf.paged_cache import PagedModelCache
 from attnops.hf.report import PATCHED, Report, Row, Verification
 from attnops.hf.verify import compare, output_of
 
@@ -35,9 +35,9 @@ class Patched:
         self.implementation = implementation(options)
         self._owner = owner
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
-        self._report = _report(model, self.implementation, options, found)
         self._own_generate: Any = None
         self._paged = PagedMode(owner, found, options.kernel, self.implementation) if options.cache == "paged" else None
+        self._report = _report(model, self.implementation, options, found, self._paged)
         # Whose generate() promises that its masks only grow.
         self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
         self.active = False
@@ -83,15 +83,15 @@ class Patched:
         """Every attention module with its status. `print` it, give it to rich, or take `.to_dict()`."""
         return self._report
 
-    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedLatentCache:
+    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
         """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
 
         `generate()` makes its own where it is given none. One that is made here can be kept over several calls, or used without
-        `generate()`.
+        `generate()`. Before the first one of a model without latents the model runs for one token, which tells what its layers keep.
 
         Args:
             max_batch: rows. max_length: positions of each, padding and tokens to come included.
-            page_size: tokens a page; None: negotiated, see `attnops.cache.page_size.negotiate_page_size`.
+            page_size: tokens a page; None: negotiated, see `attnops.cache.page_size`.
 
         Raises:
             PatchError: the model is patched otherwise, or not any more. InvalidInput: a number is no size. PageSizeConflict: the kernel
@@ -174,10 +174,10 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: 
             the call is plainly causal. "explicit": as dense, and never none; chosen by itself for a model whose code computes with
             its masks. "compact": lengths on every device; the host may wait for the device at each step to check the mask.
         cache: "hf": transformers' caches, whichever a call uses. "paged": `generate()` keeps its cache in pages that attnops owns, and
-            so does a call with a cache made by the handle; other caches work as before. For models of Multi-head Latent Attention
-            (DeepSeek-V2, V3 and their kin) and transformers from 5.15: the pages hold latents, and decode attends to them without
-            unfolding. They are allocated for the whole length, as a static cache, and kept from one `generate()` to the next. Masks may
-            have padding on the left only.
+            so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values, and of layers
+            with a sliding window no more than the window; of models of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with
+            transformers from 5.15) they hold latents, and decode attends to them without unfolding. They are allocated for the whole
+            length, as a static cache, and kept from one `generate()` to the next. Masks may have padding on the left only.
 
     Returns:
         The handle: `report()`, `verify(...)`, `new_cache(...)`, `unpatch()`. A second call on the same model returns the same handle.
@@ -207,9 +207,9 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: 
     return handle
 
 
-def _report(model: nn.Module, name: str, options: Options, found: Match) -> Report:
+def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None) -> Report:
     rows = tuple(
-        Row(site.path, type(site.module).__name__, PATCHED if site.reason is None else f"skipped: {site.reason}", _form(site, options))
+        Row(site.path, type(site.module).__name__, PATCHED if site.reason is None else f"skipped: {site.reason}", _form(site, paged))
         for site in found.sites
     )
     notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
@@ -222,5 +222,9 @@ def _report(model: nn.Module, name: str, options: Options, found: Match) -> Repo
     return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)
 
 
-def _form(site: Site, options: Options) -> str:
-    return latent.form(options.cache == "paged") if site.reason is None and latent.is_latent(site.module) else ""
+def _form(site: Site, paged: PagedMode | None) -> str:
+    if site.reason is not None:
+        return ""
+    if paged is not None:
+        return paged.form(site.module)
+    return latent.form(False) if latent.is_latent(site.module) else ""

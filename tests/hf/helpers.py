@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from attnops.hf import attention as attention_module
-from attnops.hf import latent, tiny
+from attnops.hf import keyed, latent, tiny
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)
@@ -150,6 +150,42 @@ def counted():
         yield calls
     finally:
         latent.absorbed, latent.expands = absorbed, expands
+
+
+# Models of ordinary attention over pages -------------------------------------------------------------------------------
+
+SLIDING = (*_SLIDING, "cohere2", "olmo3")
+"""Their layers have a window of 8, some of them or all."""
+
+UNPAGED = ("doge", "llama4")  # one edits its masks, one sees chunks
+KEYED = tuple(n for n in DECODERS if n not in (*LATENT, *UNPAGED))
+
+
+@contextmanager
+def over_pages():
+    """Within the block: how often a patched layer attended over pages, to its step's own tokens, and to copies beside them."""
+    calls = {"paged": 0, "alone": 0, "beside": 0}
+    paged, dense = keyed.paged_attention, keyed.dense_attention
+
+    def count_paged(*args, **kwargs):
+        calls["paged"] += 1
+        return paged(*args, **kwargs)
+
+    def count_dense(query, key, *args, **kwargs):
+        calls["alone" if query.shape[1] == key.shape[1] else "beside"] += 1
+        return dense(query, key, *args, **kwargs)
+
+    keyed.paged_attention, keyed.dense_attention = count_paged, count_dense
+    try:
+        yield calls
+    finally:
+        keyed.paged_attention, keyed.dense_attention = paged, dense
+
+
+def poison(cache):
+    """NaN wherever nothing is stored yet."""
+    for pages in (*cache.state.pages.k_pages, *cache.state.pages.v_pages):
+        pages.fill_(float("nan"))
 
 
 @torch.no_grad()

@@ -1,0 +1,97 @@
+"""`paged|attnops`: attention for transformers' continuous batching (`generate_batch`), which keeps its own cache of pages.
+
+That cache packs the requests of a step into one row. Its `update` writes what is new, and gives the keys and values that each request sees,
+gathered one request after the other: what `attnops.varlen_attention` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.errors import InvalidInput
+from attnops.hf.attention import check_others
+from attnops.ops.varlen import varlen_attention
+
+PREFIX = "paged|"
+"""What transformers puts before the name of an implementation for continuous batching."""
+
+# Of the step as a whole, or of which tokens' logits are wanted.
+_OF_THE_STEP = ("logits_indices", "logits_processor_args")
+
+Continuous = Callable[..., tuple[Tensor, None]]
+
+
+def continuous_function(kernel: str | None) -> Continuous:
+    """A function for `AttentionInterface.register`, under a name with `PREFIX`. kernel: of `varlen_attention`, forced; or None."""
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
+        cache: Any = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int | dict[str, int] = 0,
+        read_index: Any = None,
+        write_index: Any = None,
+        block_table: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of a step of continuous batching.
+
+        Args:
+            query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
+            cache: transformers' PagedAttentionCache. read_index, write_index: what it asks for in `update`.
+            cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
+            max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
+            scaling, softcap, s_aux, sinks, sliding_window: as in `attnops.hf.attention`.
+
+        Returns:
+            output `[1, T, Hq, Dv]`; None in place of attention weights.
+
+        Raises:
+            InvalidInput: there is no such cache, or an argument that would change the result and is not known here.
+        """
+        if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+            want = 'what generate_batch() passes. Use "attnops" for an ordinary forward'
+            raise InvalidInput("cache, cu_seq_lens_q, cu_seq_lens_k", "nothing", want)
+        for name, given in (("attention_mask", attention_mask), ("block_table", block_table)):
+            if given is not None:
+                raise InvalidInput(name, list(given.shape), "None: continuous batching says lengths to attnops")
+        if is_causal is False or (dropout > 0.0 and module.training):
+            raise InvalidInput("is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
+        check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
+        keys, values = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
+        )
+        # The cache says 1 of a layer without a window.
+        kept = cache.sliding_windows[module.layer_idx]
+        kind = "sliding_attention" if kept > 1 else "full_attention"
+        window = sliding_window or (kept if kept > 1 else 0)
+        cu_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
+        most: Any = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
+        if isinstance(scaling, Tensor):
+            query, scaling = query * scaling, 1.0
+        sinks = s_aux if sinks is None else sinks
+        output = varlen_attention(
+            query[0].transpose(0, 1), keys, values, cu_seq_lens_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=int(max_seqlen_q),
+            max_seqlen_k=int(most), scale=scaling, causal=True, window=(window - 1 if window else -1, -1), softcap=float(softcap or 0.0),
+            sinks=None if sinks is None else sinks.reshape(-1), kernel=kernel,
+        )  # fmt: skip
+        return output[None], None
+
+    return attention

@@ -1,0 +1,95 @@
+"""Patched Hugging Face models over pages on a real GPU: tokens of eager in changing batches, through generate's own compilation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
+CALLS = ((3, 14, 12), (2, 14, 12), (1, 30, 12), (3, 60, 30), (5, 20, 6), (2, 14, 12))
+"""Rows, length of the prompt, new tokens."""
+
+
+def asked(rows: int, length: int, new: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    ids = torch.randint(2, 100, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_over_pages_equals_eager(family: str, found: dict[str, Any]) -> None:
+    """generate() compiles decode with CUDA graphs by itself, as for static caches. What no request has stored holds NaN."""
+    import attnops
+    from attnops.hf import tiny
+
+    torch._dynamo.reset()
+    model = tiny.model(family).cuda().eval()
+    want = [model.generate(ids, **more) for ids, more in (asked(*call) for call in CALLS)]
+    with attnops.patch(model, cache="paged") as handle:
+        for call, tokens in zip(CALLS, want, strict=True):
+            ids, more = asked(*call)
+            assert torch.equal(model.generate(ids, **more), tokens), call
+        # Small pages, so that windows are shorter than the text.
+        for rows, length, new in CALLS[:4]:
+            ids, more = asked(rows, length, new)
+            cache = handle.new_cache(rows + 1, length + new, page_size=16 if family != "deepseek_v3" else 64)
+            pages = cache.state.pages
+            for pool in pages.latent_pages if family == "deepseek_v3" else (*pages.k_pages, *pages.v_pages):
+                pool[1 + rows * ((pool.shape[0] - 1) // (rows + 1)) :] = float("nan")  # those of the row that is not there
+            got = model.generate(ids, past_key_values=cache, **more)
+            assert torch.equal(got, want[CALLS.index((rows, length, new))]), (rows, length, new)
+    found.setdefault("hf_paged_tokens_equal", {})[family] = True
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
+    """Heads and head dim of Llama 3 8B, two layers, bfloat16: a decode step compiled whole, its kernels and its error."""
+    import attnops
+    from tests.hf.helpers import relative
+    from tests.lowering.models import compiled_code, kernel_calls
+
+    torch.manual_seed(batch)
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, vocab_size=1024
+    )
+    model = transformers.LlamaForCausalLM(config).cuda().eval()
+    ids, new = torch.randint(2, 1000, (batch, 1024 + 8), device="cuda"), 8
+
+    def run(call: Any, cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            out = [model(ids[:, :1024], past_key_values=cache, use_cache=True, logits_to_keep=1).logits.float()]
+            for at in range(1024, 1024 + new):
+                out.append(call(ids[:, at : at + 1].contiguous(), past_key_values=cache, use_cache=True).logits.float())
+        return torch.cat(out, 1)
+
+    exact = run(model, transformers.DynamicCache(config=config))
+    model.bfloat16()
+    eager = run(model, transformers.DynamicCache(config=config))
+    with attnops.patch(model, cache="paged") as handle:
+        step, box = torch.compile(model, fullgraph=True), []
+        _, code = compiled_code(lambda: box.append(run(step, handle.new_cache(batch, 1024 + new))))
+    errors = {"eager": relative(eager, exact), "ours": relative(box[0], exact)}
+    found.setdefault("llama_shape_over_pages", {})[f"batch_{batch}"] = {
+        "step": sorted(set(kernel_calls(code))), **{f"{name}_error": round(error, 5) for name, error in errors.items()},
+    }  # fmt: skip
+    assert errors["ours"] <= 1.5 * errors["eager"] + 2**-8
+
+
+def test_continuous_batching(found: dict[str, Any]) -> None:
+    """`paged|attnops` has the tokens of `paged|sdpa`."""
+    from attnops.hf import tiny
+
+    model = tiny.model("llama").cuda().eval()
+    prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 31, 9)]
+    options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    how = transformers.ContinuousBatchingConfig(block_size=32, num_blocks=16, max_batch_tokens=64, use_cuda_graph=False)
+    tokens = {}
+    for name in ("paged|sdpa", "paged|attnops"):
+        model.set_attn_implementation(name)
+        done = model.generate_batch(inputs=prompts, generation_config=options, continuous_batching_config=how, progress_bar=False)
+        tokens[name] = [done[request].generated_tokens for request in sorted(done)]
+    assert tokens["paged|attnops"] == tokens["paged|sdpa"]
+    found["hf_continuous_batching"] = True

@@ -1,0 +1,303 @@
+"""Models of ordinary attention over pages: eager's tokens and logits however one generates, windows that give their pages back."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import InvalidInput, NoGradient
+from attnops.hf import PagedKeyCache, keyed, paged, tiny
+from attnops.hf.key_cache import DRAFTS
+from tests.hf.helpers import (
+    KEYED,
+    LIMIT,
+    SLIDING,
+    STEPS,
+    by_hand,
+    eager_logits,
+    eager_tokens,
+    generated,
+    left_padded,
+    logits,
+    over_pages,
+    poison,
+    relative,
+    tokens,
+)
+
+LONG = 100
+# Prefill; single tokens; more than a window's pages have room for, over an empty cache and a filled one; a step of a few.
+TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (90, 91), (91, LONG))
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """generate() makes pages of 4 tokens, so that windows of 8 are shorter than the text."""
+    made = []
+    real = paged._pages
+
+    def small(sizes, page_size=None):
+        made.append(real(sizes, 4 if page_size is None else page_size))
+        for pages in (*made[-1].k_pages, *made[-1].v_pages):
+            pages.fill_(float("nan"))
+        return made[-1]
+
+    monkeypatch.setattr(paged, "_pages", small)
+    return made
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_tokens(name, small_pages):
+    model = tiny.model(name)
+    want = generated(model, new=5)
+    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
+        assert torch.equal(generated(model, new=5), want)
+        layers = sum(bool(row.form) for row in handle.report().patched)
+        assert calls == {"paged": 4 * layers, "alone": layers, "beside": 0}
+        assert torch.equal(generated(model, new=5), want), "with the pages of the call before"
+        assert len(small_pages) == 1
+
+
+@pytest.mark.parametrize("name", [*SLIDING, "llama", "gpt2", "qwen3_next"])
+def test_logits_of_long_texts(name):
+    """In pages, then in transformers' own cache, of a model that is patched for pages."""
+    model, ids, mask = tiny.model(name), tokens(3, LONG), left_padded(3, LONG)
+    want = logits(model, "dynamic", ids, mask, TURNS)
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(5, LONG, page_size=4)
+        poison(cache)
+        with over_pages() as calls:
+            assert relative(by_hand(model, cache, ids, mask, TURNS), want) < LIMIT
+        windowed = sum(cache.state.pages.windows[kind] > 0 for kind in cache.state.pages.kind)
+        assert calls["beside"] == windowed, "the step of 52 tokens, where the window is shorter than the text"
+        assert bool(windowed) == (name in SLIDING)
+        with over_pages() as calls:
+            assert relative(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8]) < LIMIT
+        assert not any(calls.values())
+
+
+CUTS = (((0, 1), (1, 60), (60, 61)), ((0, 60), (60, 92), (92, 93)), ((0, 2), (2, 35), (35, 68), (68, 69)), ((0, 70),))
+
+
+@pytest.mark.parametrize("steps", CUTS)
+def test_however_the_text_is_cut(steps):
+    model, end = tiny.model("mistral"), steps[-1][1]
+    ids, mask = tokens(3, end), left_padded(3, end, (3, 40, 0))
+    want = logits(model, "dynamic", ids, mask, steps)
+    with attnops.patch(model, cache="paged") as handle:
+        for size in (1, 4, 16):
+            cache = handle.new_cache(3, end, page_size=size)
+            poison(cache)
+            assert relative(by_hand(model, cache, ids, mask, steps), want) < LIMIT
+
+
+def test_pages_behind_the_window_are_used_again():
+    """A sliding layer's pages are those of the window and a few tokens, however long the text; layers of a kind share a table."""
+    model = tiny.model("gemma3")
+    with attnops.patch(model, cache="paged") as handle:
+        short, long = (handle.new_cache(2, length, page_size=4).state.pages for length in (100, 1000))
+    assert short.windows == long.windows == (8, 0) and short.kind == (0, 0, 1)
+    assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [11, 250]
+    assert 8 - 1 + DRAFTS <= (11 - 1) * 4 + 1, "wherever in a page the window begins"
+    assert [k.shape[0] for k in long.k_pages] == [23, 23, 501]
+
+
+def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
+    """Which of them would stay is not said: of a step longer than a window's pages the first tokens are not written."""
+    model, given = tiny.model("mistral"), []
+    real = keyed.write_kv
+
+    def spy(key, value, k_pages, v_pages, slots):
+        given.append(slots[slots >= 0])
+        real(key, value, k_pages, v_pages, slots)
+
+    monkeypatch.setattr(keyed, "write_kv", spy)
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, LONG, page_size=4)
+        by_hand(model, cache, tokens(3, LONG), left_padded(3, LONG), ((0, 60), (60, LONG)))
+    assert all(len(slots) == len(slots.unique()) for slots in given)
+    assert len(given[0]) == 3 * cache.state.pages.tables[0].shape[1] * 4, "as many as there is room for"
+
+
+def test_what_is_stored():
+    """Padding is not, and pages of rows that the batch has not are not touched."""
+    model = tiny.model("gpt_oss")
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(5, 60, page_size=4)
+        poison(cache)
+        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+        state = cache.state.pages
+        lengths = (cache.get_seq_length() - state.pad[:3]).tolist()
+        for layer in range(2):
+            for pages in cache.pages_of(layer):
+                assert torch.isfinite(pages).flatten(2).all(-1).sum() == sum(lengths)
+
+
+def test_a_request_without_any_token():
+    model, ids, mask = tiny.model("mistral"), tokens(), left_padded()
+    mask[2] = 0
+    want = logits(model, "dynamic", ids, mask, steps=STEPS[:3])
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 60, page_size=4)
+        poison(cache)
+        assert relative(by_hand(model, cache, ids, mask, STEPS[:3]), want) < LIMIT
+
+
+def test_half_precision_and_autocast():
+    model = tiny.model("llama").to(torch.bfloat16)
+    want = logits(model, "dynamic", tokens(), left_padded()).float()
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        assert cache.pages_of(0)[0].dtype == torch.bfloat16
+        assert relative(by_hand(model, cache, tokens(), left_padded()).float(), want) < 0.1
+    model = tiny.model("llama")
+    with torch.autocast("cpu", torch.bfloat16), attnops.patch(model, cache="paged") as handle:
+        ours = by_hand(model, handle.new_cache(3, 20), tokens(), left_padded())
+    assert relative(ours.float(), eager_logits("llama")) < 0.1
+
+
+# Ways to generate -----------------------------------------------------------------------------------------------------
+
+WAYS: list[dict[str, Any]] = [
+    {"prefill_chunk_size": 4},
+    {"prefill_chunk_size": 40},
+    {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 5},
+    {"prompt_lookup_num_tokens": 3, "rows": 1},
+    {"prompt_lookup_num_tokens": 50, "rows": 1},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=lambda options: "-".join(f"{k}_{v}" for k, v in options.items())[:32])
+def test_ways_to_generate(options, small_pages):
+    options = dict(options)
+    rows = options.pop("rows", 3)
+    model = tiny.model("gpt_oss")
+
+    def run():
+        torch.manual_seed(0)
+        more = {"max_new_tokens": 12, "do_sample": False, "attention_mask": left_padded(rows, 60), **options}
+        return model.generate(tokens(rows, 60), **more)
+
+    want = run()
+    with attnops.patch(model, cache="paged"), over_pages() as calls:
+        assert torch.equal(run(), want)
+    assert bool(calls["paged"]) == bool(small_pages) == ("use_cache" not in options and "cache_implementation" not in options)
+    assert all(pages.windows == (8, 0) for pages in small_pages)
+
+
+def test_assisted_generation(small_pages):
+    """The drafts that are rejected are taken back. The helper, patched too, keeps transformers' cache."""
+    model, helper = tiny.model("mistral"), tiny.model("mistral", seed=1)
+    one: dict[str, Any] = {"attention_mask": left_padded(1, 60), "max_new_tokens": 12, "do_sample": False}
+    want = model.generate(tokens(1, 60), assistant_model=helper, **one)
+    with attnops.patch(model, cache="paged"), attnops.patch(helper, cache="paged"), over_pages() as calls:
+        assert torch.equal(model.generate(tokens(1, 60), assistant_model=helper, **one), want)
+    assert calls["paged"] and len(small_pages) == 1
+
+
+def test_beam_search_keeps_transformers_cache():
+    model = tiny.model("gemma2")
+    want = generated(model, new=6, num_beams=2)
+    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
+        with pytest.warns(UserWarning, match="beam search"):
+            assert torch.equal(generated(model, new=6, num_beams=2), want)
+        assert not any(calls.values()) and any("but in beam search, as an assistant" in note for note in handle.report().notes)
+        with pytest.raises(InvalidInput, match="num_beams"):
+            generated(model, new=6, num_beams=2, past_key_values=handle.new_cache(6, 40))
+
+
+def test_turns():
+    """A second turn over the same cache, with the whole text given again; then the cache is emptied and used for another batch."""
+    model, options = tiny.model("gpt_oss"), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    mask = left_padded(3, 40)
+    first = model.generate(tokens(3, 40), attention_mask=mask, **options)
+    text = torch.cat([first, tokens(3, 4, seed=7)], 1)
+    longer = torch.cat([mask, mask.new_ones(3, 24)], 1)
+    second = model.generate(text, attention_mask=longer, **options)
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(4, 100, page_size=4)
+        poison(cache)
+        assert torch.equal(model.generate(tokens(3, 40), attention_mask=mask, past_key_values=cache, **options), first)
+        with over_pages() as calls:
+            assert torch.equal(model.generate(text, attention_mask=longer, past_key_values=cache, **options), second)
+        assert not calls["alone"], "the cache was not empty"
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        assert torch.equal(generated(model, past_key_values=cache), eager_tokens("gpt_oss"))
+
+
+def test_rollback():
+    model, ids, mask = tiny.model("mistral"), tokens(3, LONG), left_padded(3, LONG)
+    want = logits(model, "dynamic", ids, mask, ((0, 80), *((i, i + 1) for i in range(80, 84))))[-12:]
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 80 + DRAFTS, page_size=4)
+        by_hand(model, cache, ids, mask, ((0, 80),))
+        for drafts in (DRAFTS, 5):
+            by_hand(model, cache, tokens(3, 80 + drafts, seed=9), left_padded(3, 80 + drafts), ((80, 80 + drafts),))
+            cache.crop(torch.tensor(-drafts))
+        steps = tuple((i, i + 1) for i in range(80, 84))
+        assert relative(by_hand(model, cache, ids, mask, steps), want) < LIMIT
+        with pytest.raises(InvalidInput, match="window of 8 needs tokens whose pages were used again"):
+            cache.crop(-40)
+        assert int(cache.get_seq_length()) == 84, "nothing is forgotten"
+        cache.crop(-84)
+        assert relative(by_hand(model, cache, ids, mask, ((0, 80), *steps))[-12:], want) < LIMIT
+
+
+def test_a_step_that_ended_in_an_error():
+    """Half of the layers have its tokens: nothing goes on from there until they are taken back."""
+    model, ids, mask = tiny.model("gemma2"), tokens(), left_padded()
+
+    def fails(*_):
+        raise OSError
+
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 60, page_size=4)
+        with pytest.raises(NoGradient):
+            model(ids, past_key_values=cache)
+        cache.crop(-20)
+        by_hand(model, cache, ids, mask, ((0, 14),))
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails)
+        with pytest.raises(OSError):
+            by_hand(model, cache, ids, mask, ((14, 16),))
+        hook.remove()
+        longer = torch.cat([mask, mask.new_ones(3, 9)], 1)
+        with pytest.raises(InvalidInput, match="did not reach every layer"):
+            by_hand(model, cache, ids, longer, ((16, 17),))
+        cache.crop(-2)
+        ours = by_hand(model, cache, ids, mask, STEPS[1:])
+    assert relative(ours, eager_logits("gemma2")[-len(ours) :]) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_layers_of_other_kinds_keep_their_own_states(name):
+    """Whose shape is that of a batch, so that a reset makes them anew."""
+    model = tiny.model(name)
+    with attnops.patch(model, cache="paged") as handle:
+        assert sum(bool(row.form) for row in handle.report().rows) < model.config.num_hidden_layers
+        cache = handle.new_cache(4, 40)
+        by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
+        cache.reset()
+        assert torch.equal(generated(model, past_key_values=cache), eager_tokens(name))
+
+
+def test_a_cache_that_is_handed_out_stays_whole():
+    """What generate() returns belongs to the caller: the next call takes other pages."""
+    model = tiny.model("mistral")
+    with attnops.patch(model, cache="paged"):
+        cache = generated(model, return_dict_in_generate=True).past_key_values
+        assert isinstance(cache, PagedKeyCache)
+        before = cache.pages_of(0)[0].clone()
+        again = generated(model, return_dict_in_generate=True).past_key_values
+        assert again.pages_of(0)[0].data_ptr() != cache.pages_of(0)[0].data_ptr() and torch.equal(cache.pages_of(0)[0], before)
+        freed = again.pages_of(0)[0].data_ptr()
+        del again
+        gc.collect()
+        assert generated(model, return_dict_in_generate=True).past_key_values.pages_of(0)[0].data_ptr() == freed

@@ -1,0 +1,101 @@
+"""Models of ordinary attention over pages, compiled: whatever batch and length come, nothing is compiled again."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+import attnops
+from attnops.hf import tiny
+from tests.hf.helpers import LIMIT, Counter, by_hand, left_padded, logits, poison, relative, tokens
+from tests.lowering.models import compiled_code, kernel_calls
+
+# Rows, length of the prompt, new tokens. The first three, of each kind of batch, are what it takes to warm up.
+CALLS = ((3, 9, 4), (2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 70, 6), (1, 30, 40), (5, 20, 4), (3, 9, 4), (4, 50, 30), (1, 100, 5))
+
+
+def in_generate(model, rows, length, new, counter, **more):
+    mask = left_padded(rows, length, (0, 3, 1, 2, 0))
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "attention_mask": mask, **more}
+    if counter is not None:
+        how: Any = CompileConfig(fullgraph=True, backend=counter)
+        how.mode, how._compile_all_devices = None, True
+        options["compile_config"] = how
+    return model.generate(tokens(rows, length), **options)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    """transformers' wrapper of forward is one function for all models, and the compiler's limit is one a function."""
+    torch._dynamo.reset()
+
+
+def test_generate_does_not_recompile():
+    model = tiny.model("llama")
+    want = [in_generate(model, *call, None) for call in CALLS]
+    counter, graphs = Counter(), []
+    with attnops.patch(model, cache="paged"):
+        for call, tokens_of_eager in zip(CALLS, want, strict=True):
+            assert torch.equal(in_generate(model, *call, counter), tokens_of_eager)
+            graphs.append(len(counter))
+    assert graphs[2] == graphs[-1] == 3, graphs
+    for graph in counter.graphs:
+        called = [str(node.target) for node in graph.graph.nodes]
+        assert sum("paged_attention" in target for target in called) == sum("write_kv" in target for target in called) == 2
+        assert sum("slot_mapping" in target for target in called) == 1, "metadata are made once a step"
+
+
+def test_windows_that_give_pages_back_do_not_recompile():
+    """One table for the windows, one for what sees all; and no more graphs than that takes."""
+    model, calls = tiny.model("gpt_oss"), ((3, 60, 6), (2, 60, 6), (3, 70, 20), (2, 100, 9))
+    want = [in_generate(model, *call, None) for call in calls]
+    counter, graphs = Counter(), []
+    with attnops.patch(model, cache="paged") as handle:
+        for call, tokens_of_eager in zip(calls, want, strict=True):
+            cache = handle.new_cache(call[0] + 1, call[1] + call[2] + 5, page_size=4)
+            poison(cache)
+            assert torch.equal(in_generate(model, *call, counter, past_key_values=cache), tokens_of_eager)
+            graphs.append(len(counter))
+    assert graphs[1] == graphs[-1] == 2, graphs
+    assert sum("slot_mapping" in target for target in counter.targets()) == 2 * 2
+
+
+def test_a_loop_by_hand():
+    """The whole model compiled: prefill, decode, and a chunk that is longer than what a window's pages have room for."""
+    steps, ids, mask = ((0, 9), (9, 10), (10, 60)), tokens(2, 60), left_padded(2, 60)
+    model = tiny.model("mistral", num_hidden_layers=1)
+    want = logits(model, "dynamic", ids, mask, steps)
+    counter = Counter()
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 80, page_size=4)
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        for _ in range(2):
+            cache.reset()
+            poison(cache)
+            assert relative(by_hand(compiled, cache, ids, mask, steps), want) < LIMIT
+            assert len(counter) == len(steps)
+        # Where the host cannot look the device asserts: nothing wrong comes back.
+        cache.reset()
+        spoilt = mask.clone()
+        spoilt[0, 6] = 0
+        by_hand(compiled, cache, ids, mask, steps[:1])
+        with pytest.raises(RuntimeError, match="pages cannot follow"):
+            by_hand(compiled, cache, ids, spoilt, steps[1:2])
+
+
+def test_generated_code():
+    """A layer's decode step names its kernels, and nothing as large as the pages is allocated or copied."""
+    model, ids, mask = tiny.model("mistral", num_hidden_layers=1), tokens(2, 62), left_padded(2, 62)
+    want = logits(model, "dynamic", ids, mask, ((0, 60), (60, 61)))[-2:]
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 90, page_size=4)
+        by_hand(model, cache, ids, mask, ((0, 60),))
+        model.model.layers[0].self_attn.compile(fullgraph=True)
+        ours, code = compiled_code(lambda: by_hand(model, cache, ids, mask, ((60, 61),)))
+    assert relative(ours, want) < LIMIT
+    assert [call for call in kernel_calls(code) if "paged" in call] in (["paged_attention.sdpa"], ["paged_attention.reference"])
+    pages = tuple(cache.pages_of(0)[0].shape)
+    allocated = [tuple(map(int, re.findall(r"\d+", sizes))) for sizes in re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)]
+    assert allocated and pages not in allocated

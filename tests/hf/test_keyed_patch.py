@@ -1,0 +1,342 @@
+"""Models of ordinary attention over pages: what pages cannot hold is an error, which models they are for, what patching leaves behind."""
+
+import copy
+import io
+import json
+import threading
+import warnings
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import attnops
+from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
+from attnops.hf import PagedKeyCache, descriptor, tiny
+from attnops.hf import mask as masks
+from attnops.hf.on_pages import where
+from attnops.lowering.explain import packages_of_kernels
+from attnops.problem import Target, pretend
+from tests.hf.helpers import (
+    LIMIT,
+    STEPS,
+    by_hand,
+    eager_tokens,
+    generated,
+    left_padded,
+    logits,
+    over_pages,
+    relative,
+    tokens,
+)
+from tests.hf.test_latent_patch import everything, holes, right
+from tests.hf.test_robust import by_name
+
+# What pages cannot hold -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [holes, right])
+def test_masks_that_are_no_left_padding(spoil):
+    model, mask = tiny.model("gpt_oss"), left_padded()[:, :14]
+    spoil(mask)
+    want = logits(model, "dynamic", tokens(), mask, steps=((0, 14),))
+    with attnops.patch(model, cache="paged") as handle:
+        with pytest.raises(InvalidInput, match="attention_mask"):
+            generated(model, attention_mask=mask)
+        with pytest.raises(InvalidInput, match="attention_mask"):
+            by_hand(model, handle.new_cache(3, 14), tokens(), mask, ((0, 14),))
+        assert relative(logits(model, "dynamic", tokens(), mask, steps=((0, 14),)), want) < LIMIT, "with transformers' cache"
+
+
+def test_masks_that_change_and_rows_that_come_back():
+    model, ids, mask = tiny.model("gpt_oss"), tokens(), left_padded()
+    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, ids, mask, STEPS[:1])
+        with pytest.raises(InvalidInput, match="another padding"):
+            model(ids[:, 14:15], attention_mask=torch.ones_like(mask[:, :15]), past_key_values=cache)
+        by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
+        with pytest.raises(InvalidInput, match="rows that the last step had not"):
+            by_hand(model, cache, ids, mask, STEPS[3:4])
+
+
+def test_where_the_host_must_not_wait(monkeypatch):
+    """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    model, ids, mask = tiny.model("gpt_oss"), tokens(), left_padded()
+    with attnops.patch(model, cache="paged") as handle:
+        assert torch.equal(generated(model), eager_tokens("gpt_oss"))
+        cache = handle.new_cache(3, 16)
+        by_hand(model, cache, ids, mask, STEPS[:3])
+        with pytest.raises(RuntimeError, match="cache that is full"):
+            by_hand(model, cache, ids, mask, ((16, 17),))
+
+
+def test_room():
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged") as handle:
+        with pytest.raises(InvalidInput, match="rows"):
+            generated(model, past_key_values=handle.new_cache(2, 40))
+        with pytest.raises(InvalidInput, match="length"):
+            generated(model, past_key_values=handle.new_cache(3, 20))
+        with pytest.raises(InvalidInput, match="at most 16 positions"):
+            by_hand(model, handle.new_cache(3, 16), tokens(), left_padded())
+        with pytest.raises(InvalidInput):
+            handle.new_cache(0, 20)
+
+
+def test_a_mask_that_sees_more_than_the_pages_keep():
+    """A model that is told of another window than its config had when its pages were made."""
+    model = tiny.model("mistral")
+    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+        cache = handle.new_cache(3, 80, page_size=4)
+        for pattern in (descriptor.Pattern(True, 12), descriptor.Pattern(True, 0)):
+            mask = descriptor.build(pattern, 3, 0, 14, 0, 0, torch.device("cpu"))
+            with pytest.raises(InvalidInput, match=r"window of layer 0.*at most 8"):
+                model(tokens()[:, :14], attention_mask=mask, past_key_values=cache)
+
+
+def test_training():
+    """Gradients and dropout need transformers' cache, or none. With pages they are an error."""
+    model, ids = tiny.model("llama", attention_dropout=0.3), tokens(3, 9)
+    with attnops.patch(model, cache="paged") as handle:
+        model.train()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        cache = handle.new_cache(3, 9)
+        assert model.training, "a look at what the layers keep leaves the mode as it was"
+        with pytest.raises(InvalidInput, match="dropout"):
+            model(ids, past_key_values=cache)
+        model.eval()
+        with pytest.raises(NoGradient):
+            model(ids, past_key_values=handle.new_cache(3, 9))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_bigcode", "gemma2"])
+def test_a_consumer_that_does_not_know_pages_fails(name):
+    """Be it the mask function or the layer: never with numbers."""
+    model = tiny.model(name)
+    handle = attnops.patch(model, cache="paged")
+    cache = handle.new_cache(1, 20)
+    handle.unpatch()
+    with pytest.raises((RuntimeError, ValueError, IndexError)), torch.no_grad():
+        model(tokens(1), past_key_values=cache)
+
+
+def test_a_layer_that_does_not_ask_its_cache():
+    """It would see the new tokens alone."""
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged") as handle, torch.no_grad():
+        cache = handle.new_cache(1, 20)
+        cache.layers[1] = DynamicCache(config=model.config).layers[1]
+        with pytest.raises(InvalidInput, match="did not ask"):
+            model(tokens(1), past_key_values=cache)
+
+
+# Which models ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "doge": "DogeAttention edits its mask",
+    "llama4": "chunked attention",
+    "t5": "encoder-decoder",
+    "bart": "encoder-decoder",
+    "bert": "no attention of which is handed a cache",
+    "falcon": "nothing to patch",
+    "deepseek_v32": "indices",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_pages_cannot_serve(name):
+    model = tiny.model(name)
+    before = everything(model)
+    with pytest.raises(PatchError, match=REFUSED[name]):
+        attnops.patch(model, cache="paged")
+    assert everything(model) == before and model.config._attn_implementation == "eager"
+
+
+def test_layers_that_share_their_keys():
+    with pytest.raises(PatchError, match="num_kv_shared_layers=2"):
+        attnops.patch(tiny.model("gemma4", num_kv_shared_layers=2), cache="paged")
+
+
+def test_a_model_with_images():
+    """The text's layers have pages, the image's layers need none."""
+    model = tiny.model("llava")
+    want = generated(model, new=4)
+    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
+        assert torch.equal(generated(model, new=4), want)
+        forms = {bool(row.form) for row in handle.report().patched if "vision" in row.path}
+    assert calls["paged"] == 2 * 3 and forms == {False}
+
+
+def test_kernels():
+    model = tiny.model("llama")
+    with pytest.raises(UnknownKernel, match="mla_attention"):
+        attnops.patch(model, cache="paged", kernel="varlen")
+    with pytest.raises(UnknownKernel, match="op paged_attention"):
+        attnops.patch(model, cache="paged", kernel="flashmla")
+    with attnops.patch(model, cache="paged", kernel="reference") as handle:
+        assert torch.equal(generated(model), eager_tokens("llama"))
+        assert handle.new_cache(3, 20).state.pages.choice.takes.keys() == {"reference"}
+    model = tiny.model("llama", head_dim=64).to(torch.bfloat16)
+    with attnops.patch(model, cache="paged", kernel="xqa") as handle:
+        assert handle.new_cache(2, 100).state.pages.page_size in (16, 32, 64, 128)
+        with pytest.raises(PageSizeConflict):
+            handle.new_cache(2, 100, page_size=1)
+
+
+def test_report():
+    model = tiny.model("gemma3")
+    with attnops.patch(model, cache="paged") as handle:
+        report = handle.report()
+        assert [row.form.endswith("behind the window of 8 are used again") for row in report.patched] == [True, True, False]
+        assert all("decode and every later token over pages" in row.form for row in report.patched)
+        assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
+    with attnops.patch(model) as handle:
+        assert {row.form for row in handle.report().patched} == {""}
+
+
+def test_explain():
+    model = tiny.model("mistral")
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 100, page_size=4)
+        prefill = attnops.explain(model, tokens(), past_key_values=cache, quiet=True)
+        decode = attnops.explain(model, tokens()[:, :1], past_key_values=cache, target="sm90", quiet=True)
+        assert {site.decision.problem.op for site in prefill.sites} >= {"attention", "write_kv"}
+        ops = {site.decision.problem.op: site for site in decode.sites}
+        assert ops["paged_attention"].count == 2 and ops["paged_attention"].decision.problem.window == (7, -1)
+        assert ops["write_kv"].count == 2 and ops["slot_mapping"].count == 1, "metadata are made once a step"
+        assert int(cache.get_seq_length()) == 0, "nothing has run"
+
+
+# Other people's changes to a model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_unpatch_leaves_nothing(name):
+    model = tiny.model(name)
+    want = generated(model, new=3)  # which makes transformers note something on the model
+    before, weights = everything(model), {k: v.clone() for k, v in model.state_dict().items()}
+    handle = attnops.patch(model, cache="paged")
+    assert set(model.state_dict()) == set(weights)
+    generated(model, new=3)
+    handle.unpatch()
+    assert everything(model) == before and model.config._attn_implementation == "eager"
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert torch.equal(generated(model, new=3), want)
+
+
+def test_adapters():
+    """LoRA on what makes keys and values."""
+    peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
+    options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(tiny.model("llama"), options)
+    want = by_name(model)
+    handle = attnops.patch(model, cache="paged")
+    with over_pages() as calls:
+        assert torch.equal(by_name(model), want)
+        with model.disable_adapter():
+            assert torch.equal(by_name(model), by_name(tiny.model("llama")))
+    assert calls["paged"]
+    handle.unpatch()
+    assert torch.equal(by_name(model), want)
+
+
+def test_a_shard_of_the_heads():
+    """As tensor parallelism leaves a layer: half the heads in its weights, all of them in its config."""
+    model = tiny.model("llama")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for part, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+            linear = getattr(attention, part)
+            linear.weight = torch.nn.Parameter(linear.weight.detach().chunk(2, dim)[0].contiguous())
+    want = generated(model)
+    with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
+        assert torch.equal(generated(model), want)
+        assert handle.new_cache(1, 9).pages_of(0)[0].shape[2] == 1
+    assert calls["paged"]
+
+
+def test_offloading():
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate (extra dev) is not installed")
+    model = tiny.model("gpt_oss")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with attnops.patch(model, cache="paged"), over_pages() as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers: the model is on meta
+        assert torch.equal(generated(model), eager_tokens("gpt_oss"))
+    assert calls["paged"]
+
+
+def test_where_a_quantised_layer_computes():
+    """Weights of four bits have no dtype to tell, and lie where the model's others do."""
+    packed, model = torch.nn.Module(), torch.nn.Module()
+    packed.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    model.packed, model.norm = packed, torch.nn.LayerNorm(2, dtype=torch.bfloat16, device="meta")
+    assert where(packed, model)[1] == torch.bfloat16 and where(packed)[1] == torch.get_default_dtype()
+
+
+def test_pages_for_another_machine():
+    """Made as that machine's kernels want them, after a look at the model that runs here."""
+    model = tiny.model("llama", head_dim=64).to(torch.bfloat16)
+    with attnops.patch(model, cache="paged") as handle, pretend(Target.parse("sm90", packages_of_kernels())):
+        choice = handle.new_cache(2, 100).state.pages.choice
+    assert choice.target.arch == 90 and "triton" in choice.takes
+
+
+def test_threads():
+    model = tiny.model("gpt_oss")
+    got = [None, None]
+
+    def work(i):
+        got[i] = [generated(model) for _ in range(2)]
+
+    with attnops.patch(model, cache="paged"):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(one, eager_tokens("gpt_oss")) for some in got for one in some)
+
+
+def test_copies_and_pickles():
+    model = tiny.model("mistral")
+    handle = attnops.patch(model, cache="paged")
+    generated(model, new=2)
+    twin = copy.deepcopy(model)
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    loaded = torch.load(written, weights_only=False)
+    handle.unpatch()
+    for other in (twin, loaded):
+        with over_pages() as calls:
+            assert torch.equal(generated(other), eager_tokens("mistral"))
+        assert calls["paged"]
+        attnops.patch(other, cache="paged").unpatch()
+        assert not other.model.layers[0].self_attn._forward_pre_hooks
+        assert torch.equal(generated(other), eager_tokens("mistral"))
+
+
+def test_switched_to_another_implementation_while_patched():
+    """Whoever takes the model elsewhere in between gets what it gives, with transformers' caches."""
+    model = tiny.model("mistral")
+    with attnops.patch(model, cache="paged") as handle:
+        assert handle.verify(tokens(), attention_mask=left_padded()).passed
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(generated(model), eager_tokens("mistral"))
+        with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
+            generated(model, past_key_values=handle.new_cache(3, 40))
+
+
+def test_a_bare_model():
+    """Without generate() there is nothing to hook into: the cache is made by hand."""
+    model = tiny.model("gemma2")
+    bare = model.model
+    with torch.no_grad():
+        want = bare(tokens(), attention_mask=left_padded()).last_hidden_state[left_padded().bool()]
+        with attnops.patch(bare, cache="paged") as handle:
+            cache = handle.new_cache(3, 20)
+            assert isinstance(cache, PagedKeyCache)
+            ours = bare(tokens(), attention_mask=left_padded(), past_key_values=cache).last_hidden_state
+    assert relative(ours[left_padded().bool()], want) < LIMIT
