@@ -33,6 +33,9 @@ class Device(Protocol):
     def begin(self) -> None:
         """From here on work is recorded and not done."""
 
+    def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One op between the two."""
+
     def end(self) -> Graph:
         """The end of what `begin` began."""
 
@@ -89,6 +92,10 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._open = graph
+
+    def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op: its kernels find the stream in capture."""
+        return op(*args, **kwargs)
 
     def end(self) -> Graph:
         """End it."""
