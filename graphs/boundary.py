@@ -15,6 +15,8 @@ from attnops.ops.plan_mla import PLAN as PLAN_MLA
 from attnops.select import choose, parse_policy
 
 HOST_PLANS = (PLAN.name, PLAN_MLA.name)
+OUTSIDE = "marked outside"
+DATA = "depends on data"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,22 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
             return Break(kernel.op, kernel.name, "planned by the host")
         if kernel.op in eager:
             return Break(kernel.op, kernel.name, "asked for")
+    elif (name := getattr(target, _MARK, None)) is not None:
+        return Break(name, "", OUTSIDE)
     elif isinstance(target, torch._ops.OpOverload):
         if torch.Tag.cudagraph_unsafe in target.tags:
             return Break(str(target), "", "tagged cudagraph_unsafe")
         if target._schema.name in eager:
             return Break(str(target), "", "asked for")
     return None
+
+
+_MARK = "_attnops_outside"
+
+
+def mark(function: Any, name: str) -> None:
+    """Calls of `function` may not be captured."""
+    setattr(function, _MARK, name)
 
 
 def pinned(kernel: Kernel, policy: str) -> str:

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from attnops.errors import AttnopsError, NotCapturable
-from attnops.graphs.boundary import Break, break_of, kernel_of
+from attnops.graphs.boundary import OUTSIDE, Break, break_of, kernel_of, mark
 from attnops.graphs.device import Device
 from attnops.graphs.pieces import Recorded
 
@@ -49,7 +50,7 @@ class Breaks(TorchDispatchMode):
         found = break_of(func, kernel_of(func, args, kwargs), self._eager)
         if found is not None:
             return self.between(found, func, args, kwargs)
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        if _depends_on_data(func, args, kwargs):
             raise NotCapturable(str(func), "what follows depends on data; mark the function around it with attnops.graphs.outside")
         out = self._device.call(func, args, kwargs)
         self._made.update(t.untyped_storage().data_ptr() for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
@@ -87,6 +88,18 @@ class Breaks(TorchDispatchMode):
         return self._device.weak(tensor) if tensor.untyped_storage().data_ptr() in self._made else tensor
 
 
+def _depends_on_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Is the value given to Python, or the shape another for other values?"""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    # The tag is the op's. By whole numbers the result is as long as the index, and a known length is no question.
+    if func is torch.ops.aten.index.Tensor:
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return kwargs.get("output_size") is None
+
+
 def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collection[str] = ()) -> Any:
     """Capture `run`, broken where it has to be. Returns the tensors that every replay fills.
 
@@ -107,22 +120,40 @@ def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collec
     return out
 
 
-def outside(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, which `breakable` runs outside of graphs at every step, e.g. because its control flow depends on data.
+def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) -> Callable[..., R]:
+    """`function`, which runs outside of graphs at every step, e.g. because its control flow depends on data.
 
-    It takes tensors and returns tensors of shapes that do not depend on data. Anywhere else it is `function` itself; a model under
-    `piecewise` needs none, for its compiler sees what depends on data.
+    Args:
+        function: takes tensors and returns tensors, of shapes that do not depend on data. It may be the method of a module.
+        fake: results of the right shapes, strides and dtypes for the same arguments, for the compiler, which does not look into the
+            function. Default: one tensor as the first argument that is one, contiguous.
+
+    Returns:
+        What to call instead. Outside of `piecewise` and `breakable` it is `function`, but that torch.compile does not look into it.
     """
+    from torch._dynamo import allow_in_graph
+
+    def opaque(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
+            return (fake or _like_first)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    name = getattr(function, "__qualname__", type(function).__name__)
+    mark(opaque, name)
+    allow_in_graph(opaque)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
+            return opaque(*args, **kwargs)
         mode = next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, Breaks)), None)
         if mode is None or mode._asleep:
             return function(*args, **kwargs)
-        name = getattr(function, "__qualname__", type(function).__name__)
-        found: R = mode.between(Break(name, "", "marked outside"), function, args, kwargs)
-        return found
+        return mode.between(Break(name, "", OUTSIDE), function, args, kwargs)
 
     return call
+
+
+def _like_first(*args: Any, **kwargs: Any) -> Any:
+    first: Tensor = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+    return torch.empty_like(first, memory_format=torch.contiguous_format)

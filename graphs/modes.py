@@ -164,20 +164,16 @@ class Compiled:
 
     def plain(self, kind: Kind, values: Values) -> Any:
         """The compiled pieces and what lies between them."""
-        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.exc import Unsupported, UserError
 
         try:
             with _tracing():
                 return self._compiled[kind](*self._given(kind, values))
-        except Unsupported as e:
-            raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
         except Exception as e:
-            # Raised while compiling, it is wrapped by torch.
-            inner = e
-            while inner is not None and not isinstance(inner, AttnopsError):
-                inner = getattr(inner, "inner_exception", None) or inner.__cause__
-            if inner is not None and inner is not e:
-                raise inner from e
+            if (ours := _ours(e)) is not None and ours is not e:
+                raise ours from e
+            if isinstance(e, (Unsupported, UserError)):
+                raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
             raise
 
     def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
@@ -239,11 +235,21 @@ class Compiled:
         return call
 
 
+def _ours(error: BaseException | None) -> AttnopsError | None:
+    """The error of attnops that torch's compiler has wrapped, if there is one."""
+    while error is not None and not isinstance(error, AttnopsError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
+
+
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Sizes of 1 are sizes as any other, values of tensors are traced, and steps of other models do not count as recompilations."""
-    import torch.fx.experimental._config as shapes
     from torch._dynamo import config as dynamo
+    from torch.fx.experimental import _config
+
+    # torch adds `patch` when the module is loaded.
+    shapes: Any = _config
 
     traced = dynamo.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16)
     with shapes.patch(backed_size_oblivious=True), traced:

@@ -88,12 +88,11 @@ class Program:
                 _between(part, env, into)
             # Later pieces may lie where this one's values lay; what is read between graphs is read before that happens again.
             for name in {n for n in made if last.get(n, -1) <= i and n in env} - kept:
-                value = env[name]
-                if name not in outside:
-                    del env[name]
-                elif isinstance(value, Tensor):
-                    env[name] = device.weak(value)
-        return _filled(self.split.results, env)
+                _let_go(env, name, name in outside, device)
+        results = _filled(self.split.results, env)
+        for name in kept & made:
+            _let_go(env, name, name in outside, device)
+        return results
 
     def _capture(self, part: Part, env: dict[str, Any], device: Device, into: Recorded) -> None:
         piece, given = self.pieces[part.name], [env[n] for n in part.inputs]
@@ -109,6 +108,13 @@ class Program:
 
     def _bound(self, flat: tuple[Any, ...]) -> dict[str, Any]:
         return {**self.split.constants, **dict(zip(self.split.inputs, flat, strict=True))}
+
+
+def _let_go(env: dict[str, Any], name: str, read_again: bool, device: Device) -> None:
+    if not read_again:
+        del env[name]
+    elif isinstance(env[name], Tensor):
+        env[name] = device.weak(env[name])
 
 
 def _is_name(x: Any) -> bool:

@@ -65,7 +65,7 @@ class Report:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table, its head first."""
-        lines = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
+        lines: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
         for r in self.rows:
             between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
             lines.append(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attnops.graphs.boundary import Break, break_of, kernel_of, pinned
+from attnops.graphs.boundary import DATA, Break, break_of, kernel_of, pinned
 
 # What starts no kernel may stand on either side of a boundary, and an allocation before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
@@ -99,7 +99,10 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
     by_part: dict[str, list[Break]] = {}
     for node, found in breaks.items():
-        by_part.setdefault(f"submod_{where[node]}", []).append(found)
+        told = by_part.setdefault(f"submod_{where[node]}", [])
+        # Sizes and assertions about them go with the call that they are of.
+        if not told or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
+            told.append(found)
     return _described(whole, by_part)
 
 
@@ -124,6 +127,9 @@ def _allocates(node: fx.Node) -> bool:
 def _break_at(node: fx.Node, eager: Collection[str]) -> Break | None:
     if node.op in ("placeholder", "output", "get_attr"):
         return None
+    if isinstance(node.target, torch._ops.OpOverloadPacket) and (node.target.overloads() == ["default"] or _is_ours(node.target)):
+        # A call by the op's name alone. Ours have an overload a kernel, all of one schema.
+        node.target = node.target.default
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
@@ -132,8 +138,12 @@ def _break_at(node: fx.Node, eager: Collection[str]) -> Break | None:
         return found
     if any(map(_depends_on_data, (*node.all_input_nodes, node))):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return Break(name, "", "depends on data")
+        return Break(name, "", DATA)
     return None
+
+
+def _is_ours(packet: Any) -> bool:
+    return bool(packet._qualified_op_name.startswith("attnops::"))
 
 
 def _depends_on_data(node: fx.Node) -> bool:
@@ -163,7 +173,13 @@ def _partition(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> dict[fx.Node, i
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node in breaks:
+        if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
+            # What crosses between parts are tensors, whose addresses can be fixed, and no tuples of them.
+            if node.args[0] in where:
+                where[node] = where[node.args[0]]
+            else:
+                waiting.append(node)
+        elif node in breaks:
             part += begun and not outside
             outside = begun = True
             for free in waiting:
