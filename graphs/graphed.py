@@ -123,7 +123,7 @@ class Graphed:
             kind, tokens, requests = sizes(self._roles, values)
             bucket = self.buckets.find(kind, tokens, requests)
             if bucket is not None and self._guard is not None and self._inputs is not None:
-                self._guard.check(self._roles.fixed(values))
+                self._guard.check(values)
                 self._inputs.check(values)
             entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
             if entry is None:
@@ -231,7 +231,8 @@ class Graphed:
             self._inputs = Inputs(self._roles, self.buckets, values, width)
             pools = () if self._cache is None else self._cache._pools
             watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
-            self._guard = Guard(self._roles.fixed(values), watched)
+            fixed = self._roles.fixed(values)
+            self._guard = Guard(fixed, watched, len(values) - len(fixed))
         device = self._device
         fixed = self._roles.fixed(values)
         with device.session():

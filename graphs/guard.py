@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnops.errors import ReplayMismatch, StaleGraph
-from attnops.select import active_policy
+
+# Read where it lies: a function that hands it out costs more than the read.
+from attnops.select import _ACTIVE
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
@@ -21,34 +23,37 @@ class Guard:
     The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too.
     """
 
-    def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor]) -> None:
-        self.policy = active_policy()
+    def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
+        """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
+        self.policy = _ACTIVE.key
         self._fixed = dict(fixed)
+        self._items, self._count = tuple(self._fixed.items()), len(self._fixed) + others
         named = {f"{n}{path}": leaf for n, v in fixed.items() for path, leaf in _leaves(v) if isinstance(leaf, Tensor)}
         known = {id(t) for t in named.values()}
         self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
+        self._where = [t.data_ptr for t in self._tensors]
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._every = list(range(len(self._tensors)))
 
-    def check(self, fixed: Mapping[str, Any]) -> None:
-        """Raises StaleGraph that names what differs."""
-        if active_policy() != self.policy:
-            raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
-        if fixed.keys() != self._fixed.keys():
-            raise StaleGraph("arguments", sorted(fixed), sorted(self._fixed))
-        for name, value in fixed.items():
-            if value is not self._fixed[name]:
-                self._compare(name, value)
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
+        if _ACTIVE.key != self.policy:
+            raise StaleGraph("policy", repr(_ACTIVE.key), repr(self.policy))
+        if len(values) != self._count or not values.keys() >= self._fixed.keys():
+            raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
+        for name, value in self._items:
+            if values[name] is not value:
+                self._compare(name, values[name])
         if not self._unmoved():
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
                 if t.data_ptr() != pointer:
                     raise StaleGraph(name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
     def _unmoved(self) -> bool:
-        if _equal_pointers is not None and len(self._tensors) > 8:
+        if _equal_pointers is not None:
             return bool(_equal_pointers(self._tensors, self._pointers, self._every))
-        return [t.data_ptr() for t in self._tensors] == self._pointers
+        return [where() for where in self._where] == self._pointers
 
     def _compare(self, name: str, value: Any) -> None:
         ours, theirs = _leaves(self._fixed[name]), _leaves(value)

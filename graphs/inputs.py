@@ -74,12 +74,13 @@ class Inputs:
         with ordinary():
             self._rows = {n: _like(rows_of(n, values), tokens) for n in roles.tokens}
             self._rows |= {n: _like(rows_of(n, values), requests) for n in roles.requests}
-            self._kinds = [(n, t.dtype, t.device, t.shape[1:]) for n, t in self._rows.items()]
+            self._kinds = [(n, t.dtype, t.device, t.dim(), t.shape[1:]) for n, t in self._rows.items()]
             self._batch: PagedBatch | None = None
             if roles.batch is not None:
                 given: PagedBatch = values[roles.batch]
                 columns = max(width, given.page_table.shape[1])
                 device = given.page_table.device
+                self._width, self._device = columns, device
                 self._batch = PagedBatch(
                     page_table=torch.zeros((requests, columns), dtype=torch.int32, device=device),
                     seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
@@ -112,17 +113,17 @@ class Inputs:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises StaleGraph: a tensor by row, or the page table, is not of the kind that was captured."""
-        for name, dtype, device, rest in self._kinds:
+        for name, dtype, device, dims, rest in self._kinds:
             given = rows_of(name, values)
-            if given.dtype is not dtype or given.device != device or given.shape[1:] != rest:
+            if given.dtype is not dtype or given.device != device or given.dim() != dims or (dims > 1 and given.shape[1:] != rest):
                 raise StaleGraph(name, _kind(given), _kind(self._rows[name]))
         if self._batch is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
-            if batch.page_table.shape[1] > self._batch.page_table.shape[1]:
-                got, want = batch.page_table.shape[1], self._batch.page_table.shape[1]
-                raise StaleGraph(f"{self.roles.batch}.page_table", f"{got} columns", f"at most {want}")
-            if batch.page_table.device != self._batch.page_table.device:
-                raise StaleGraph(f"{self.roles.batch}.page_table", batch.page_table.device, self._batch.page_table.device)
+            table = batch.page_table
+            if table.size(1) > self._width:
+                raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self._width}")
+            if table.device != self._device:
+                raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
             if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
                 raise StaleGraph(f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
 

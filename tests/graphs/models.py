@@ -21,15 +21,15 @@ def boundary():
 
 
 class Decoder(nn.Module):
-    def __init__(self, layers=3, kernel=None, mlp=None):
+    def __init__(self, layers=3, kernel=None, mlp=None, head_dim=D):
         super().__init__()
-        rope = RotaryEmbedding(D)
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        rope, hidden = RotaryEmbedding(head_dim), HEADS * head_dim
+        self.embed = nn.Embedding(VOCAB, hidden)
         self.layers = nn.ModuleList(
-            SelfAttention(HIDDEN, HEADS, KV_HEADS, D, qk_norm=True, rope=rope, kernel=kernel) for _ in range(layers)
+            SelfAttention(hidden, HEADS, KV_HEADS, head_dim, qk_norm=True, rope=rope, kernel=kernel) for _ in range(layers)
         )
-        self.mlps = nn.ModuleList((mlp or (lambda: nn.Linear(HIDDEN, HIDDEN)))() for _ in range(layers))
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.mlps = nn.ModuleList((mlp or (lambda: nn.Linear(hidden, hidden)))() for _ in range(layers))
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, tokens, batch, k_pages, v_pages):
         hidden = self.embed(tokens)
@@ -44,10 +44,10 @@ def decoder(layers=3, **more):
     return Decoder(layers, **more).eval()
 
 
-def paged_cache(layers=3, pages=64, requests=8, width=8, device="cpu", dtype=torch.float32):
+def paged_cache(layers=3, pages=64, requests=8, width=8, device="cpu", dtype=torch.float32, page=PAGE, head_dim=D):
     """A cache whose every page, the null page included, is NaN until it is written."""
     cache = PagedCache(
-        layers, pages, PAGE, KV_HEADS, D, max_requests=requests, max_pages_per_request=width, dtype=dtype, device=device
+        layers, pages, page, KV_HEADS, head_dim, max_requests=requests, max_pages_per_request=width, dtype=dtype, device=device
     )
     for pool in (*cache.k_pages, *cache.v_pages):
         pool.fill_(float("nan"))
