@@ -186,6 +186,10 @@ class Graphed:
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
+        every = self.options.check_every
+        due = every > 0 and (entry.replays + 1) % every == 0
+        if due:
+            self._check_lengths(values)
         self._inputs.load(entry.bucket, values)
         if entry.planned is not None:
             self._plan_again(entry)
@@ -193,8 +197,7 @@ class Graphed:
             step()
         entry.replays += 1
         out = self._cut(entry, tokens, requests)
-        every = self.options.check_every
-        if every and entry.replays % every == 0:
+        if due:
             self._compared += 1
             # Eager writes the same cache slots again, so what the graphs gave is kept first.
             kept = pytree.tree_map_only(Tensor, torch.clone, out)
@@ -206,6 +209,14 @@ class Graphed:
         rows = tokens if self.options.returns == "tokens" else requests
         outputs = [x[:rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)]
         return pytree.tree_unflatten(outputs, entry.spec)
+
+    def _check_lengths(self, values: Values) -> None:
+        """No request is longer than its row of the captured page table can say. Waits for the device."""
+        if self._cache is None or self._roles.batch is None or self._inputs is None:
+            return
+        lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
+        if lengths.numel() and int(lengths.max()) > most:
+            raise StaleGraph(f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
 
     def _plan_again(self, entry: Entry) -> None:
         """The metadata that is made outside of graphs, of the batch as padded, into the buffers that were captured."""

@@ -64,13 +64,13 @@ def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
 class Inputs:
     """Buffers for the arguments by row, and for a batch, made like those of a first call and as long as the largest bucket.
 
-    width: columns of the page table; a call may bring fewer and never more.
+    width: columns of the page table, at least; a call may bring fewer and never more.
     """
 
     def __init__(self, roles: Roles, buckets: Buckets, values: Mapping[str, Any], width: int = 0) -> None:
         self.roles, self.buckets = roles, buckets
         tokens, requests = buckets.most
-        self._prefix: tuple[()] | None = None
+        self.width = width
         with ordinary():
             self._rows = {n: _like(rows_of(n, values), tokens) for n in roles.tokens}
             self._rows |= {n: _like(rows_of(n, values), requests) for n in roles.requests}
@@ -80,7 +80,7 @@ class Inputs:
                 given: PagedBatch = values[roles.batch]
                 columns = max(width, given.page_table.shape[1])
                 device = given.page_table.device
-                self._width, self._device = columns, device
+                self.width, self._device = columns, device
                 self._batch = PagedBatch(
                     page_table=torch.zeros((requests, columns), dtype=torch.int32, device=device),
                     seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
@@ -120,8 +120,8 @@ class Inputs:
         if self._batch is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
             table = batch.page_table
-            if table.size(1) > self._width:
-                raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self._width}")
+            if table.size(1) > self.width:
+                raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
             if table.device != self._device:
                 raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
             if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):

@@ -244,13 +244,15 @@ def _ours(error: BaseException | None) -> AttnopsError | None:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Sizes of 1 are sizes as any other, values of tensors are traced, and steps of other models do not count as recompilations."""
+    """Sizes of 1 are sizes as any other, values of tensors are traced, and steps of other models change nothing for this one."""
     from torch._dynamo import config as dynamo
     from torch.fx.experimental import _config
 
     # torch adds `patch` when the module is loaded.
     shapes: Any = _config
 
-    traced = dynamo.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16)
+    traced = dynamo.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16, automatic_dynamic_shapes=False
+    )
     with shapes.patch(backed_size_oblivious=True), traced:
         yield

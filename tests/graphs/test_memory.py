@@ -1,9 +1,11 @@
 """What graphs take is measured and bounded before a capture, told afterwards, and given back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnops.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch
+from attnops.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
 from attnops.graphs import Bucket, Buckets, Report, breakable, piecewise
 from attnops.graphs.boundary import Break
 from attnops.graphs.report import Row
@@ -145,6 +147,15 @@ def test_every_so_many_replays_are_compared(mode):
     with pytest.raises(ReplayMismatch, match=r"decode x2, output 0: got an error of") as e:
         pair.step(**example(pair))
     assert e.value.error > e.value.allowed > 0
+
+
+def test_lengths_past_the_width_are_seen_by_the_comparison():
+    pair = Pair(breakable, check_every=2)
+    pair.step(**example(pair))
+    given = example(pair)
+    given["batch"] = replace(given["batch"], seq_lens=torch.tensor([3, 33], dtype=torch.int32))
+    with pytest.raises(StaleGraph, match=r"batch.seq_lens: got 33 tokens, want at most 32"):
+        pair.step(**given)
 
 
 def test_lost_numbers_are_a_mismatch():

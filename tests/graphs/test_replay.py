@@ -180,6 +180,23 @@ def test_all_sizes_are_one_trace():
     assert pair.step._method.traces == {"decode": 1, "mixed": 1}
 
 
+def test_a_bucket_of_one():
+    pair = Pair(piecewise, Buckets(decode=(1,)))
+    pair.agree("a")
+    pair.agree("b")
+
+
+def test_another_model_of_other_sizes_is_traced_once_too():
+    """Traces do not learn from each other which sizes change."""
+    for layers, pages in ((1, 64), (1, 16)):
+        pair = Pair(piecewise, Buckets(decode=(2, 16)), layers=layers)
+        pair.cache, pair.twin = paged_cache(layers, pages), paged_cache(layers, pages)
+        pair.step._cache = pair.cache
+        pair.agree("ab")
+        pair.agree("a")
+        assert pair.step._method.traces == {"decode": 1}
+
+
 @pytest.mark.slow
 def test_inductor():
     """Pieces compiled by Inductor, three however many layers there are."""
