@@ -11,6 +11,7 @@ from attnops.graphs.boundary import Break
 from attnops.graphs.report import Row
 from tests.graphs.helpers import MODES, Pair
 from tests.graphs.models import BOUNDARY, boundary
+from tests.graphs.standin import storage
 
 
 def example(pair, names="yz", new=1):
@@ -39,6 +40,8 @@ def test_memory_of_pieces_serves_later_ones(mode):
     pair.step.capture(**example(pair))
     first, *rest = pair.device.graphs
     assert not first.over and all(g.over for g in rest[1:])
+    large, small = pair.step._entries.values()
+    assert storage(large.outputs[0]) in {storage(t) for t in rest[-1].over}  # results too
     small, large = pair.step.report().rows[::-1]
     assert len(small.bytes_of) == len(large.bytes_of) == 3
     for names in ("abcd", "ab", "abc", "a"):

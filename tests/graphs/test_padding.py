@@ -67,7 +67,10 @@ def test_what_a_bucket_holds_besides_a_batch():
     pair.agree("abcd")
     batch, _ = pair.batches("ab", 1)
     pair.call(pair.step, pair.cache, torch.ones(2, dtype=torch.long), batch)
-    held = pair.step._inputs.of(next(iter(pair.step._entries)))["batch"]
+    [bucket] = [b for b in pair.step._entries if b.kind == "decode"]
+    rows = pair.step._inputs.of(bucket)
+    held = rows["batch"]
+    assert rows["tokens"].tolist() == [1, 1, 0, 0]
     assert held.padded and held.seq_lens[2:].tolist() == [0, 0] and held.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
     assert held.slots[2:4].tolist() == [-1, -1] and not held.page_table[2:].any() and not held.positions[2:4].any()
 

@@ -90,6 +90,23 @@ def test_layers_that_differ_are_compiled_each():
     assert pair.step.report().compiled == {"decode": 4}
 
 
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_layers_of_other_numbers_are_compiled_each():
+    factors = iter((2.0, 2.0, 3.0, 2))
+    pair = Pair(piecewise, model=decoder(4, kernel=BOUNDARY, mlp=lambda: Times(next(factors))))
+    splits(pair)
+    # First, those of 2.0, that of 3.0, and last.
+    assert pair.step.report().compiled == {"decode": 4}
+
+
 class Rows(nn.Module):
     """Adds to the rows that are positive, found by their indices."""
 
