@@ -65,6 +65,10 @@ class Device(Protocol):
         """Bytes of the device that are taken, to be compared with a later answer."""
         ...
 
+    def settle(self) -> None:
+        """Wait until whatever was replayed is done."""
+        ...
+
 
 class CudaGraphs:
     """CUDA's graphs, captured on a stream of their own into one pool.
@@ -160,3 +164,7 @@ class CudaGraphs:
         """As the driver sees it: the graphs' own nodes count, and so does what other processes take meanwhile."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
+
+    def settle(self) -> None:
+        """A graph may not be destroyed while it runs."""
+        torch.cuda.synchronize(self.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.paged import Pages
+from attnops.cache.paged import Pages, ordinary
 from attnops.errors import InvalidInput, OverBudget, StaleGraph
 from attnops.graphs.buckets import Bucket, Buckets, Kind
 from attnops.graphs.device import CudaGraphs, Device
@@ -165,6 +165,8 @@ class Graphed:
 
     def free(self) -> None:
         """Give back all graphs and buffers; results handed out before are void. What is compiled is kept, and a call captures anew."""
+        if self._device is not None and self._entries:
+            self._device.settle()
         for entry in self._entries.values():
             for graph in entry.recorded.graphs:
                 graph.reset()
@@ -246,7 +248,8 @@ class Graphed:
             self._guard = Guard(fixed, watched, len(values) - len(fixed))
         device = self._device
         fixed = self._roles.fixed(values)
-        with device.session():
+        # Whatever mode the caller is in, what is traced and captured is not of it.
+        with device.session(), ordinary():
             if bucket.kind not in self._prepared:
                 largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
                 self._method.prepare(bucket.kind, self._static(largest, fixed)[0])

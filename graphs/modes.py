@@ -55,7 +55,8 @@ def piecewise(
             are zeros, which must not matter to the others, as under causal attention they do not.
         tokens, requests: names of the arguments that have a row for every new token, or request. They are copied at every call. All other
             arguments have to be the same at every call, e.g. a cache's pages.
-        returns: what the first dim of results counts; rows of nobody are cut off. "whole": nothing is.
+        returns: what the first dim of results counts; rows of nobody are cut off of all tensors that are as long as the bucket. "whole":
+            nothing is.
         cache: the cache that the model's batches come from. Its pages may then not move, and captured page tables are as wide as its own.
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.

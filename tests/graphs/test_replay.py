@@ -181,6 +181,20 @@ def test_all_sizes_are_one_trace():
     assert pair.step._method.traces == {"decode": 1, "mixed": 1}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_caller_change_nothing(mode):
+    """Captured in inference mode, called outside of it, and the other way round."""
+    pair = Pair(mode, Buckets(decode=(1, 2)))
+    with torch.inference_mode():
+        pair.agree("ab")
+    pair.agree("ab")
+    pair.agree("a")
+    with torch.inference_mode():
+        pair.agree("a")
+    if mode is piecewise:
+        assert pair.step._method.traces == {"decode": 1}
+
+
 def test_a_bucket_of_one():
     pair = Pair(piecewise, Buckets(decode=(1,)))
     pair.agree("a")
