@@ -43,10 +43,11 @@ FAMILIES = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("mode", [piecewise, breakable])
 def test_grouped_experts_lie_in_the_graph(mode, family):
     pair = Pair(mode, BUCKETS, model=model_of(family, "grouped_mm"))
-    pair.agree("abc", [2, 5, 3])
+    if mode is breakable:
+        pair.agree("abc", [2, 5, 3])
     for names in ("abc", "b", "ca"):
         pair.agree(names)
-    assert pair.step.report().modes == {"mixed": "whole", "decode": "whole"}
+    assert set(pair.step.report().modes.values()) == {"whole"}
 
 
 @FAMILIES

@@ -215,12 +215,12 @@ def test_another_model_of_other_sizes_is_traced_once_too():
 @pytest.mark.slow
 def test_inductor():
     """Pieces compiled by Inductor, three however many layers there are."""
-    pair = Pair(piecewise, layers=5, kernel=BOUNDARY, opaque=True)
+    pair = Pair(piecewise, layers=4, kernel=BOUNDARY, opaque=True)
     pair.agree("abc")
     pair.agree("ab")
     pair.agree("a")
     report = pair.step.report()
-    assert report.compiled == {"decode": 3} and report.parts == {"decode": 6}
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 5}
 
 
 def test_without_a_batch():
