@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import Pages
@@ -151,6 +152,7 @@ class Compiled:
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _cache: dict[Any, Piece] = field(default_factory=dict)
     _into: tuple[Device, Recorded] | None = None
+    _open: set[str] = field(default_factory=set)
 
     def splits(self) -> dict[str, Split]:
         """By kind: where the model was cut."""
@@ -160,7 +162,13 @@ class Compiled:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
         began = time.perf_counter()
         self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: self._backend(kind, gm), fullgraph=True)
-        self.plain(kind, values)
+        try:
+            self.plain(kind, values)
+        except ConstraintViolationError:
+            # The model tells some size from the others, mostly 1: then such a size is traced by itself when it is met.
+            self._open.add(kind)
+            self.traces[kind] = 0
+            self.plain(kind, values)
         self.compile_seconds += time.perf_counter() - began
 
     def plain(self, kind: Kind, values: Values) -> Any:
@@ -170,6 +178,12 @@ class Compiled:
         try:
             with _tracing():
                 return self._compiled[kind](*self._given(kind, values))
+        except ConstraintViolationError as e:
+            if kind in self._open:
+                lines = [line.strip() for line in str(e).splitlines()]
+                told = next((line for line in lines if line.startswith("- ")), lines[0])
+                raise NotCapturable("the model", f"it takes one size only: {told.removeprefix('- ')}") from e
+            raise
         except Exception as e:
             if (ours := _ours(e)) is not None and ours is not e:
                 raise ours from e
@@ -205,21 +219,29 @@ class Compiled:
 
     def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
         """The values, with the sizes that differ by bucket marked."""
-        rest = {n: v for n, v in values.items() if n != self.roles.batch}
         tokens, requests = self.buckets.most
-        rows: list[tuple[Tensor, int]] = [(rest[n], 0) for n in self.roles.tokens]
-        per_request: list[tuple[Tensor, int]] = [(rest[n], 0) for n in self.roles.requests]
+
+        def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
+            # Marks are on an object, and one that was marked otherwise before would keep them.
+            found = tensor.detach()
+            if differs:
+                bounds = {} if kind in self._open else {"min": 1 + more, "max": max(tokens, requests) + more}
+                torch._dynamo.mark_dynamic(found, 0, **bounds)
+            return found
+
+        # In mixed batches the page table has as many rows in every bucket.
+        decode = kind == "decode"
+        rest = {n: v for n, v in values.items() if n != self.roles.batch}
+        rest |= {n: marked(rest[n]) for n in self.roles.tokens} | {n: marked(rest[n], decode) for n in self.roles.requests}
         tables: tuple[Any, ...] = ()
         padded, prefix = True, None
         if self.roles.batch is not None:
             b: PagedBatch = values[self.roles.batch]
-            tables = (b.page_table, b.seq_lens, b.cu_seqlens_q, b.slots, b.positions, b.plan, b.workspace)
-            rows += [(b.slots, 0), (b.positions, 0)]
-            per_request += [(b.page_table, 0), (b.seq_lens, 0), (b.cu_seqlens_q, 1)]
+            tables = (
+                marked(b.page_table, decode), marked(b.seq_lens, decode), marked(b.cu_seqlens_q, decode, 1), marked(b.slots),
+                marked(b.positions), b.plan, b.workspace,
+            )  # fmt: skip
             padded, prefix = b.padded, b.prefix
-        # In mixed batches the page table has as many rows in every bucket.
-        for tensor, more in rows + (per_request if kind == "decode" else []):
-            torch._dynamo.mark_dynamic(tensor, 0, min=1 + more, max=max(tokens, requests) + more)
         return rest, tables, padded, prefix
 
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import attnops
-from attnops.errors import BatchTooLarge, InvalidInput, StaleGraph
+from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, boundary, decoder, paged_cache
+from tests.graphs.standin import StandIn
 
 KERNELS = [None, BOUNDARY]
 
@@ -199,6 +200,22 @@ def test_a_bucket_of_one():
     pair = Pair(piecewise, Buckets(decode=(1,)))
     pair.agree("a")
     pair.agree("b")
+
+
+def test_a_model_that_tells_one_from_several_is_traced_for_each():
+    def forward(tokens):
+        return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
+
+    step = piecewise(forward, Buckets(tokens=(1, 2, 4)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    for n in (3, 1, 2, 4, 1):
+        close(step(torch.ones(n)), forward(torch.ones(n)))
+    assert step._method.traces == {"mixed": 2}
+
+
+def test_a_model_of_one_size_is_refused():
+    step = piecewise(lambda tokens: tokens + torch.arange(4.0), Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn())
+    with pytest.raises(NotCapturable, match=r"the model: cannot be captured, it takes one size only: .*4"):
+        step(torch.ones(3))
 
 
 def test_another_model_of_other_sizes_is_traced_once_too():
