@@ -134,5 +134,53 @@ class TooManyRequests(CacheError):
         self.limit = limit
 
 
+class GraphError(AttnopsError, RuntimeError):
+    """Base of what `attnops.graphs` raises. Nothing was replayed, and nothing in the cache has changed."""
+
+
+class BatchTooLarge(GraphError, ValueError):
+    """A batch is larger than the largest bucket of its kind, and the policy is not to run it without graphs."""
+
+    def __init__(self, kind: str, field: str, got: int, largest: int) -> None:
+        want = f"at most {largest}, the largest bucket" if largest else "a bucket for such batches"
+        super().__init__(f"{kind} batch: {field} got {got}, want {want}; give Buckets more, or over='eager'")
+        self.kind, self.field, self.got, self.largest = kind, field, got, largest
+
+
+class StaleGraph(GraphError):
+    """What a graph was captured with is not what it is called with: replayed, it would read what is no longer there."""
+
+    def __init__(self, field: str, got: object, want: object) -> None:
+        super().__init__(f"{field}: got {got}, want {want}, as captured; call free() to capture anew")
+        self.field, self.got, self.want = field, got, want
+
+
+class NotCapturable(GraphError):
+    """Something can neither lie in a graph nor be left out of it."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: cannot be captured, {why}")
+        self.what, self.why = what, why
+
+
+class OverBudget(GraphError):
+    """Graphs would take more memory than they may. All figures in bytes; `need` is measured by running the bucket without a graph."""
+
+    def __init__(self, bucket: object, need: int, held: int, budget: int) -> None:
+        super().__init__(
+            f"{bucket}: got a need of {need} bytes beside {held} held by graphs, want at most {budget} in all; "
+            "drop the bucket, raise budget_bytes, or give over_budget='drop'"
+        )
+        self.bucket, self.need, self.held, self.budget = bucket, need, held, budget
+
+
+class ReplayMismatch(GraphError):
+    """A replay's result is not that of the same call without graphs. Found by `check_every`, after the replay."""
+
+    def __init__(self, bucket: object, output: str, error: float, allowed: float) -> None:
+        super().__init__(f"{bucket}, output {output}: got an error of {error:.3g} against eager, want at most {allowed:.3g}")
+        self.bucket, self.output, self.error, self.allowed = bucket, output, error, allowed
+
+
 class PatchError(AttnopsError, RuntimeError):
     """A model cannot be patched as asked."""

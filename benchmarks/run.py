@@ -6,6 +6,7 @@ overhead: what a call through attnops costs. direct: against the vendors' own ca
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
 mla: one attention layer of DeepSeek-V3, see mla.py.
+graphs: a decode step of a Llama-3-8B shape in every mode of CUDA graphs.
 tune: the table of measured times, written as table.json beside the results; a regret suite in the same run goes by it.
 """
 
@@ -19,7 +20,8 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
+LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240, "graphs": 540}
+FILES = {"triton": "triton_vendors", "graphs": "graphs_of_a_step"}  # a triton.py or graphs.py on the path would hide what has the name
 DEFAULT = {"cuda": "overhead,direct,regret", "cpu": "overhead"}
 
 
@@ -34,7 +36,7 @@ def main() -> int:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     failed = []
     for suite in suites:
-        file = "triton_vendors" if suite == "triton" else suite  # a triton.py on the path would be imported for the package
+        file = FILES.get(suite, suite)
         command = [sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), "--device", given.device]
         if suite == "regret" and "tune" in suites:
             command += ["--table", str(folder_of(given.device) / "table.json")]

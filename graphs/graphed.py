@@ -1,0 +1,324 @@
+"""`Graphed`: a model called as ever, which answers from graphs."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import Pages, ordinary
+from attnops.errors import InvalidInput, OverBudget, StaleGraph
+from attnops.graphs.buckets import Bucket, Buckets, Kind
+from attnops.graphs.device import CudaGraphs, Device
+from attnops.graphs.guard import Guard, compare
+from attnops.graphs.inputs import Inputs, Roles, Values, sizes
+from attnops.graphs.pieces import Recorded
+from attnops.graphs.report import Report, Row
+
+Progress = Callable[[int, int, str], None]
+"""Told (captured so far, all, the bucket just captured)."""
+
+
+class Method(Protocol):
+    """How a step becomes graphs."""
+
+    compile_seconds: float
+
+    def prepare(self, kind: Kind, values: Values) -> None:
+        """Once for a kind of batch, with the inputs of its largest bucket."""
+        ...
+
+    def plain(self, kind: Kind, values: Values) -> Any:
+        """The step on these inputs, without graphs, as it will be captured."""
+        ...
+
+    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+        """The step into `into`. Returns the outputs that every replay fills."""
+        ...
+
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """By kind: (how many pieces differ, how many there are)."""
+        ...
+
+
+@dataclass
+class Entry:
+    """A captured bucket."""
+
+    bucket: Bucket
+    values: Values
+    recorded: Recorded
+    outputs: list[Any]
+    spec: Any
+    seconds: float
+    planned: PagedBatch | None = None
+    replays: int = 0
+    rows: tuple[int, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `piecewise`."""
+
+    returns: Literal["tokens", "requests", "whole"] = "tokens"
+    budget_bytes: int | None = None
+    over_budget: Literal["raise", "drop"] = "raise"
+    check_every: int = 0
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
+            if getattr(self, name) not in words:
+                raise InvalidInput(name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        if self.check_every < 0:
+            raise InvalidInput("check_every", self.check_every, "an int >= 0, 0 for never")
+
+
+class Graphed:
+    """A model that is called as before and replays graphs. Made by `piecewise` and `breakable`, where its arguments are described.
+
+    What a call returns are views of memory that the next call writes: use or copy them before. Not to be called from two threads.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        method: Method,
+        roles: Roles,
+        buckets: Buckets,
+        options: Options,
+        *,
+        cache: Pages | None = None,
+        prepare: Callable[[PagedBatch], PagedBatch] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self.model, self.buckets, self.options = model, buckets, options
+        self._method, self._roles, self._cache, self._prepare, self._device = method, roles, cache, prepare, device
+        self._names, more = _parameters(model)
+        unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
+        if unknown and not more:
+            raise InvalidInput("batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
+        self._entries: dict[Bucket, Entry] = {}
+        self._prepared: set[Kind] = set()
+        self._inputs: Inputs | None = None
+        self._guard: Guard | None = None
+        self._eager_calls = self._compared = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result for this call.
+
+        Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch, and what the model raises when it is
+        compiled or captured. In all cases but the last nothing was written to the cache.
+        """
+        with torch.no_grad():
+            values = self._named(args, kwargs)
+            kind, tokens, requests = sizes(self._roles, values)
+            bucket = self.buckets.find(kind, tokens, requests)
+            if bucket is not None and self._guard is not None and self._inputs is not None:
+                self._guard.check(values)
+                self._inputs.check(values)
+            entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
+            if entry is None:
+                # Dropped for want of memory just now, or over the largest.
+                if bucket is not None and (bucket := self.buckets.find(kind, tokens, requests)) is not None:
+                    return self(**values)
+                self._eager_calls += 1
+                return self.model(**values)
+            return self._replay(entry, values, tokens, requests)
+
+    def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
+        """Capture every bucket now, largest first. The arguments are those of any call: only their kinds matter, and nothing is stored.
+
+        progress: told after every bucket; `attnops.graphs.bar()` draws one. Raises as a call does.
+        """
+        with torch.no_grad():
+            values = self._named(args, kwargs)
+            sizes(self._roles, values)
+            wanted = self.buckets.all()
+            for done, bucket in enumerate(wanted, 1):
+                if bucket not in self._entries and bucket not in self.buckets.dropped:
+                    self._captured(bucket, values)
+                if progress is not None:
+                    progress(done, len(wanted), str(bucket))
+        return self.report()
+
+    def report(self) -> Report:
+        """What was captured and what it took."""
+        made = self._method.pieces()
+        rows = tuple(
+            Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
+            for e in self._entries.values()
+        )
+        return Report(
+            rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._method.compile_seconds,
+            self._inputs.bytes if self._inputs else 0, self._eager_calls, tuple(sorted(self.buckets.dropped, reverse=True)),
+            self.options.budget_bytes, self._compared,
+        )  # fmt: skip
+
+    def free(self) -> None:
+        """Give back all graphs and buffers; results handed out before are void. What is compiled is kept, and a call captures anew."""
+        if self._device is not None and self._entries:
+            self._device.settle()
+        for entry in self._entries.values():
+            for graph in entry.recorded.graphs:
+                graph.reset()
+        self._entries.clear()
+        self._inputs = self._guard = None
+        self.buckets = replace(self.buckets, dropped=frozenset())
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+        if not args:
+            return kwargs
+        if len(args) > len(self._names):
+            raise InvalidInput("arguments", f"{len(args)} without a name", f"at most {len(self._names)}: {', '.join(self._names)}")
+        values = dict(zip(self._names, args, strict=False))
+        if twice := values.keys() & kwargs.keys():
+            raise InvalidInput("arguments", sorted(twice), "each once")
+        return {**values, **kwargs}
+
+    # Replay --------------------------------------------------------------------------------------------------------------------
+
+    def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
+        assert self._inputs is not None
+        every = self.options.check_every
+        due = every > 0 and (entry.replays + 1) % every == 0
+        if due:
+            self._check_lengths(values)
+        self._inputs.load(entry.bucket, values)
+        if entry.planned is not None:
+            self._plan_again(entry)
+        for step in entry.recorded.steps:
+            step()
+        entry.replays += 1
+        out = self._cut(entry, tokens, requests)
+        if due:
+            self._compared += 1
+            # Eager writes the same cache slots again, so what the graphs gave is kept first.
+            kept = pytree.tree_map_only(Tensor, torch.clone, out)
+            compare(entry.bucket, kept, self.model(**values), self.options.tolerance)
+            return kept
+        return out
+
+    def _cut(self, entry: Entry, tokens: int, requests: int) -> Any:
+        rows = tokens if self.options.returns == "tokens" else requests
+        outputs = [x[:rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)]
+        return pytree.tree_unflatten(outputs, entry.spec)
+
+    def _check_lengths(self, values: Values) -> None:
+        """No request is longer than its row of the captured page table can say. Waits for the device."""
+        if self._cache is None or self._roles.batch is None or self._inputs is None:
+            return
+        lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
+        if lengths.numel() and int(lengths.max()) > most:
+            raise StaleGraph(f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
+
+    def _plan_again(self, entry: Entry) -> None:
+        """The metadata that is made outside of graphs, of the batch as padded, into the buffers that were captured."""
+        assert self._prepare is not None and self._roles.batch is not None and entry.planned is not None
+        new, old = self._prepare(entry.planned), entry.values[self._roles.batch]
+        for name in ("plan", "workspace"):
+            got, want = getattr(new, name), getattr(old, name)
+            if (got is None) != (want is None) or (got is not None and (got.shape, got.device) != (want.shape, want.device)):
+                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _shape(got), _shape(want))
+            if got is not None and got.data_ptr() != want.data_ptr():
+                if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
+                    raise StaleGraph(f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+                want.copy_(got)
+
+    # Capture -------------------------------------------------------------------------------------------------------------------
+
+    def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
+        """Capture one bucket on rows of nobody. None: dropped for want of memory."""
+        if self._device is None:
+            self._device = CudaGraphs(_first(self._roles, values).device)
+        if self._inputs is None:
+            width = 0 if self._cache is None else self._cache.page_table.shape[1]
+            self._inputs = Inputs(self._roles, self.buckets, values, width)
+            pools = () if self._cache is None else self._cache._pools
+            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
+            fixed = self._roles.fixed(values)
+            self._guard = Guard(fixed, watched, len(values) - len(fixed))
+        device = self._device
+        fixed = self._roles.fixed(values)
+        # Whatever mode the caller is in, what is traced and captured is not of it.
+        with device.session(), ordinary():
+            if bucket.kind not in self._prepared:
+                largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
+                self._method.prepare(bucket.kind, self._static(largest, fixed)[0])
+                self._prepared.add(bucket.kind)
+            began = time.perf_counter()
+            static, planned = self._static(bucket, fixed)
+            need = device.measured(lambda: self._method.plain(bucket.kind, static))
+            if not self._fits(bucket, need):
+                return None
+            recorded = Recorded()
+            with _undone_on_error(recorded):
+                out = self._method.record(bucket.kind, static, device, recorded)
+            leaves, spec = pytree.tree_flatten(out)
+            # The outputs' memory may serve the next bucket's graphs too.
+            outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
+            del out, leaves
+        count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.options.returns]
+        rows = tuple(int(isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
+        seconds = time.perf_counter() - began
+        entry = Entry(bucket, static, recorded, outputs, spec, seconds, planned, rows=rows)
+        self._entries[bucket] = entry
+        return entry
+
+    def _static(self, bucket: Bucket, fixed: Mapping[str, Any]) -> tuple[Values, PagedBatch | None]:
+        """The bucket's inputs, holding nothing; and the batch that `prepare` is given, where there is one."""
+        assert self._inputs is not None
+        self._inputs.neutral(bucket)
+        static = {**fixed, **self._inputs.of(bucket)}
+        name = self._roles.batch
+        if self._prepare is None or name is None:
+            return static, None
+        bare = static[name]
+        planned = self._prepare(bare)
+        static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
+        return static, bare
+
+    def _fits(self, bucket: Bucket, need: int) -> bool:
+        budget = self.options.budget_bytes
+        held = sum(sum(e.recorded.bytes_of) for e in self._entries.values())
+        # Graphs share their pool, so a bucket needs no more than is held already, unless it is larger.
+        if budget is None or max(need, held) <= budget:
+            return True
+        if self.options.over_budget == "raise":
+            raise OverBudget(bucket, need, held, budget)
+        self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
+        return False
+
+
+@contextmanager
+def _undone_on_error(recorded: Recorded) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for graph in recorded.graphs:
+            graph.reset()
+        raise
+
+
+def _first(roles: Roles, values: Values) -> Tensor:
+    found: Tensor = values[(*roles.tokens, *roles.requests)[0]]
+    return found
+
+
+def _shape(t: Tensor | None) -> str:
+    return "None" if t is None else f"{list(t.shape)} on {t.device}"
+
+
+def _parameters(model: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """The model's parameters by name, and whether it takes others too."""
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)

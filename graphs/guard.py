@@ -1,0 +1,110 @@
+"""What is compared before every replay, so that a graph never reads what is no longer there; and the comparison with eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attnops.errors import ReplayMismatch, StaleGraph
+
+# Read where it lies: a function that hands it out costs more than the read.
+from attnops.select import _ACTIVE
+
+_equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+class Guard:
+    """The circumstances of a capture: the arguments that are not copied, further tensors that the model reads, and the policy.
+
+    The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too.
+    """
+
+    def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
+        """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
+        self.policy = _ACTIVE.key
+        self._fixed = dict(fixed)
+        self._items, self._count = tuple(self._fixed.items()), len(self._fixed) + others
+        named = {f"{n}{path}": leaf for n, v in fixed.items() for path, leaf in _leaves(v) if isinstance(leaf, Tensor)}
+        known = {id(t) for t in named.values()}
+        self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
+        self._tensors = list(self._watched.values())
+        self._where = [t.data_ptr for t in self._tensors]
+        self._pointers = [t.data_ptr() for t in self._tensors]
+        self._every = list(range(len(self._tensors)))
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
+        if _ACTIVE.key != self.policy:
+            raise StaleGraph("policy", repr(_ACTIVE.key), repr(self.policy))
+        if len(values) != self._count or not values.keys() >= self._fixed.keys():
+            raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
+        for name, value in self._items:
+            if values[name] is not value:
+                self._compare(name, values[name])
+        if not self._unmoved():
+            for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
+                if t.data_ptr() != pointer:
+                    raise StaleGraph(name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
+
+    def _unmoved(self) -> bool:
+        if _equal_pointers is not None:
+            return bool(_equal_pointers(self._tensors, self._pointers, self._every))
+        return [where() for where in self._where] == self._pointers
+
+    def _compare(self, name: str, value: Any) -> None:
+        ours, theirs = _leaves(self._fixed[name]), _leaves(value)
+        if [p for p, _ in ours] != [p for p, _ in theirs]:
+            raise StaleGraph(name, f"{len(theirs)} values", f"the {len(ours)}")
+        for (path, want), (_, got) in zip(ours, theirs, strict=True):
+            if want is got:
+                continue
+            if isinstance(want, Tensor) and isinstance(got, Tensor):
+                if _place(want) != _place(got):
+                    raise StaleGraph(f"{name}{path}", _told(got), _told(want))
+            elif type(want) is not type(got) or want != got:
+                raise StaleGraph(f"{name}{path}", repr(got), repr(want))
+
+
+def _leaves(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        return [("", value)]
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+
+
+def _told(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} at {t.data_ptr():#x}"
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """The relative error between two orders of the same sums over a whole model: some hundred roundings of the dtype, a tenth at most."""
+    return min(256 * torch.finfo(dtype).eps, 0.1) if dtype.is_floating_point else 0.0
+
+
+def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> None:
+    """Raises ReplayMismatch: outputs differ by more than `tolerance` of the largest number in eager's. None: `allowed` by its dtype."""
+    ours, theirs = _leaves(got), _leaves(want)
+    for (path, a), (_, b) in zip(ours, theirs, strict=True):
+        if not isinstance(b, Tensor) or b.numel() == 0:
+            continue
+        want_most = float(b.double().abs().nan_to_num(posinf=0.0).max())
+        limit = (allowed(b.dtype) if tolerance is None else tolerance) * max(want_most, 1e-30)
+        error = _error(a, b)
+        if error > limit:
+            raise ReplayMismatch(bucket, path or "0", error, limit)
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """The largest difference; infinite where one is a number and the other is not."""
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = a.double(), b.double()
+    alike = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().nan_to_num(nan=float("inf")).masked_fill(alike, 0.0).max())

@@ -1,0 +1,219 @@
+"""The buffers that graphs read: one set, at fixed addresses, of which every bucket has the first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import ordinary
+from attnops.errors import InvalidInput, StaleGraph
+from attnops.graphs.buckets import Bucket, Buckets, Kind
+
+Values = dict[str, Any]
+
+# One kernel for many small tensors. torch exports it under no other name.
+_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the arguments of a model's forward are, by name. batch: the PagedBatch, or None. tokens, requests: tensors with a row for
+    every new token or request; all others are the same objects at every call.
+    """
+
+    batch: str | None
+    tokens: tuple[str, ...]
+    requests: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = (*self.tokens, *self.requests)
+        if not rows or len(set(rows)) != len(rows) or self.batch in rows:
+            raise InvalidInput("tokens, requests", rows, "at least one argument's name, each once, and not that of batch")
+
+    def fixed(self, values: Mapping[str, Any]) -> Values:
+        """The arguments that are the same at every call."""
+        return {n: v for n, v in values.items() if n != self.batch and n not in self.tokens and n not in self.requests}
+
+
+def sizes(roles: Roles, values: Mapping[str, Any]) -> tuple[Kind, int, int]:
+    """(kind, new tokens, requests) of a call. Raises InvalidInput: the batch is none, or says what graphs cannot."""
+    if roles.batch is None:
+        return "mixed", int(rows_of(roles.tokens[0], values).shape[0]), 0
+    batch = values.get(roles.batch)
+    if not isinstance(batch, PagedBatch):
+        raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
+    if batch.prefix or batch.shared is not None:
+        raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): their tensors are of another size at every step")
+    tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
+    return ("decode" if batch.max_seqlen_q <= 1 and tokens <= requests else "mixed"), tokens, requests
+
+
+def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
+    """The tensor of this name. Raises InvalidInput."""
+    found = values.get(name)
+    if not isinstance(found, Tensor) or found.dim() == 0:
+        raise InvalidInput(name, type(found).__name__, "a tensor whose first dim counts tokens or requests")
+    return found
+
+
+class Inputs:
+    """Buffers for the arguments by row, and for a batch, made like those of a first call and as long as the largest bucket.
+
+    width: columns of the page table, at least; a call may bring fewer and never more.
+    """
+
+    def __init__(self, roles: Roles, buckets: Buckets, values: Mapping[str, Any], width: int = 0) -> None:
+        self.roles, self.buckets = roles, buckets
+        tokens, requests = buckets.most
+        self.width = width
+        with ordinary():
+            self._rows = {n: _like(rows_of(n, values), tokens) for n in roles.tokens}
+            self._rows |= {n: _like(rows_of(n, values), requests) for n in roles.requests}
+            self._kinds = [(n, t.dtype, t.device, t.dim(), t.shape[1:]) for n, t in self._rows.items()]
+            self._batch: PagedBatch | None = None
+            if roles.batch is not None:
+                given: PagedBatch = values[roles.batch]
+                columns = max(width, given.page_table.shape[1])
+                device = given.page_table.device
+                self.width, self._device = columns, device
+                self._batch = PagedBatch(
+                    page_table=torch.zeros((requests, columns), dtype=torch.int32, device=device),
+                    seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
+                    cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32, device=device),
+                    slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+                    positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+                    max_seqlen_q=0,
+                    workspace=given.workspace,
+                )
+                self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        return sum(t.nbytes for t in (*self._rows.values(), *(_tables(self._batch).values() if self._batch else ())))
+
+    def of(self, bucket: Bucket) -> Values:
+        """The first rows of every buffer, and the batch they make."""
+        tokens, requests = bucket.tokens, bucket.requests
+        found: Values = {n: b[: tokens if n in self.roles.tokens else requests] for n, b in self._rows.items()}
+        if self._batch is not None and self.roles.batch is not None:
+            whole = self._batch
+            found[self.roles.batch] = replace(
+                whole, page_table=whole.page_table[:requests], seq_lens=whole.seq_lens[:requests],
+                cu_seqlens_q=whole.cu_seqlens_q[: requests + 1], slots=whole.slots[:tokens], positions=whole.positions[:tokens],
+                max_seqlen_q=1 if bucket.kind == "decode" else tokens,
+                padded=not (bucket.kind == "decode" and self.buckets.padding == "null"),
+            )  # fmt: skip
+        return found
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises StaleGraph: a tensor by row, or the page table, is not of the kind that was captured."""
+        for name, dtype, device, dims, rest in self._kinds:
+            given = rows_of(name, values)
+            if given.dtype is not dtype or given.device != device or given.dim() != dims or (dims > 1 and given.shape[1:] != rest):
+                raise StaleGraph(name, _kind(given), _kind(self._rows[name]))
+        if self._batch is not None and self.roles.batch is not None:
+            batch: PagedBatch = values[self.roles.batch]
+            table = batch.page_table
+            if table.size(1) > self.width:
+                raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
+            if table.device != self._device:
+                raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
+            if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
+                raise StaleGraph(f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
+
+    def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
+        """Copy a call's tensors into the bucket's rows, and neutral ones into those it does not fill. Raises InvalidInput."""
+        _, tokens, requests = sizes(self.roles, values)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, buffer in self._rows.items():
+            filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)
+            given = rows_of(name, values)
+            if given.shape[0] != filled:
+                raise InvalidInput(f"{name}.shape[0]", given.shape[0], f"{filled}, as many as the batch has")
+            pairs.append((buffer[:filled], given))
+            if filled < count:
+                buffer[filled:count].zero_()
+        if self._batch is not None and self.roles.batch is not None:
+            batch: PagedBatch = values[self.roles.batch]
+            self._load(bucket, batch, tokens, requests, pairs)
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for into, given in pairs:
+            ours, theirs = by_dtype.setdefault((into.dtype, given.dtype), ([], []))
+            ours.append(into)
+            theirs.append(given)
+        for ours, theirs in by_dtype.values():
+            _copy(ours, theirs)
+
+    def neutral(self, bucket: Bucket) -> None:
+        """Nothing but rows of nobody: what a graph is warmed up with, and captured on."""
+        for buffer in self._rows.values():
+            buffer.zero_()
+        if self._batch is not None:
+            batch = self._batch
+            for table in (batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.positions):
+                table.zero_()
+            batch.slots.fill_(-1)
+            self._pad_requests(bucket, 0, 0)
+
+    def _load(self, bucket: Bucket, batch: PagedBatch, tokens: int, requests: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        ours = self._batch
+        assert ours is not None
+        null = bucket.kind == "decode" and self.buckets.padding == "null"
+        if null and (batch.padded or tokens != requests):
+            raise InvalidInput("batch", "tokens of no request", "one token a request and padded=False, as padding='null' promises it")
+        width = batch.page_table.shape[1]
+        pairs += [
+            (ours.page_table[:requests, :width], batch.page_table), (ours.seq_lens[:requests], batch.seq_lens),
+            (ours.cu_seqlens_q[: requests + 1], batch.cu_seqlens_q), (ours.slots[:tokens], batch.slots),
+            (ours.positions[:tokens], batch.positions),
+        ]  # fmt: skip
+        if width < ours.page_table.shape[1]:
+            ours.page_table[:requests, width:].zero_()
+        if tokens < bucket.tokens:
+            ours.slots[tokens : bucket.tokens].fill_(-1)
+            ours.positions[tokens : bucket.tokens].zero_()
+        if requests < bucket.requests:
+            ours.page_table[requests : bucket.requests].zero_()
+            self._pad_requests(bucket, tokens, requests)
+            if batch.padded:
+                # How many tokens the requests own is known on the device alone.
+                last = batch.cu_seqlens_q[-1:].expand(bucket.requests - requests)
+                pairs.append((ours.cu_seqlens_q[requests + 1 : bucket.requests + 1], last))
+
+    def _pad_requests(self, bucket: Bucket, tokens: int, requests: int) -> None:
+        """Lengths and ends of the rows from `requests` on."""
+        ours = self._batch
+        assert ours is not None
+        ends = ours.cu_seqlens_q[requests + 1 : bucket.requests + 1]
+        if bucket.kind == "decode" and self.buckets.padding == "null":
+            ours.seq_lens[requests : bucket.requests].fill_(1)
+            ends.copy_(self._ones[requests + 1 : bucket.requests + 1])
+        else:
+            ours.seq_lens[requests : bucket.requests].zero_()
+            ends.fill_(tokens)
+
+
+def _like(given: Tensor, rows: int) -> Tensor:
+    return torch.zeros((rows, *given.shape[1:]), dtype=given.dtype, device=given.device)
+
+
+def _tables(batch: PagedBatch) -> dict[str, Tensor]:
+    return {n: getattr(batch, n) for n in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
+
+
+def _kind(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} [*, {', '.join(map(str, t.shape[1:]))}] on {t.device}".replace("[*, ]", "[*]")
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def _at(t: Tensor | None) -> str:
+    return "None" if t is None else f"{t.nbytes} bytes at {t.data_ptr():#x}"

@@ -1,0 +1,281 @@
+"""`piecewise` and `breakable`: two ways to the same graphs, around the same calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import Pages
+from attnops.errors import AttnopsError, InvalidInput, NotCapturable
+from attnops.graphs import breaks
+from attnops.graphs.buckets import Buckets, Kind
+from attnops.graphs.device import Device
+from attnops.graphs.graphed import Graphed, Options
+from attnops.graphs.inputs import Roles, Values
+from attnops.graphs.pieces import INNER, Inner, Piece, Program, Recorded, compile_parts
+from attnops.graphs.split import Split, split
+
+Prepare = Callable[[PagedBatch], PagedBatch]
+
+
+def piecewise(
+    model: Callable[..., Any],
+    buckets: Buckets,
+    *,
+    batch: str | None = "batch",
+    tokens: Sequence[str],
+    requests: Sequence[str] = (),
+    returns: Literal["tokens", "requests", "whole"] = "tokens",
+    cache: Pages | None = None,
+    prepare: Prepare | None = None,
+    eager: Mapping[Kind, Sequence[str]] | None = None,
+    inner: str | Inner = "inductor",
+    budget_bytes: int | None = None,
+    over_budget: Literal["raise", "drop"] = "raise",
+    check_every: int = 0,
+    tolerance: float | None = None,
+    graphs: Device | None = None,
+) -> Graphed:
+    """`model` compiled once and captured once a bucket, cut where a kernel may not be captured. One graph a step where none is in the way.
+
+    The model is traced whole, once for decode steps and once for all others. The kernel of every call is chosen then, for all sizes of
+    the kind, and forced. Pieces that do the same are compiled once, and weights are their inputs.
+
+    Args:
+        model: a module or function. Its arguments and results may be structures.
+        buckets: the sizes to capture.
+        batch: the name of the argument that is the PagedBatch. None: the model takes none, and rows of a bucket that a call does not fill
+            are zeros, which must not matter to the others, as under causal attention they do not.
+        tokens, requests: names of the arguments that have a row for every new token, or request. They are copied at every call. All other
+            arguments have to be the same at every call, e.g. a cache's pages.
+        returns: what the first dim of results counts; rows of nobody are cut off of all tensors that are as long as the bucket. "whole":
+            nothing is.
+        cache: the cache that the model's batches come from. Its pages may then not move, and captured page tables are as wide as its own.
+        prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
+        eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
+        inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
+        budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
+        check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
+        tolerance: of that comparison, relative to the largest number; default by dtype.
+        graphs: the device's side; default CUDA's.
+
+    Raises:
+        InvalidInput: an argument is out of its range, or names no argument of the model.
+    """
+    roles = Roles(batch, tuple(tokens), tuple(requests))
+    if isinstance(inner, str) and inner not in INNER:
+        raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
+    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager))
+    options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
+    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs)
+
+
+def breakable(
+    model: Callable[..., Any],
+    buckets: Buckets,
+    *,
+    batch: str | None = "batch",
+    tokens: Sequence[str],
+    requests: Sequence[str] = (),
+    returns: Literal["tokens", "requests", "whole"] = "tokens",
+    cache: Pages | None = None,
+    prepare: Prepare | None = None,
+    eager: Mapping[Kind, Sequence[str]] | None = None,
+    budget_bytes: int | None = None,
+    over_budget: Literal["raise", "drop"] = "raise",
+    check_every: int = 0,
+    tolerance: float | None = None,
+    graphs: Device | None = None,
+) -> Graphed:
+    """`model` captured as it runs, with no compiler: capture stops at every call that may not be captured, and goes on after it.
+
+    Kernels are chosen for every bucket by itself. Python runs at capture and not at a replay, so control flow may not depend on data;
+    functions where it does are marked with `outside`. The arguments are those of `piecewise`.
+    """
+    roles = Roles(batch, tuple(tokens), tuple(requests))
+    options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
+    return Graphed(model, Broken(model, _by_kind(eager)), roles, buckets, options, cache=cache, prepare=prepare, device=graphs)
+
+
+def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+    found = {str(k): tuple(v) for k, v in (eager or {}).items()}
+    if unknown := found.keys() - {"decode", "mixed"}:
+        raise InvalidInput("eager", sorted(unknown), "'decode' and 'mixed' as keys")
+    return found
+
+
+@dataclass
+class Broken:
+    """Capture by `breakable`. eager: by kind."""
+
+    model: Callable[..., Any]
+    eager: Mapping[str, tuple[str, ...]]
+    compile_seconds: float = 0.0
+
+    def prepare(self, kind: Kind, values: Values) -> None:
+        """What starts once is started."""
+        self.model(**values)
+
+    def plain(self, kind: Kind, values: Values) -> Any:
+        """The model."""
+        return self.model(**values)
+
+    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+        """See `attnops.graphs.breaks`."""
+        return breaks.record(lambda: self.model(**values), device, into, self.eager.get(kind, ()))
+
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """None: nothing is compiled."""
+        return {}
+
+
+@dataclass
+class Compiled:
+    """Capture by `piecewise`. programs: by kind, the last traced; traces: how often, which is once unless a size of its own was met."""
+
+    model: Callable[..., Any]
+    roles: Roles
+    buckets: Buckets
+    inner: Inner
+    eager: Mapping[str, tuple[str, ...]]
+    compile_seconds: float = 0.0
+    programs: dict[str, Program] = field(default_factory=dict)
+    traces: dict[str, int] = field(default_factory=dict)
+    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _cache: dict[Any, Piece] = field(default_factory=dict)
+    _into: tuple[Device, Recorded] | None = None
+    _open: set[str] = field(default_factory=set)
+
+    def splits(self) -> dict[str, Split]:
+        """By kind: where the model was cut."""
+        return {kind: program.split for kind, program in self.programs.items()}
+
+    def prepare(self, kind: Kind, values: Values) -> None:
+        """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
+        began = time.perf_counter()
+        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: self._backend(kind, gm), fullgraph=True)
+        try:
+            self.plain(kind, values)
+        except ConstraintViolationError:
+            # The model tells some size from the others, mostly 1: then such a size is traced by itself when it is met.
+            self._open.add(kind)
+            self.traces[kind] = 0
+            self.plain(kind, values)
+        self.compile_seconds += time.perf_counter() - began
+
+    def plain(self, kind: Kind, values: Values) -> Any:
+        """The compiled pieces and what lies between them."""
+        from torch._dynamo.exc import Unsupported, UserError
+
+        try:
+            with _tracing():
+                return self._compiled[kind](*self._given(kind, values))
+        except ConstraintViolationError as e:
+            if kind in self._open:
+                lines = [line.strip() for line in str(e).splitlines()]
+                told = next((line for line in lines if line.startswith("- ")), lines[0])
+                raise NotCapturable("the model", f"it takes one size only: {told.removeprefix('- ')}") from e
+            raise
+        except Exception as e:
+            if (ours := _ours(e)) is not None and ours is not e:
+                raise ours from e
+            if isinstance(e, (Unsupported, UserError)):
+                raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
+            raise
+
+    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+        """The pieces into graphs."""
+        self._into = device, into
+        try:
+            return self.plain(kind, values)
+        finally:
+            self._into = None
+
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """How many differ, and how many there are."""
+        return {kind: (p.compiled, len(p.pieces)) for kind, p in self.programs.items()}
+
+    def _traced(self, kind: Kind) -> Callable[..., Any]:
+        """What is compiled. The most queries of a request follow from a tensor's shape, so that no int enters the graph."""
+        model, name = self.model, self.roles.batch
+
+        def step(values: Values, tables: tuple[Any, ...], padded: bool, prefix: Any) -> Any:
+            if name is not None:
+                page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
+                longest = 1 if kind == "decode" else slots.shape[0]
+                whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, plan, workspace, prefix)
+                values = {**values, name: whole}
+            return model(**values)
+
+        return step
+
+    def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
+        """The values, with the sizes that differ by bucket marked."""
+        tokens, requests = self.buckets.most
+
+        def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
+            # Marks are on an object, and one that was marked otherwise before would keep them.
+            found = tensor.detach()
+            if differs:
+                bounds = {} if kind in self._open else {"min": 1 + more, "max": max(tokens, requests) + more}
+                torch._dynamo.mark_dynamic(found, 0, **bounds)
+            return found
+
+        # In mixed batches the page table has as many rows in every bucket.
+        decode = kind == "decode"
+        rest = {n: v for n, v in values.items() if n != self.roles.batch}
+        rest |= {n: marked(rest[n]) for n in self.roles.tokens} | {n: marked(rest[n], decode) for n in self.roles.requests}
+        tables: tuple[Any, ...] = ()
+        padded, prefix = True, None
+        if self.roles.batch is not None:
+            b: PagedBatch = values[self.roles.batch]
+            tables = (
+                marked(b.page_table, decode), marked(b.seq_lens, decode), marked(b.cu_seqlens_q, decode, 1), marked(b.slots),
+                marked(b.positions), b.plan, b.workspace,
+            )  # fmt: skip
+            padded, prefix = b.padded, b.prefix
+        return rest, tables, padded, prefix
+
+    def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
+        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner, self._cache)
+        self.programs[kind] = program
+        self.traces[kind] = self.traces.get(kind, 0) + 1
+
+        def call(*flat: Any) -> Any:
+            if self._into is None:
+                return program.run(flat)
+            device, into = self._into
+            return program.record(flat, device, into)
+
+        return call
+
+
+def _ours(error: BaseException | None) -> AttnopsError | None:
+    """The error of attnops that torch's compiler has wrapped, if there is one."""
+    while error is not None and not isinstance(error, AttnopsError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Sizes of 1 are sizes as any other, values of tensors are traced, and steps of other models change nothing for this one."""
+    from torch._dynamo import config as dynamo
+    from torch.fx.experimental import _config
+
+    # torch adds `patch` when the module is loaded.
+    shapes: Any = _config
+
+    traced = dynamo.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16, automatic_dynamic_shapes=False
+    )
+    with shapes.patch(backed_size_oblivious=True), traced:
+        yield

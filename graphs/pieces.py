@@ -1,0 +1,215 @@
+"""Compiles the parts of a split model, every different one once, and runs them: plainly, or into graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from attnops.errors import AttnopsError, NotCapturable
+from attnops.graphs.boundary import Break
+from attnops.graphs.device import Device
+from attnops.graphs.split import Name, Part, Split, value_of
+
+Piece = Callable[..., Any]
+Inner = Callable[[fx.GraphModule, list[Any]], Piece]
+"""Compiles a module of fake inputs into something that takes the real ones and returns a tuple or list."""
+
+
+def inductor(module: fx.GraphModule, examples: list[Any]) -> Piece:
+    """Through Inductor, with the symbolic sizes of the trace that it is called in."""
+    from torch._inductor import standalone_compile
+
+    return standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
+
+
+def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:
+    """Not at all."""
+    return module
+
+
+INNER: dict[str, Inner] = {"inductor": inductor, "eager": eager}
+
+
+@dataclass
+class Recorded:
+    """A step as graphs and calls between them, which `run` replays in order. graphs: those that hold memory.
+
+    bytes_of: what each graph took when it was captured.
+    """
+
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    graphs: list[Any] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    bytes_of: list[int] = field(default_factory=list)
+
+    def add(self, graph: Any, taken: int) -> None:
+        """A graph is next."""
+        self.steps.append(graph.replay)
+        self.graphs.append(graph)
+        self.bytes_of.append(taken)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A split model with its pieces compiled. pieces: by part, of those that are captured; compiled: how many differ."""
+
+    split: Split
+    pieces: dict[str, Piece]
+    compiled: int
+
+    def run(self, flat: tuple[Any, ...]) -> Any:
+        """Without graphs. Returns the structure that the traced model returns."""
+        env = self._bound(flat)
+        for part in self.split.parts:
+            call = self.pieces.get(part.name, part.module)
+            env.update(zip(part.outputs, call(*[env[n] for n in part.inputs]), strict=True))
+        return _filled(self.split.results, env)
+
+    def record(self, flat: tuple[Any, ...], device: Device, into: Recorded) -> Any:
+        """Capture the pieces, run the rest, and write down both. Returns the tensors that every replay fills.
+
+        Raises NotCapturable: a piece does what cannot be captured.
+        """
+        env = self._bound(flat)
+        last = {name: i for i, part in enumerate(self.split.parts) for name in part.inputs}
+        outside = {name for part in self.split.parts if not part.captured for name in part.inputs}
+        kept = {x.name for x in pytree.tree_leaves(self.split.results, is_leaf=_is_name) if _is_name(x)}
+        made: set[str] = set()
+        for i, part in enumerate(self.split.parts):
+            if part.captured:
+                made.update(part.outputs)
+                self._capture(part, env, device, into)
+            else:
+                _between(part, env, into)
+            # Later pieces may lie where this one's values lay; what is read between graphs is read before that happens again.
+            for name in {n for n in made if last.get(n, -1) <= i and n in env} - kept:
+                _let_go(env, name, name in outside, device)
+        results = _filled(self.split.results, env)
+        for name in kept & made:
+            _let_go(env, name, name in outside, device)
+        return results
+
+    def _capture(self, part: Part, env: dict[str, Any], device: Device, into: Recorded) -> None:
+        piece, given = self.pieces[part.name], [env[n] for n in part.inputs]
+        before = device.used()
+        try:
+            graph, out = device.capture(lambda: piece(*given))
+        except (AttnopsError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise NotCapturable(part.name, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
+        into.add(graph, device.used() - before)
+        env.update(zip(part.outputs, out, strict=True))
+
+    def _bound(self, flat: tuple[Any, ...]) -> dict[str, Any]:
+        return {**self.split.constants, **dict(zip(self.split.inputs, flat, strict=True))}
+
+
+def _let_go(env: dict[str, Any], name: str, read_again: bool, device: Device) -> None:
+    if not read_again:
+        del env[name]
+    elif isinstance(env[name], Tensor):
+        env[name] = device.weak(env[name])
+
+
+def _is_name(x: Any) -> bool:
+    return isinstance(x, Name)
+
+
+def _filled(results: Any, env: dict[str, Any]) -> Any:
+    return pytree.tree_map_only(Name, lambda n: env[n.name], results, is_leaf=_is_name)
+
+
+def _between(part: Part, env: dict[str, Any], into: Recorded) -> None:
+    """Run what lies between graphs, and write down how it is run again: on what its inputs hold then, into tensors that stay."""
+    given = [env[n] for n in part.inputs]
+    out = part.module(*given)
+    fixed = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
+    dynamic = {n for n, fake in zip(part.outputs, _fakes(part), strict=True) if _changes(fake)}
+    # A view of an input has its address already.
+    copied = [
+        n for n, x in zip(part.outputs, out, strict=True)
+        if n not in dynamic and isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in fixed
+    ]  # fmt: skip
+    env.update(zip(part.outputs, out, strict=True))
+
+    def again() -> None:
+        found = dict(zip(part.outputs, part.module(*[env[n] for n in part.inputs]), strict=True))
+        for name in copied:
+            env[name].copy_(found[name])
+        for name in dynamic:
+            env[name] = found[name]
+
+    into.steps.append(again)
+    into.breaks.extend(part.breaks)
+
+
+def _fakes(part: Part) -> list[Any]:
+    [end] = [n for n in part.module.graph.nodes if n.op == "output"]
+    return [value_of(x) for x in end.args[0]]
+
+
+def _changes(fake: Any) -> bool:
+    """Is its size or value another at every replay?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return isinstance(fake, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(fake))
+
+
+def compile_parts(found: Split, inner: Inner, cache: dict[Any, Piece]) -> Program:
+    """The program of a split model. cache: pieces compiled before, by what they are; new ones are added."""
+    pieces = {}
+    used = set()
+    for part in found.parts:
+        if part.captured:
+            key = likeness(part)
+            if key not in cache:
+                cache[key] = inner(part.module, part.examples)
+            used.add(key)
+            pieces[part.name] = cache[key]
+    return Program(found, pieces, len(used))
+
+
+def likeness(part: Part) -> Any:
+    """What two parts have in common that may be compiled once: operations, constants, and shape, strides, dtype and aliasing of inputs."""
+    at = {node: i for i, node in enumerate(part.module.graph.nodes)}
+    storages: dict[Any, int] = {}
+
+    def of(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return ("%", at[x])
+        if isinstance(x, Tensor):
+            storage = storages.setdefault(x.untyped_storage()._cdata, len(storages))
+            place = (tuple(map(str, x.shape)), tuple(map(str, x.stride())), str(x.storage_offset()))
+            return (*place, str(x.dtype), str(x.device), x.requires_grad, storage)
+        if isinstance(x, (tuple, list)):
+            return (type(x).__name__, *map(of, x))
+        if isinstance(x, dict):
+            return ("dict", *((k, of(v)) for k, v in x.items()))
+        if isinstance(x, slice):
+            return ("slice", of(x.start), of(x.stop), of(x.step))
+        # The type keeps 1, 1.0 and True apart.
+        return (type(x).__name__, str(x))
+
+    found: list[Any] = []
+    for node in part.module.graph.nodes:
+        if node.op == "placeholder":
+            found.append(of(value_of(node)))
+        elif node.op == "get_attr":
+            # A tensor or module inside of the graph: only the very same one is alike.
+            found.append(("attribute", id(_attribute(part.module, str(node.target)))))
+        else:
+            target = node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{node.target}"
+            found.append((node.op, target, of(node.args), of(dict(node.kwargs))))
+    return tuple(found)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module

@@ -1,0 +1,233 @@
+"""Cuts a traced model at the calls that may not be captured. What it gives is data: parts in order, each named by what goes in and out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from attnops.graphs.boundary import DATA, Break, break_of, kernel_of, pinned
+
+# What starts no kernel may stand on either side of a boundary, and an allocation before it.
+_ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
+_ALLOCATING = {"new_empty", "new_empty_strided"}
+_FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
+_VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the model. module: takes the values named `inputs` and returns a tuple of those named `outputs`.
+
+    breaks: the calls in it that may not be captured; `()` says that it is captured.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    breaks: tuple[Break, ...]
+
+    @property
+    def captured(self) -> bool:
+        """Does it lie in a graph?"""
+        return not self.breaks
+
+    @property
+    def examples(self) -> list[Any]:
+        """The fake tensors and symbolic sizes that stand for its inputs."""
+        return [value_of(n) for n in self.module.graph.nodes if n.op == "placeholder"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in parts. inputs: names of the flat arguments in order. results: the structure returned, of names' placeholders."""
+
+    inputs: tuple[str, ...]
+    parts: tuple[Part, ...]
+    constants: dict[str, Any]
+    results: Any
+
+    def __str__(self) -> str:
+        lines = []
+        for part in self.parts:
+            calls = ", ".join(map(str, part.breaks)) if part.breaks else f"captured, {operations(part.module)} operations"
+            lines.append(f"{part.name}: {calls}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Name:
+    """Stands for a value of this name."""
+
+    name: str
+
+
+def value_of(x: Any) -> Any:
+    """The fake value that a node stands for, or `x` itself."""
+    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, fx.Node) else x
+
+
+def operations(module: fx.GraphModule) -> int:
+    """Nodes that are neither inputs nor outputs nor free."""
+    return sum(n.op not in ("placeholder", "output", "get_attr") and not _free(n) for n in module.graph.nodes)
+
+
+def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
+    """Cut `gm`, which is changed: kernels decided for here are forced on their calls, and allocations move before the boundaries.
+
+    Args:
+        gm: a graph as Dynamo hands it to a backend, with fake values.
+        eager: names of further ops that shall not be captured.
+
+    Returns:
+        Parts, of which neighbours are never both captured or both not.
+
+    Raises:
+        NoKernel: an op that no kernel can run.
+    """
+    breaks = {node: found for node in gm.graph.nodes if (found := _break_at(node, eager)) is not None}
+    _raise_allocations(gm.graph, breaks)
+    where = _partition(gm.graph, breaks)
+    from torch.fx.passes.split_module import split_module
+
+    whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
+    by_part: dict[str, list[Break]] = {}
+    for node, found in breaks.items():
+        told = by_part.setdefault(f"submod_{where[node]}", [])
+        # Sizes and assertions about them go with the call that they are of.
+        if not told or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
+            told.append(found)
+    return _described(whole, by_part)
+
+
+def _raise_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
+    # A buffer that a boundary op writes has to be of the graph before it, where its address is fixed; and it may not stand between two
+    # boundaries, where it would make a graph of nothing.
+    for node in list(graph.nodes):
+        if not _allocates(node):
+            continue
+        before, at, first = set(node.all_input_nodes), node.prev, None
+        while at not in before and (at in breaks or _free(at) or _allocates(at)):
+            first = at if at in breaks else first
+            at = at.prev
+        if first is not None:
+            first.prepend(node)
+
+
+def _allocates(node: fx.Node) -> bool:
+    return (node.op == "call_function" and node.target in _ALLOCATIONS) or (node.op == "call_method" and node.target in _ALLOCATING)
+
+
+def _break_at(node: fx.Node, eager: Collection[str]) -> Break | None:
+    if node.op in ("placeholder", "output", "get_attr"):
+        return None
+    if isinstance(node.target, torch._ops.OpOverloadPacket) and (node.target.overloads() == ["default"] or _is_ours(node.target)):
+        # A call by the op's name alone. Ours have an overload a kernel, all of one schema.
+        node.target = node.target.default
+    args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
+    kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
+        node.kwargs = {**node.kwargs, "policy": pinned(kernel, kwargs.get("policy", ""))}
+    if (found := break_of(node.target, kernel, eager)) is not None:
+        return found
+    if any(map(_depends_on_data, (*node.all_input_nodes, node))):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return Break(name, "", DATA)
+    return None
+
+
+def _is_ours(packet: Any) -> bool:
+    return bool(packet._qualified_op_name.startswith("attnops::"))
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    found = pytree.tree_leaves(value_of(node))
+    return any(bool(free_unbacked_symbols(v)) for v in found if isinstance(v, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)))
+
+
+def _free(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEWING
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    if node.target is operator.getitem and isinstance(value_of(node.args[0]), Tensor):
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(i is None or i is ... or isinstance(i, (int, slice)) for i in index)
+    return node.target in _FREE or isinstance(value_of(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _partition(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> dict[fx.Node, int]:
+    """The part of every node. What is free between two boundaries joins them, and what else is free goes where it is."""
+    where: dict[fx.Node, int] = {}
+    part, outside = 0, False
+    waiting: list[fx.Node] = []
+    begun = False
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
+            # What crosses between parts are tensors, whose addresses can be fixed, and no tuples of them.
+            if node.args[0] in where:
+                where[node] = where[node.args[0]]
+            else:
+                waiting.append(node)
+        elif node in breaks:
+            part += begun and not outside
+            outside = begun = True
+            for free in waiting:
+                where[free] = part
+            waiting = []
+            where[node] = part
+        elif outside and _free(node):
+            waiting.append(node)
+        else:
+            part += outside
+            outside, begun = False, True
+            for free in (*waiting, node):
+                where[free] = part
+            waiting = []
+    for free in waiting:
+        where[free] = part
+    return where
+
+
+def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]]) -> Split:
+    inputs: list[str] = []
+    parts: list[Part] = []
+    constants: dict[str, Any] = {}
+    results: Any = ()
+    for node in whole.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node.name)
+        elif node.op == "get_attr":
+            constants[node.name] = operator.attrgetter(node.target)(whole)
+        elif node.op == "call_module":
+            module = getattr(whole, node.target)
+            parts.append(
+                Part(node.target, module, tuple(a.name for a in node.args), _outputs(node, module), tuple(breaks.get(node.target, ())))
+            )
+        elif node.op == "output":
+            results = pytree.tree_map_only(fx.Node, lambda n: Name(n.name), node.args[0])
+    return Split(tuple(inputs), tuple(parts), constants, results)
+
+
+def _outputs(node: fx.Node, module: fx.GraphModule) -> tuple[str, ...]:
+    """The names of what a part returns; the part is made to return a tuple."""
+    [end] = [n for n in module.graph.nodes if n.op == "output"]
+    if end.args[0] is None:
+        end.args = ((),)
+    elif not isinstance(end.args[0], (tuple, list)):
+        end.args = ((end.args[0],),)
+        module.recompile()
+        return (node.name,)
+    module.recompile()
+    named = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
+    return tuple(named.get(i, f"{node.name}_unused_{i}") for i in range(len(end.args[0])))

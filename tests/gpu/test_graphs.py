@@ -1,0 +1,228 @@
+"""CUDA graphs on a real GPU: token-equal to eager over changing batches, safe against stale metadata, and of constant memory."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnops
+from attnops.cache import PagedBatch, PagedCache, Planner
+from attnops.errors import OverBudget, StaleGraph
+from attnops.graphs import Buckets, Graphed, breakable, piecewise
+from attnops.kernel import kernels_of
+from attnops.ops import PagedSpec
+from attnops.problem import Target
+from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, boundary, decoder, paged_cache
+
+D, PAGE, LAYERS = 64, 16, 3
+BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(64, 256), requests=8)
+MODES = ["inductor", "piecewise", "breakable"]
+Step = Callable[..., Tensor]
+
+
+class Pair:
+    """A model in graphs beside the same model without, over caches of NaN that are given the same requests."""
+
+    def __init__(self, mode: str, kernel: str | None = None, dtype: torch.dtype = torch.float32, buckets: Buckets = BUCKETS, **more: Any):
+        boundary()
+        self.model = decoder(LAYERS, kernel=kernel, head_dim=D).cuda().to(dtype)
+        self.cache, self.twin = (
+            paged_cache(LAYERS, pages=160, requests=12, width=16, device="cuda", dtype=dtype, page=PAGE, head_dim=D) for _ in range(2)
+        )
+        self.step: Step
+        if mode == "inductor":
+            self.step = torch.compile(self.model, mode="reduce-overhead", fullgraph=True)
+        else:
+            make = piecewise if mode == "piecewise" else breakable
+            self.step = make(self.model, buckets, tokens=("tokens",), cache=self.cache, **more)
+        self.ids: dict[str, tuple[int, int]] = {}
+
+    @property
+    def graphed(self) -> Graphed:
+        assert isinstance(self.step, Graphed)
+        return self.step
+
+    def batches(self, names: str | list[str], new: int | list[int]) -> tuple[PagedBatch, PagedBatch]:
+        for name in names:
+            if name not in self.ids:
+                self.ids[name] = self.cache.alloc(), self.twin.alloc()
+        mine, theirs = zip(*(self.ids[n] for n in names), strict=True)
+        return self.cache.batch(mine, new), self.twin.batch(theirs, new)
+
+    def free(self, name: str) -> None:
+        mine, theirs = self.ids.pop(name)
+        self.cache.free(mine)
+        self.twin.free(theirs)
+
+    def call(self, step: Step, cache: PagedCache, tokens: Tensor, batch: PagedBatch) -> Tensor:
+        return step(tokens, batch=batch, k_pages=cache.k_pages, v_pages=cache.v_pages)
+
+    def go(self, names: str | list[str], new: int | list[int] = 1) -> tuple[Tensor, Tensor]:
+        mine, theirs = self.batches(names, new)
+        tokens = torch.randint(VOCAB, (mine.slots.shape[0],), device="cuda")
+        with torch.no_grad():
+            want = self.call(self.model, self.twin, tokens, theirs)
+            return self.call(self.step, self.cache, tokens, mine).clone(), want
+
+    def agree(self, names: str | list[str], new: int | list[int] = 1, tolerance: float = 2e-3) -> None:
+        got, want = self.go(names, new)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        if got.dtype == torch.float32:
+            assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_eager_over_changing_batches(mode: str, kernel: str | None, found: dict[str, Any]) -> None:
+    pair = Pair(mode, kernel)
+    pair.agree("abc", [50, 17, 3])
+    pair.agree("abc")
+    pair.agree("ab")  # a shorter batch after a longer one
+    pair.agree("b")
+    pair.agree("dbc", [20, 1, 1])
+    pair.agree("cabd")
+    pair.free("a")
+    pair.agree("ebc", [40, 2, 3])  # pages that belonged to another
+    for _ in range(20):
+        pair.agree("ebcd")
+    if mode != "inductor":
+        modes = pair.graphed.report().modes
+        assert set(modes.values()) == {"piecewise" if kernel else "whole"}, modes
+        found.setdefault("graphs", {})[f"{mode}_{'split' if kernel else 'whole'}"] = str(pair.graphed.report())
+
+
+@pytest.mark.parametrize("padding", ["absent", "null"])
+@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
+def test_bfloat16_and_both_paddings(mode: str, padding: Any) -> None:
+    pair = Pair(mode, dtype=torch.bfloat16, buckets=replace(BUCKETS, padding=padding))
+    for pool in (*pair.cache.k_pages, *pair.cache.v_pages, *pair.twin.k_pages, *pair.twin.v_pages):
+        pool[0] = 0
+    pair.agree("abcde", [30, 7, 12, 1, 5], tolerance=6e-2)
+    for names in ("abcde", "abc", "e", "cd"):
+        pair.agree(names, tolerance=6e-2)
+
+
+@pytest.mark.parametrize("name", [n for n in kernels_of("paged_attention") if n != "reference"])
+def test_every_kernel_of_paged_attention(name: str) -> None:
+    """Forced by name, captured or between graphs as its `capture` says, with a plan where it reads one."""
+    kernel = kernels_of("paged_attention")[name]
+    if kernel.absences(Target.of(torch.device("cuda"))) or name == BOUNDARY:
+        pytest.skip(f"{name}: {'; '.join(map(str, kernel.absences(Target.of(torch.device('cuda')))))}")
+    spec = PagedSpec(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_size=PAGE, dtype=torch.bfloat16)
+    planner = Planner(spec, max_tokens=256, max_requests=8, max_pages=16, device="cuda", kernel=name) if kernel.plan_sizes else None
+    try:
+        pair = Pair("breakable", name, torch.bfloat16, Buckets(decode=(2, 4)), prepare=planner)
+        pair.go("abcd", 1)
+    except attnops.AttnopsError as e:
+        pytest.skip(f"{name} refuses: {str(e).splitlines()[0]}")
+    for names in ("abcd", "ab", "abc", "b", "dcba"):
+        pair.agree(names, tolerance=6e-2)
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
+def test_stale_metadata_is_refused(mode: str) -> None:
+    pair = Pair(mode)
+    pair.agree("ab")
+    mine, _ = pair.batches("ab", 1)
+    tokens = torch.zeros(2, dtype=torch.long, device="cuda")
+    other = paged_cache(LAYERS, pages=160, requests=12, width=16, device="cuda", page=PAGE, head_dim=D)
+    with pytest.raises(StaleGraph, match="k_pages"):
+        pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
+    with pytest.raises(StaleGraph, match="policy"), attnops.use(deterministic=True):
+        pair.call(pair.step, pair.cache, tokens, mine)
+    with pytest.raises(StaleGraph, match="page_table"):
+        wide = torch.zeros(2, 17, dtype=torch.int32, device="cuda")
+        pair.call(pair.step, pair.cache, tokens, replace(mine, page_table=wide))
+    pair.cache.k_pages[0].set_(torch.zeros_like(pair.cache.k_pages[0]))
+    with pytest.raises(StaleGraph, match="k_pages"):
+        pair.call(pair.step, pair.cache, tokens, mine)
+
+
+@pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
+@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
+def test_canaries(mode: str, kernel: str | None) -> None:
+    """Pages that a batch does not own hold NaN before a step and nothing else after it, and none of it reaches the result."""
+    pair = Pair(mode, kernel)
+    pair.agree("abcdef", [9, 20, 31, 4, 5, 6])
+    for names, new in (("abc", 1), ("de", [3, 7]), ("f", 1), ("abcdef", 1), ("a", 1)):
+        for name in [n for n in pair.ids if n not in names]:
+            pair.free(name)
+        mine, theirs = pair.batches([n for n in names if n in pair.ids], new if isinstance(new, int) else new[: len(names)])
+        owned = set(mine.page_table.unique().tolist()) - {0}
+        others = [p for p in range(pair.cache.num_pages) if p not in owned]
+        pools = [*pair.cache.k_pages, *pair.cache.v_pages]
+        for pool in pools:
+            pool[others] = float("nan")
+        tokens = torch.randint(VOCAB, (mine.slots.shape[0],), device="cuda")
+        with torch.no_grad():
+            want = pair.call(pair.model, pair.twin, tokens, theirs)
+            torch.testing.assert_close(pair.call(pair.step, pair.cache, tokens, mine), want, rtol=2e-3, atol=2e-3)
+        assert all(bool(pool[others].isnan().all()) for pool in pools)
+        if len(pair.ids) < 6:
+            break
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
+def test_a_thousand_mixed_steps_take_no_more_memory(mode: str, found: dict[str, Any]) -> None:
+    pair = Pair(mode)
+    mine, _ = pair.batches("a", 1)
+    tokens = torch.zeros(1, dtype=torch.long, device="cuda")
+    report = pair.graphed.capture(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    pair.free("a")
+    rng, held = random.Random(0), None
+    for at in range(1000):
+        for name in [n for n in pair.ids if pair.cache.length(pair.ids[n][0]) > 200]:
+            pair.free(name)
+        names = rng.sample("abcdefgh", rng.randint(1, 8))
+        fresh = [n for n in names if n not in pair.ids]
+        pair.agree(names, [rng.randint(2, 20) if n in fresh else 1 for n in names])
+        if at == 100:
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    torch.cuda.synchronize()
+    assert held is not None and torch.cuda.memory_reserved() <= held[0]
+    assert sum(r.replays for r in pair.graphed.report().rows) == 1000
+    found.setdefault("graphs", {})[f"{mode}_soak"] = {"steps": 1000, "graph_bytes": report.graph_bytes}
+    pair.graphed.free()
+    assert not pair.graphed.report().rows
+
+
+def test_a_budget_is_kept() -> None:
+    pair = Pair("breakable", budget_bytes=1)
+    with pytest.raises(OverBudget, match="want at most 1 in all"):
+        pair.go("ab")
+    assert not pair.graphed.report().rows
+
+
+@pytest.mark.alone
+def test_what_a_replay_costs_on_the_host(found: dict[str, Any]) -> None:
+    pair = Pair("breakable")
+    pair.agree("ab")
+    mine, _ = pair.batches("ab", 1)
+    tokens = torch.zeros(2, dtype=torch.long, device="cuda")
+    values = {"tokens": tokens, "batch": mine, "k_pages": pair.cache.k_pages, "v_pages": pair.cache.v_pages}
+    guard, inputs = pair.graphed._guard, pair.graphed._inputs
+    assert guard is not None and inputs is not None
+
+    def microseconds(run: Callable[[], object], calls: int = 500) -> float:
+        best = float("inf")
+        for _ in range(7):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            best = min(best, (time.perf_counter() - began) / calls * 1e6)
+        return best
+
+    def both() -> None:
+        guard.check(values)
+        inputs.check(values)
+
+    checks = microseconds(both)
+    found.setdefault("graphs", {})["host_us"] = {"checks": checks, "step": microseconds(lambda: pair.step(**values), 50)}
+    assert checks < 4.0

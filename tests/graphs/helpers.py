@@ -1,0 +1,60 @@
+"""A model in graphs beside the same model without, each with a cache of its own that is given the same requests."""
+
+import torch
+
+from attnops.graphs import Buckets, breakable, piecewise
+from tests.graphs.models import VOCAB, decoder, paged_cache
+from tests.graphs.standin import StandIn
+
+BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4)
+
+
+def close(got, want):
+    # Both run the same ops in the same precision; rows of a padded batch may be summed in another order.
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+class Pair:
+    """step: in graphs. Requests are named by letters, and both caches hold them."""
+
+    def __init__(self, mode, buckets=BUCKETS, model=None, opaque=False, need=lambda: 0, layers=1, kernel=None, **more):
+        self.model = decoder(layers, kernel=kernel) if model is None else model
+        layers = len(self.model.layers)
+        self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(opaque, need)
+        if mode is piecewise and not opaque:
+            more.setdefault("inner", "eager")
+        self.step = mode(self.model, buckets, tokens=("tokens",), cache=self.cache, graphs=self.device, **more)
+        self.ids = {}
+
+    def call(self, step, cache, tokens, batch):
+        return step(tokens, batch=batch, k_pages=cache.k_pages, v_pages=cache.v_pages)
+
+    def batches(self, names, new):
+        for name in names:
+            if name not in self.ids:
+                self.ids[name] = self.cache.alloc(), self.twin.alloc()
+        mine, theirs = zip(*(self.ids[n] for n in names), strict=True)
+        return self.cache.batch(mine, new), self.twin.batch(theirs, new)
+
+    def free(self, name):
+        mine, theirs = self.ids.pop(name)
+        self.cache.free(mine)
+        self.twin.free(theirs)
+
+    def go(self, names, new=1):
+        """One step in both. Returns (got, want)."""
+        batch, twin = self.batches(names, new)
+        tokens = torch.randint(VOCAB, (batch.slots.shape[0],))
+        with torch.no_grad():
+            want = self.call(self.model, self.twin, tokens, twin)
+            return self.call(self.step, self.cache, tokens, batch).clone(), want
+
+    def agree(self, names, new=1):
+        got, want = self.go(names, new)
+        close(got, want)
+        assert not got.isnan().any()
+        for a, b in zip((*self.cache.k_pages, *self.cache.v_pages), (*self.twin.k_pages, *self.twin.v_pages), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+MODES = [piecewise, breakable]

@@ -1,0 +1,54 @@
+"""A tiny decoder over a paged cache, the main model of these tests, and steps for it."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from attnops.cache import PagedCache
+from attnops.kernel import Capture, kernels_of, register
+from attnops.nn import RotaryEmbedding, SelfAttention
+
+HIDDEN, HEADS, KV_HEADS, D, PAGE, VOCAB = 32, 4, 2, 8, 4, 50
+BOUNDARY = "uncapturable"
+
+
+def boundary():
+    """A kernel of paged attention that may not be captured, chosen where it is asked for."""
+    if BOUNDARY not in kernels_of("paged_attention"):
+        register(replace(kernels_of("paged_attention")["reference"], name=BOUNDARY, capture=Capture.NEVER, cost_us=lambda p: 1e9))
+    return BOUNDARY
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers=3, kernel=None, mlp=None, head_dim=D):
+        super().__init__()
+        rope, hidden = RotaryEmbedding(head_dim), HEADS * head_dim
+        self.embed = nn.Embedding(VOCAB, hidden)
+        self.layers = nn.ModuleList(
+            SelfAttention(hidden, HEADS, KV_HEADS, head_dim, qk_norm=True, rope=rope, kernel=kernel) for _ in range(layers)
+        )
+        self.mlps = nn.ModuleList((mlp or (lambda: nn.Linear(hidden, hidden)))() for _ in range(layers))
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
+
+    def forward(self, tokens, batch, k_pages, v_pages):
+        hidden = self.embed(tokens)
+        for i, (layer, mlp) in enumerate(zip(self.layers, self.mlps, strict=True)):
+            hidden = hidden + layer(hidden, batch=batch, k_pages=k_pages[i], v_pages=v_pages[i])
+            hidden = hidden + mlp(hidden)
+        return self.head(hidden)
+
+
+def decoder(layers=3, **more):
+    torch.manual_seed(0)
+    return Decoder(layers, **more).eval()
+
+
+def paged_cache(layers=3, pages=64, requests=8, width=8, device="cpu", dtype=torch.float32, page=PAGE, head_dim=D):
+    """A cache whose every page, the null page included, is NaN until it is written."""
+    cache = PagedCache(
+        layers, pages, page, KV_HEADS, head_dim, max_requests=requests, max_pages_per_request=width, dtype=dtype, device=device
+    )
+    for pool in (*cache.k_pages, *cache.v_pages):
+        pool.fill_(float("nan"))
+    return cache

@@ -1,0 +1,147 @@
+"""A stand-in for CUDA graphs on a CPU: work between begin and end is recorded op by op with its tensors, and a replay does it again.
+
+As on a GPU, a replay reads what the captured addresses hold by then and writes where the capture wrote. A buffer that was allocated in
+a capture holds NaN at a replay until something is written there; and memory of a capture that nobody held any more when a later one
+began holds NaN once that one is replayed, for it may have put other things there. Inductor's code is one call without ops: `opaque`
+records it as such.
+"""
+
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
+
+def tensors(x):
+    return [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+
+
+def storage(t):
+    return t.untyped_storage().data_ptr()
+
+
+def alias(x):
+    """The same memory in other objects, so that who else holds it can be told."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, x)
+
+
+def poison(t):
+    t.fill_(float("nan") if t.is_floating_point() else True if t.dtype == torch.bool else -77)
+
+
+class Recorded:
+    """log: what was done, as (name, addresses of what it reads). over: memory that it may have used anew."""
+
+    def __init__(self, device, over):
+        self.device, self.over, self.work, self.log, self.replays, self.alive, self.bytes = device, over, [], [], 0, True, 0
+
+    def add(self, name, run, args, out):
+        given = {storage(t) for t in tensors(args)}
+        self.log.append((name, tuple(t.data_ptr() for t in tensors(args))))
+        for t in tensors(out):
+            if storage(t) not in given:
+                self.device.made[storage(t)] = (alias(t), [])
+                self.bytes += t.nbytes
+            if storage(t) in self.device.made:
+                self.device.made[storage(t)][1].append(weakref.ref(t))
+        self.work.append((name, run, alias(out)))
+
+    def replay(self):
+        assert self.alive, "a graph was replayed after reset()"
+        self.replays += 1
+        self.device.calls.append("replay")
+        for t in self.over:
+            poison(t)
+        for name, run, out in self.work:
+            if name.startswith(ALLOCATIONS):
+                for t in tensors(out):
+                    poison(t)
+                continue
+            for old, new in zip(tensors(out), tensors(run()), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    assert old.shape == new.shape, f"{name}: the shape depends on data"
+                    old.copy_(new)
+
+    def reset(self):
+        self.alive = False
+        self.work.clear()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.device.call(func, args, kwargs or {})
+
+
+class StandIn:
+    """calls: begin, end, abort and replay in order. graphs: all that were captured. need: answers how many bytes a run needs.
+
+    made: memory of captures by address, with references to what was given it.
+    """
+
+    def __init__(self, opaque=False, need=lambda: 0):
+        self.opaque, self.need = opaque, need
+        self.open, self.calls, self.graphs, self.made = None, [], [], {}
+
+    @contextmanager
+    def session(self):
+        yield
+        assert self.open is None
+
+    def begin(self):
+        assert self.open is None, "begin() within a capture"
+        self.calls.append("begin")
+        self.open = Recorded(self, [t for t, holders in self.made.values() if not any(ref() is not None for ref in holders)])
+
+    def call(self, op, args, kwargs):
+        out = op(*args, **kwargs)
+        if self.open is not None:
+            given, named = alias((args, kwargs))
+            self.open.add(op.name(), lambda: op(*given, **named), (args, kwargs), out)
+        return out
+
+    def end(self):
+        graph, self.open = self.open, None
+        assert graph is not None
+        self.calls.append("end")
+        self.graphs.append(graph)
+        return graph
+
+    def abort(self):
+        self.calls.append("abort")
+        self.open = None
+
+    def capture(self, run):
+        self.begin()
+        try:
+            with nullcontext() if self.opaque else _Recorder(self):
+                out = run()
+        except BaseException:
+            self.abort()
+            raise
+        if self.opaque:
+            # What it reads is unknown, so none of its memory counts as its own.
+            self.open.work.append(("call", run, out))
+        return self.end(), out
+
+    def weak(self, tensor):
+        return alias(tensor)
+
+    def measured(self, run):
+        assert self.open is None
+        run()
+        return self.need()
+
+    def used(self):
+        return sum(g.bytes for g in self.graphs if g.alive)
+
+    def settle(self):
+        self.calls.append("settle")

@@ -1,0 +1,105 @@
+"""What CudaGraphs asks of torch.cuda, in which order, against a torch.cuda that only writes it down."""
+
+import gc
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnops.errors import InvalidInput
+from attnops.graphs import CudaGraphs
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def synchronize(self):
+            log.append(f"{self.name} idle")
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            log.append(f"begin {pool} {capture_error_mode} gc={gc.isenabled()}")
+
+        def capture_end(self):
+            log.append("end")
+            if state.broken:
+                raise RuntimeError("capture was invalidated")
+
+        def reset(self):
+            log.append("reset")
+
+    @contextmanager
+    def stream(s):
+        log.append(f"on {s.name}")
+        yield
+        log.append(f"off {s.name}")
+
+    state = SimpleNamespace(log=log, broken=False)
+    for name, value in {
+        "Stream": lambda device: Stream(), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
+        "graph_pool_handle": lambda: "pool", "synchronize": lambda device: log.append("synchronize"),
+        "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": lambda device: 100,
+        "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000),
+        "empty_cache": lambda: log.append("empty cache"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return state
+
+
+def test_a_capture(cuda):
+    device = CudaGraphs()
+    assert gc.isenabled()
+    with device.session():
+        graph, out = device.capture(lambda: cuda.log.append("run") or 7)
+    assert gc.isenabled() and out == 7 and not isinstance(graph, int)
+    assert cuda.log == [
+        "side waits for main", "on side", "side idle", "begin pool thread_local gc=False", "run", "end", "off side", "main waits for side"
+    ]  # fmt: skip
+
+
+def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
+    device, cuda.broken = CudaGraphs(), True
+
+    def run():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"), device.session():
+        device.capture(run)
+    assert cuda.log[-3:] == ["end", "reset", "main waits for side"]
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="without begin"):
+        device.end()
+    device.abort()  # nothing is open
+
+
+def test_memory(cuda):
+    device = CudaGraphs("cuda:0")
+    assert device.measured(lambda: cuda.log.append("run")) == 250 and device.used() == 400
+    assert cuda.log == ["synchronize", "reset peak", "run", "synchronize", "empty cache"]
+
+
+def test_weak_memory_is_not_held(cuda, monkeypatch):
+    """A tensor over the same bytes; where torch cannot make one, the tensor itself."""
+    x = torch.arange(12.0).view(3, 4)[1:, ::2]
+    made = x.untyped_storage()
+    name = "_construct_storage_from_data_pointer"
+    monkeypatch.setattr(torch._C, name, lambda at, where, size: made if size == 48 else None, raising=False)
+    device = CudaGraphs()
+    y = device.weak(x)
+    assert y is not x and torch.equal(y, x) and y.stride() == x.stride() and y.data_ptr() == x.data_ptr()
+    monkeypatch.delattr(torch._C, name)
+    assert device.weak(x) is x
+
+
+def test_only_cuda_has_cuda_graphs():
+    with pytest.raises(InvalidInput, match="device: got cpu"):
+        CudaGraphs("cpu")

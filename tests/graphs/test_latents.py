@@ -1,0 +1,48 @@
+"""Layers over a cache of latents: the same graphs over another cache."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnops.cache import LatentCache
+from attnops.graphs import Buckets, piecewise
+from attnops.nn import LatentAttention
+from tests.graphs.helpers import MODES, close
+from tests.graphs.standin import StandIn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = LatentAttention(32, 4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+
+    def forward(self, hidden, batch, latent_pages):
+        return hidden + self.attention(hidden, batch=batch, latent_pages=latent_pages)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_latents(mode):
+    model = Layer().eval()
+    mine, theirs = (
+        LatentCache(
+            1, 256, latent_dim=16, rope_dim=8, max_requests=4, max_tokens_per_request=32, page_size=4, q_heads=4, dtype=torch.float32,
+            device="cpu",
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    for cache in (mine, theirs):
+        cache.latent_pages[0].fill_(float("nan"))
+        cache.latent_pages[0][0] = 0
+    more = {"inner": "eager"} if mode is piecewise else {}
+    step = mode(model, Buckets(decode=(2, 4), tokens=(16,), requests=4), tokens=("hidden",), cache=mine, graphs=StandIn(), **more)
+    ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
+    for who, new in ((slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1)):
+        batch, twin = mine.batch(ids[who], new), theirs.batch(twins[who], new)
+        hidden = torch.randn(batch.slots.shape[0], 32)
+        with torch.no_grad():
+            got = step(hidden, batch=batch, latent_pages=mine.latent_pages[0])
+            # The first prefill may unfold the latents instead, which sums in another order.
+            close(got, model(hidden, twin, theirs.latent_pages[0]))
+    if mode is piecewise:
+        # These layers tell one token from several, so a bucket of one would be traced by itself.
+        assert step._method.traces == {"mixed": 1, "decode": 1}

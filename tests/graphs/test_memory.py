@@ -1,0 +1,194 @@
+"""What graphs take is measured and bounded before a capture, told afterwards, and given back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnops.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
+from attnops.graphs import Bucket, Buckets, Report, breakable, piecewise
+from attnops.graphs.boundary import Break
+from attnops.graphs.report import Row
+from tests.graphs.helpers import MODES, Pair
+from tests.graphs.models import BOUNDARY, boundary
+from tests.graphs.standin import storage
+
+
+def example(pair, names="yz", new=1):
+    # Requests of its own: what only one cache holds is compared with nothing.
+    batch, _ = pair.batches(names, new)
+    tokens = torch.zeros(batch.slots.shape[0], dtype=torch.long)
+    return {"tokens": tokens, "batch": batch, "k_pages": pair.cache.k_pages, "v_pages": pair.cache.v_pages}
+
+
+def test_capture_of_all_buckets_is_largest_first_and_told():
+    pair, told = Pair(breakable), []
+    report = pair.step.capture(**example(pair), progress=lambda *at: told.append(at))
+    assert told == [
+        (1, 5, "mixed 32 tokens x4"), (2, 5, "mixed 16 tokens x4"), (3, 5, "decode x4"), (4, 5, "decode x2"), (5, 5, "decode x1")
+    ]  # fmt: skip
+    assert [r.bytes for r in report.rows] == sorted((r.bytes for r in report.rows), reverse=True) and report.graph_bytes > 0
+    assert report.graph_bytes == pair.device.used() and report.input_bytes == pair.step._inputs.bytes
+    assert pair.step.capture(**example(pair)) == report  # again: nothing is left to do
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_of_pieces_serves_later_ones(mode):
+    """What a graph no longer needs is free for the next, within a bucket and between buckets, and results hold all the same."""
+    boundary()
+    pair = Pair(mode, Buckets(decode=(2, 4)), kernel=BOUNDARY, layers=2)
+    pair.step.capture(**example(pair))
+    first, *rest = pair.device.graphs
+    assert not first.over and all(g.over for g in rest[1:])
+    large, small = pair.step._entries.values()
+    assert storage(large.outputs[0]) in {storage(t) for t in rest[-1].over}  # results too
+    small, large = pair.step.report().rows[::-1]
+    assert len(small.bytes_of) == len(large.bytes_of) == 3
+    for names in ("abcd", "ab", "abc", "a"):
+        pair.agree(names)
+
+
+def test_over_the_budget_raises_with_the_figures():
+    need = iter((4000, 9000))
+    pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=8000, need=lambda: next(need))
+    pair.device.used = lambda: 0
+    with pytest.raises(OverBudget, match="decode x2: got a need of 9000 bytes beside 0 held by graphs, want at most 8000") as e:
+        pair.step.capture(**example(pair))
+    assert (e.value.need, e.value.held, e.value.budget) == (9000, 0, 8000)
+    assert [str(r.bucket) for r in pair.step.report().rows] == ["decode x4"] and pair.device.calls == ["begin", "end"]
+
+
+def test_what_is_held_counts_too():
+    pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=8000, need=lambda: 10)
+    taken = iter((0, 8001))
+    pair.device.used = lambda: next(taken)
+    with pytest.raises(OverBudget, match="decode x2: got a need of 10 bytes beside 8001"):
+        pair.step.capture(**example(pair))
+
+
+@pytest.mark.parametrize("over", ["raise", "eager"])
+def test_over_the_budget_drops_the_largest(over):
+    need = iter((9000, 8000, 2))
+    buckets = Buckets(decode=(1, 2, 4), over=over)
+    pair = Pair(breakable, buckets, budget_bytes=8000, over_budget="drop", need=lambda: next(need))
+    report = pair.step.capture(**example(pair))
+    assert [str(b) for b in report.dropped] == ["decode x4"] and [str(r.bucket) for r in report.rows] == ["decode x2", "decode x1"]
+    assert "dropped, as the budget left no room: decode x4" in str(report)
+    if over == "raise":
+        with pytest.raises(BatchTooLarge, match="got 3, want at most 2"):
+            pair.step(**example(pair, "xyz"))
+    else:
+        pair.agree("abc")
+        assert pair.step.report().eager_calls == 1
+    pair.agree("b")
+
+
+def test_dropped_at_its_first_call():
+    need = iter((9000, 1))
+    pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=100, over_budget="drop", need=lambda: next(need))
+    pair.device.used = lambda: 0
+    pair.agree("a")  # the bucket of 2 is dropped, that of 4 answers
+    assert [str(r.bucket) for r in pair.step.report().rows] == ["decode x4"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_free_gives_everything_back_and_a_call_captures_anew(mode):
+    pair = Pair(mode)
+    pair.agree("ab")
+    pair.step.free()
+    assert pair.device.calls[-1] == "settle"
+    assert pair.device.used() == 0 and not pair.step.report().rows and not pair.step.report().input_bytes
+    pair.agree("ab")
+    # What was stale may be captured with now.
+    other = tuple(p.clone() for p in pair.cache.k_pages)
+    pair.step.free()
+    given = {**example(pair), "k_pages": other}
+    pair.step(**given)
+    if mode is piecewise:
+        assert pair.step._method.traces == {"decode": 1}
+
+
+def test_the_report():
+    attention = Break("paged_attention", "fa3", "capture=never")
+    rows = (
+        Row(Bucket(256, 4, "mixed"), 3, (attention, attention), (1 << 20, 2 << 20, 1 << 20), 0.5, 1),
+        Row(Bucket(2, 2, "decode"), 1, (), (3 << 19,), 0.25, 12),
+    )
+    report = Report(rows, {"mixed": 2, "decode": 1}, {"mixed": 3, "decode": 1}, 2.0, 1 << 19, 0, (), 1 << 24, 0)
+    assert str(report) == """\
+bucket               mode       graphs  between                 MiB  seconds  replays
+mixed 256 tokens x4  piecewise  3       paged_attention.fa3 x2  4.0  0.50     1
+decode x2            whole      1       -                       1.5  0.25     12
+2 of 3 pieces of mixed steps differ and were compiled
+1 of 1 pieces of decode steps differ and were compiled
+compiled in 2.0 s
+graphs hold 5.5 of 16.0 MiB, their inputs 0.5 MiB"""
+    assert report.modes == {"mixed": "piecewise", "decode": "whole"}
+    pytest.importorskip("rich")
+    table = report.rich()
+    assert table.row_count == 2 and len(table.columns) == 7
+
+
+def test_a_progress_bar():
+    pytest.importorskip("rich")
+    from attnops.graphs import bar
+
+    pair = Pair(breakable, Buckets(decode=(1, 2)))
+    with bar() as progress:
+        report = pair.step.capture(**example(pair), progress=progress)
+    assert len(report.rows) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_so_many_replays_are_compared(mode):
+    pair = Pair(mode, check_every=2)
+    for _ in range(4):
+        pair.agree("ab")
+    assert pair.step.report().compared == 2 and "2 replays were compared" in str(pair.step.report())
+    # Weights in another place are what no address check sees: a graph reads the old ones.
+    pair.model.head.weight = torch.nn.Parameter(torch.randn_like(pair.model.head.weight))
+    pair.step(**example(pair))
+    with pytest.raises(ReplayMismatch, match=r"decode x2, output 0: got an error of") as e:
+        pair.step(**example(pair))
+    assert e.value.error > e.value.allowed > 0
+
+
+def test_lengths_past_the_width_are_seen_by_the_comparison():
+    pair = Pair(breakable, check_every=2)
+    pair.step(**example(pair))
+    given = example(pair)
+    given["batch"] = replace(given["batch"], seq_lens=torch.tensor([3, 33], dtype=torch.int32))
+    with pytest.raises(StaleGraph, match=r"batch.seq_lens: got 33 tokens, want at most 32"):
+        pair.step(**given)
+
+
+def test_lost_numbers_are_a_mismatch():
+    from attnops.graphs.guard import compare
+
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1.0, nan, inf, -inf])
+    compare("b", {"a": x, "n": 1}, {"a": x.clone(), "n": 1}, None)
+    for bad in ([1.0, 2.0, inf, -inf], [nan, nan, inf, -inf], [1.0, nan, -inf, -inf], [1.1, nan, inf, -inf]):
+        with pytest.raises(ReplayMismatch, match="b, output"):
+            compare("b", {"a": torch.tensor(bad)}, {"a": x}, None)
+    compare("b", torch.tensor([1.05]), torch.tensor([1.0]), 0.1)
+    with pytest.raises(ReplayMismatch):
+        compare("b", torch.zeros(2), torch.zeros(3), None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_capture_that_fails_leaves_nothing_behind(mode):
+    pair, fail = Pair(mode), [True]
+    forward = pair.device.call
+
+    def failing(*args):
+        if fail:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return forward(*args)
+
+    pair.device.call = failing
+    with pytest.raises(NotCapturable, match=r"operation not permitted when stream is capturing$"):
+        pair.step(**example(pair))
+    assert not pair.step.report().rows and pair.device.open is None and pair.device.calls == ["begin", "abort"]
+    fail.clear()
+    pair.agree("ab")

@@ -1,0 +1,88 @@
+"""Metadata made outside of graphs: of the batch as padded, into buffers whose addresses stay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnops.errors import StaleGraph
+from attnops.graphs import Buckets, breakable, piecewise
+from tests.graphs.helpers import MODES, Pair, close
+
+
+def forward(tokens, batch):
+    """A model that is its metadata."""
+    assert batch.plan is not None
+    return tokens + batch.plan[: tokens.shape[0]].float()
+
+
+def stepped(mode, prepare, cache):
+    more = {"inner": "eager"} if mode is piecewise else {}
+    from tests.graphs.standin import StandIn
+
+    return mode(forward, Buckets(decode=(2, 4)), tokens=("tokens",), prepare=prepare, cache=cache, graphs=StandIn(), **more)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fixed", [True, False], ids=["one buffer", "a tensor of each step"])
+def test_a_plan_of_the_padded_batch(mode, fixed):
+    pair, buffer, seen = Pair(mode), torch.full((4,), -1, dtype=torch.int32), []
+
+    def prepare(batch):
+        seen.append(batch.seq_lens.tolist())
+        made = torch.zeros(4, dtype=torch.int32)
+        made[: batch.seq_lens.shape[0]] = batch.seq_lens * 10
+        return replace(batch, plan=buffer.copy_(made) if fixed else made)
+
+    step = stepped(mode, prepare, pair.cache)
+    pair.batches("abc", [1, 2, 3])
+    for names in ("abc", "ab", "c"):
+        batch, _ = pair.batches(names, 1)
+        x = torch.randn(len(names))
+        close(step(x, batch), x + batch.seq_lens * 10)
+    assert seen[-1] == [5, 0] and [6, 0] not in seen and [2, 3, 4, 0] in seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_that_comes_and_goes_is_stale(mode):
+    pair, plans = Pair(mode), {"plan": torch.zeros(4, dtype=torch.int32), "workspace": torch.zeros(8, dtype=torch.uint8)}
+    step = stepped(mode, lambda batch: replace(batch, **plans), pair.cache)
+    x = torch.zeros(2)
+    step(x, pair.batches("ab", 1)[0])
+    for bad, text in (
+        ({"plan": None}, r"batch.plan of prepare: got None, want \[4\] on cpu"),
+        ({"plan": torch.zeros(5, dtype=torch.int32)}, r"batch.plan of prepare: got \[5\]"),
+        ({"workspace": torch.zeros(8, dtype=torch.uint8)}, r"batch.workspace of prepare: got address"),
+    ):
+        before = dict(plans)
+        plans.update(bad)
+        with pytest.raises(StaleGraph, match=text):
+            step(x, pair.batches("ab", 1)[0])
+        plans.update(before)
+    step(x, pair.batches("ab", 1)[0])
+
+
+def test_a_host_plan_is_no_part_of_a_graph():
+    """A plan op in the model itself lies between graphs, though its kernel could be captured."""
+    from attnops.ops import PagedSpec
+
+    spec = PagedSpec(q_heads=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
+    plan, workspace = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.uint8)
+
+    def planning(tokens, batch):
+        y = tokens * 2
+        torch.ops.attnops.plan_paged_attention(
+            batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=tokens.shape[0], max_seqlen_q=1, plan=plan,
+            workspace=workspace, **spec.statics,
+        )  # fmt: skip
+        return y + 1
+
+    from tests.graphs.standin import StandIn
+
+    for mode in (piecewise, breakable):
+        pair = Pair(mode)
+        more = {"inner": "eager"} if mode is piecewise else {}
+        step = mode(planning, Buckets(decode=(2,)), tokens=("tokens",), graphs=StandIn(), **more)
+        close(step(torch.ones(2), pair.batches("ab", 1)[0]), torch.full((2,), 3.0))
+        [row] = step.report().rows
+        assert [(b.op, b.why) for b in row.breaks] == [("plan_paged_attention", "planned by the host")] and row.graphs == 2

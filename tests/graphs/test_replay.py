@@ -1,0 +1,322 @@
+"""Graphs answer as eager does, whatever batch comes after whatever batch; and the ways graphs go wrong elsewhere cannot be taken here.
+
+Pages hold NaN until they are written, and so does memory of graphs, so that what is read and should not be shows.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
+from attnops.graphs import Buckets, breakable, piecewise
+from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, boundary, decoder, paged_cache
+from tests.graphs.standin import StandIn
+
+KERNELS = [None, BOUNDARY]
+
+
+@pytest.fixture(autouse=True)
+def _boundary():
+    boundary()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
+@pytest.mark.parametrize("mode", MODES)
+def test_changing_batches(mode, kernel):
+    pair = Pair(mode, kernel=kernel, layers=2)
+    pair.agree("abc", [5, 3, 7])  # prefill
+    pair.agree("abc")
+    pair.agree("ab")  # a shorter batch after a longer one
+    pair.agree("b")
+    pair.agree("dbc", [4, 1, 1])  # mixed
+    pair.agree("cabd")  # other rows, and a full bucket
+    pair.free("a")
+    pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
+    pair.agree("ebcd")
+    report = pair.step.report()
+    assert report.modes == dict.fromkeys(("decode", "mixed"), "whole" if kernel is None else "piecewise")
+    assert sum(r.replays for r in report.rows) == 8 and not report.eager_calls
+    # A bucket is captured once, and a model traced once a kind.
+    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3)
+    if mode is piecewise:
+        assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+
+
+@pytest.mark.parametrize(("mode", "padding"), [(piecewise, "null"), (breakable, "null"), (breakable, "absent")])
+def test_many_random_steps(mode, padding):
+    pair = Pair(mode, Buckets(decode=(1, 2, 4, 6), tokens=(16, 40), requests=6, padding=padding), kernel=BOUNDARY)
+    if padding == "null":
+        # Its numbers are multiplied by nobody's weights, but they have to be numbers.
+        for pool in (*pair.cache.k_pages, *pair.cache.v_pages, *pair.twin.k_pages, *pair.twin.v_pages):
+            pool[0] = 0
+    batch, _ = pair.batches("a", 1)
+    tokens = torch.zeros(1, dtype=torch.long)
+    pair.step.capture(tokens, batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    pair.free("a")
+    held = pair.device.calls.count("begin"), pair.device.used(), len(pair.device.made)
+    rng = random.Random(0)
+    for _ in range(40):
+        names = rng.sample("abcdef", rng.randint(1, 6))
+        for name in [n for n in pair.ids if pair.cache.length(pair.ids[n][0]) > 24]:
+            pair.free(name)
+        fresh = [n for n in names if n not in pair.ids]
+        if not fresh and rng.random() < 0.7:
+            pair.agree(names)
+        else:
+            pair.agree(names, [rng.randint(2, 6) if n in fresh else 1 for n in names])
+    assert (pair.device.calls.count("begin"), pair.device.used(), len(pair.device.made)) == held
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_grow_to_the_width_of_the_table_and_never_past_it(mode):
+    pair = Pair(mode)
+    pair.agree("a", [20])
+    for _ in range(12):
+        pair.agree("a")  # from page 6 to 8 of 8
+    assert pair.cache.length(pair.ids["a"][0]) == 32
+    batch = pair.cache.batch([pair.cache.alloc()], 1)
+    wide = torch.zeros(1, 9, dtype=torch.int32)
+    tokens = torch.zeros(1, dtype=torch.long)
+    before = [p.clone() for p in pair.cache.k_pages]
+    with pytest.raises(StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"):
+        pair.call(pair.step, pair.cache, tokens, replace(batch, page_table=wide))
+    for a, b in zip(pair.cache.k_pages, before, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_narrower_table_leaves_nothing_of_a_wider_one(mode):
+    pair = Pair(mode)
+    pair.agree("cd", [2, 3])
+    pair.agree("ab", [14, 17])
+    pair.agree("ab")
+    mine, theirs = pair.batches("cd", 1)
+    tokens = torch.randint(VOCAB, (2,))
+    with torch.no_grad():
+        want = pair.call(pair.model, pair.twin, tokens, theirs)
+        narrow = replace(mine, page_table=mine.page_table[:, :2].contiguous())
+        close(pair.call(pair.step, pair.cache, tokens, narrow), want)
+    assert (pair.step._inputs._batch.page_table[:, 2:] == 0).all()
+
+
+def stale(pair, field):
+    return pytest.raises(StaleGraph, match=f"^{field}: got ")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_replay_refuses(mode):
+    pair = Pair(mode)
+    pair.agree("ab")
+    mine, _ = pair.batches("ab", 1)
+    tokens = torch.zeros(2, dtype=torch.long)
+    other = paged_cache(1)
+    replays = pair.device.calls.count("replay")
+
+    with stale(pair, r"k_pages\[0\]"):  # the pages of another cache
+        pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
+    with stale(pair, "v_pages"):  # or another number of layers
+        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=(*pair.cache.v_pages, *other.v_pages))
+    with attnops.use("reference"), stale(pair, "policy"):
+        pair.call(pair.step, pair.cache, tokens, mine)
+    with stale(pair, "arguments"):
+        pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
+    with stale(pair, "tokens"):  # would be rounded
+        pair.call(pair.step, pair.cache, tokens.double(), mine)
+    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as many as the batch has"):
+        pair.call(pair.step, pair.cache, tokens.new_zeros(3), mine)
+    with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
+        pair.call(pair.step, pair.cache, tokens, {})
+    with stale(pair, "batch.workspace"):
+        pair.call(pair.step, pair.cache, tokens, replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
+    # The same pages in another tuple are the same pages.
+    pair.step(tokens, batch=mine, k_pages=tuple(pair.cache.k_pages[i] for i in range(1)), v_pages=pair.cache.v_pages)
+    assert pair.device.calls.count("replay") == replays + 1
+
+    pages = pair.cache.k_pages[0]
+    pages.set_(torch.zeros_like(pages))  # the same object, somewhere else
+    with stale(pair, r"k_pages\[0\]"):
+        pair.call(pair.step, pair.cache, tokens, mine)
+
+
+def test_pages_held_by_the_model_are_watched_through_the_cache():
+    pair = Pair(breakable)
+
+    def held(tokens, batch):
+        return pair.model(tokens, batch, pair.cache.k_pages, pair.cache.v_pages)
+
+    step = breakable(held, Buckets(decode=(2,)), tokens=("tokens",), cache=pair.cache, graphs=pair.device)
+    batch = pair.batches("ab", 1)[0]
+    step(torch.zeros(2, dtype=torch.long), batch)
+    pair.cache.v_pages[0].set_(torch.zeros_like(pair.cache.v_pages[0]))
+    with stale(pair, r"cache.pages\[1\]"):
+        step(torch.zeros(2, dtype=torch.long), batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_over_the_largest_bucket(mode):
+    pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2))
+    pair.agree("ab", [3, 4])
+    batch = pair.batches("abc", 1)[0]
+    with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
+        pair.call(pair.step, pair.cache, torch.zeros(3, dtype=torch.long), batch)
+    pair = Pair(mode, Buckets(decode=(2,), tokens=(16,), requests=2, over="eager"))
+    pair.agree("ab", [3, 4])
+    pair.agree("abc", [1, 1, 9])
+    pair.agree("abc")
+    assert pair.step.report().eager_calls == 2
+    assert "2 calls were over the largest bucket and ran without graphs" in str(pair.step.report())
+
+
+def test_all_sizes_are_one_trace():
+    """A size of 1 is a size as any other, and a bucket captured first is not the model for the rest."""
+    pair = Pair(piecewise, Buckets(decode=(1, 2, 3, 4), tokens=(5, 16), requests=5))
+    pair.agree("a", [1])
+    pair.agree("a", [2])
+    pair.agree("abcd")
+    pair.agree("ab")
+    pair.agree("abc", [2, 7, 4])
+    assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_caller_change_nothing(mode):
+    """Captured in inference mode, called outside of it, and the other way round."""
+    pair = Pair(mode, Buckets(decode=(1, 2)))
+    with torch.inference_mode():
+        pair.agree("ab")
+    pair.agree("ab")
+    pair.agree("a")
+    with torch.inference_mode():
+        pair.agree("a")
+    if mode is piecewise:
+        assert pair.step._method.traces == {"decode": 1}
+
+
+def test_a_bucket_of_one():
+    pair = Pair(piecewise, Buckets(decode=(1,)))
+    pair.agree("a")
+    pair.agree("b")
+
+
+def test_a_model_that_tells_one_from_several_is_traced_for_each():
+    def forward(tokens):
+        return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
+
+    step = piecewise(forward, Buckets(tokens=(1, 2, 4)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    for n in (3, 1, 2, 4, 1):
+        close(step(torch.ones(n)), forward(torch.ones(n)))
+    assert step._method.traces == {"mixed": 2}
+
+
+def test_a_model_of_one_size_is_refused():
+    step = piecewise(lambda tokens: tokens + torch.arange(4.0), Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn())
+    with pytest.raises(NotCapturable, match=r"the model: cannot be captured, it takes one size only: .*4"):
+        step(torch.ones(3))
+
+
+def test_another_model_of_other_sizes_is_traced_once_too():
+    """Traces do not learn from each other which sizes change."""
+    for layers, pages in ((1, 64), (1, 16)):
+        pair = Pair(piecewise, Buckets(decode=(2, 16)), layers=layers)
+        pair.cache, pair.twin = paged_cache(layers, pages), paged_cache(layers, pages)
+        pair.step._cache = pair.cache
+        pair.agree("ab")
+        pair.agree("a")
+        assert pair.step._method.traces == {"decode": 1}
+
+
+@pytest.mark.slow
+def test_inductor():
+    """Pieces compiled by Inductor, three however many layers there are."""
+    pair = Pair(piecewise, layers=4, kernel=BOUNDARY, opaque=True)
+    pair.agree("abc")
+    pair.agree("ab")
+    pair.agree("a")
+    report = pair.step.report()
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 5}
+
+
+def test_without_a_batch():
+    """Any function of rows: causal attention over a padded prompt, results of other structures and of whole tensors."""
+    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)).eval()
+
+    def forward(tokens, scale):
+        x = model(tokens)
+        q = x.view(1, -1, 4, 8)
+        return {"out": x * scale + attnops.attention(q, q, q, causal=True).view(-1, HIDDEN), "weight": model[1].weight, "n": 3}
+
+    for mode in MODES:
+        more = {"inner": "eager"} if mode is piecewise else {}
+        pair = Pair(mode)
+        step = mode(forward, Buckets(tokens=(4, 8)), batch=None, tokens=("tokens",), graphs=pair.device, **more)
+        for n in (3, 7, 4, 2):
+            tokens = torch.randint(VOCAB, (n,))
+            got, want = step(tokens, 0.5), forward(tokens, 0.5)
+            close(got["out"], want["out"])
+            assert got["n"] == 3 and got["weight"].shape == (HIDDEN, HIDDEN)
+        with stale(pair, "scale"):
+            step(tokens, 0.25)
+        with pytest.raises(BatchTooLarge):
+            step(torch.zeros(9, dtype=torch.long), 0.5)
+
+
+def test_results_of_requests():
+    def last(tokens, batch, k_pages, v_pages):
+        return model(tokens, batch, k_pages, v_pages)[(batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)]
+
+    model = decoder(1)
+    cache, twin = paged_cache(1), paged_cache(1)
+    for mode in MODES:
+        more = {"inner": "eager"} if mode is piecewise else {}
+        pair = Pair(mode)
+        step = mode(last, Buckets(tokens=(16,), requests=4), tokens=("tokens",), returns="requests", graphs=pair.device, **more)
+        ids = [[c.alloc() for _ in range(3)] for c in (cache, twin)]
+        tokens = torch.randint(VOCAB, (9,))
+        with torch.no_grad():
+            got = step(tokens, batch=cache.batch(ids[0], [2, 4, 3]), k_pages=cache.k_pages, v_pages=cache.v_pages)
+            close(got, last(tokens, twin.batch(ids[1], [2, 4, 3]), twin.k_pages, twin.v_pages))
+        assert got.shape == (3, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tokens": ()}, "tokens, requests"),
+        ({"tokens": ("tokens", "tokens")}, "tokens, requests"),
+        ({"tokens": ("batch",)}, "tokens, requests"),
+        ({"tokens": ("words",)}, "batch, tokens, requests"),
+        ({"returns": "all"}, "returns"),
+        ({"over_budget": "wait"}, "over_budget"),
+        ({"check_every": -1}, "check_every"),
+        ({"eager": {"prefill": ()}}, "eager"),
+        ({"inner": "nvfuser"}, "inner"),
+    ],
+)
+def test_bad_arguments_name_themselves(given, field):
+    with pytest.raises(InvalidInput) as e:
+        piecewise(decoder(1), Buckets(decode=(1,)), **{"tokens": ("tokens",), **given})
+    assert e.value.field == field
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bad_calls_name_themselves(mode):
+    pair = Pair(mode)
+    batch = pair.batches("a", 1)[0]
+    tokens = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(InvalidInput, match="arguments: got 5 without a name"):
+        pair.step(tokens, batch, 1, 2, 3)
+    with pytest.raises(InvalidInput, match=r"arguments: got \['tokens'\], want each once"):
+        pair.step(tokens, batch, tokens=tokens)
+    with pytest.raises(InvalidInput, match="tokens: got NoneType, want a tensor"):
+        pair.step(batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    with pytest.raises(InvalidInput, match="prefix, shared"):
+        pair.call(pair.step, pair.cache, tokens, replace(batch, prefix=(1,)))
+    if mode is breakable:
+        null = Pair(mode, Buckets(decode=(2,), padding="null"))
+        mine = null.batches("ab", 1)[0]
+        with pytest.raises(InvalidInput, match="one token a request and padded=False"):
+            null.call(null.step, null.cache, torch.zeros(2, dtype=torch.long), replace(mine, padded=True))

@@ -1,0 +1,226 @@
+"""Where a traced model is cut, and which pieces are the same."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from attnops.errors import NotCapturable
+from attnops.graphs import Buckets, breakable, outside, piecewise
+from attnops.graphs.split import Name, split
+from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.models import BOUNDARY, boundary, decoder
+from tests.graphs.standin import StandIn
+
+
+@pytest.fixture(autouse=True)
+def _boundary():
+    boundary()
+
+
+def splits(pair, names="ab", new=1):
+    pair.agree(names, new)
+    return pair.step._method.splits()
+
+
+def test_at_every_call_that_may_not_be_captured():
+    pair = Pair(piecewise, kernel=BOUNDARY, layers=3)
+    assert_expected_inline(
+        str(splits(pair)["decode"]),
+        """\
+submod_0: captured, 38 operations
+submod_1: paged_attention.uncapturable
+submod_2: captured, 41 operations
+submod_3: paged_attention.uncapturable
+submod_4: captured, 41 operations
+submod_5: paged_attention.uncapturable
+submod_6: captured, 5 operations""",
+    )
+    report = pair.step.report()
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 4}
+
+
+def test_nowhere_when_every_kernel_may_be_captured():
+    pair = Pair(piecewise)
+    found = splits(pair)["decode"]
+    assert len(found.parts) == 1 and found.parts[0].captured
+
+
+def test_by_kind_where_it_is_asked_for():
+    """Whole steps for decode, pieces for the rest; neighbours that are both outside are one part."""
+    pair = Pair(piecewise, layers=2, eager={"mixed": ("write_kv", "paged_attention")})
+    splits(pair, "ab", [2, 5])
+    found = splits(pair)
+    assert_expected_inline(
+        str(found["mixed"]),
+        """\
+submod_0: captured, 37 operations
+submod_1: write_kv.scatter, paged_attention.sdpa
+submod_2: captured, 40 operations
+submod_3: write_kv.scatter, paged_attention.sdpa
+submod_4: captured, 5 operations""",
+    )
+    assert len(found["decode"].parts) == 1
+    assert pair.step.report().modes == {"mixed": "piecewise", "decode": "whole"}
+    # The buffer that attention writes was allocated before the boundary, at a fixed address, and not between the two calls.
+    calls = [n for n in found["mixed"].parts[1].module.graph.nodes if n.op == "call_function"]
+    assert [str(n.target) for n in calls] == ["attnops.write_kv.default", "attnops.paged_attention.default"]
+
+
+def test_the_kernel_chosen_is_forced():
+    pair = Pair(piecewise)
+    nodes = [n for n in splits(pair)["decode"].parts[0].module.graph.nodes if str(n.target).startswith("attnops.")]
+    assert [n.kwargs["policy"] for n in nodes] == ["kernel=write_kv:scatter", "kernel=paged_attention:sdpa"]
+
+
+def test_eight_layers_are_three_pieces():
+    pair = Pair(piecewise, layers=8, kernel=BOUNDARY)
+    splits(pair)
+    report = pair.step.report()
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 9}
+
+
+def test_layers_that_differ_are_compiled_each():
+    model = decoder(4, kernel=BOUNDARY)
+    model.layers[2].attention.scale = 0.5
+    model.mlps[1] = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    pair = Pair(piecewise, model=model)
+    splits(pair)
+    # First, last, the one with another block; the scale is the boundary's.
+    assert pair.step.report().compiled == {"decode": 4}
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_layers_of_other_numbers_are_compiled_each():
+    factors = iter((2.0, 2.0, 3.0, 2))
+    pair = Pair(piecewise, model=decoder(4, kernel=BOUNDARY, mlp=lambda: Times(next(factors))))
+    splits(pair)
+    # First, those of 2.0, that of 3.0, and last.
+    assert pair.step.report().compiled == {"decode": 4}
+
+
+class Rows(nn.Module):
+    """Adds to the rows that are positive, found by their indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        y = self.up(x)
+        return y.index_add(0, rows, x[rows] * 2)
+
+
+def test_what_depends_on_data_lies_outside():
+    pair = Pair(piecewise, model=decoder(2, mlp=Rows))
+    found = splits(pair, "abc")["decode"]
+    assert_expected_inline(
+        str(found),
+        """\
+submod_0: captured, 42 operations
+submod_1: nonzero, getitem
+submod_2: captured, 1 operations
+submod_3: getitem, mul, index_add
+submod_4: captured, 42 operations
+submod_5: nonzero, getitem
+submod_6: captured, 1 operations
+submod_7: getitem, mul, index_add
+submod_8: captured, 2 operations""",
+    )
+    # The number of rows changes with the batch, and passes from one part outside to the next.
+    for names in ("abc", "bc", "abcd", "d", "abd"):
+        pair.agree(names)
+    assert pair.step._method.traces == {"decode": 1}
+
+
+def test_breakable_says_what_depends_on_data():
+    pair = Pair(breakable, model=decoder(1, mlp=Rows))
+    with pytest.raises(NotCapturable, match=r"aten.nonzero.default: cannot be captured, .*attnops.graphs.outside"):
+        pair.go("ab")
+    assert pair.device.calls == ["begin", "abort"]
+
+
+def test_piecewise_says_what_cannot_be_traced():
+    def forward(tokens):
+        return tokens * 2 if tokens.sum() > 3 else tokens
+
+    step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    with pytest.raises(NotCapturable, match="the model: cannot be captured, it cannot be traced whole"):
+        step(torch.ones(3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_functions_marked_outside(mode):
+    seen = []
+
+    def rows(x):
+        seen.append(int((x[:, 0] > 0).sum()))  # asks for a value
+        return x * 2 if seen[-1] > 1 else x * 3
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = outside(rows)
+
+        def forward(self, x):
+            return self.rows(x + 1)
+
+    pair = Pair(mode, model=decoder(1, mlp=Marked))
+    for names in ("abc", "ab", "abcd", "a"):
+        pair.agree(names)
+    [breaks] = {r.breaks for r in pair.step.report().rows}
+    assert [b.why for b in breaks] == ["marked outside"] and "rows" in str(breaks[0])
+    assert torch.equal(outside(rows)(torch.ones(1, 1)), torch.full((1, 1), 3.0))
+
+
+def test_a_marked_function_of_another_result():
+    def pair_of(x):
+        return x.sum(1), x.amax(1).double()
+
+    marked = outside(pair_of, fake=lambda x: (x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.float64)))
+
+    def forward(tokens):
+        total, top = marked(tokens * 2)
+        return total + top.float()
+
+    for mode in MODES:
+        more = {"inner": "eager"} if mode is piecewise else {}
+        step = mode(forward, Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+        for n in (3, 2, 4):
+            x = torch.randn(n, 5)
+            close(step(x), forward(x))
+
+
+@pytest.mark.parametrize("result", [lambda x: 3, lambda x: x[x > 0]], ids=["a number", "another length"])
+def test_breakable_refuses_results_a_graph_cannot_follow(result):
+    marked = outside(result)
+
+    def forward(tokens):
+        out = marked(tokens)
+        return tokens + (out if isinstance(out, int) else out.sum())
+
+    step = breakable(forward, Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn())
+    with pytest.raises(NotCapturable, match="cannot be captured, it"):
+        step(torch.ones(2))
+        step(-torch.ones(2))
+
+
+def test_parts_are_data():
+    def forward(x, y):
+        return {"a": x.sin() + y, "b": (x, 3)}
+
+    seen = []
+    torch.compile(forward, backend=lambda gm, _: seen.append(split(gm)) or gm, fullgraph=True)(torch.randn(3), torch.randn(3))
+    [found] = seen
+    [part] = found.parts
+    assert part.inputs == tuple(found.inputs) and len(part.outputs) == 1
+    assert found.results == (Name(part.outputs[0]),) or Name(part.outputs[0]) in found.results
