@@ -28,8 +28,11 @@ def devices() -> list[str]:
     """The GPUs to spread over, as CUDA_VISIBLE_DEVICES names them."""
     if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return given.split(",")
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return [str(at) for at, _ in enumerate(found.strip().splitlines())]
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ["0"]
+    return [str(at) for at, _ in enumerate(found.strip().splitlines())] or ["0"]
 
 
 def start(shard: str, folder: Path, device: str) -> subprocess.Popen[bytes]:
@@ -100,7 +103,8 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    processes = int(sys.argv[1]) if len(sys.argv) > 1 else min(4, os.cpu_count() or 1)
+    # Kernels are compiled by more threads than there are processes.
+    processes = int(sys.argv[1]) if len(sys.argv) > 1 else max(1, min(9 * len(devices()), (os.cpu_count() or 1) * 9 // 16))
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
