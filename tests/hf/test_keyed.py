@@ -202,6 +202,19 @@ def test_assisted_generation(small_pages):
     assert calls["paged"] and len(small_pages) == 1
 
 
+def test_an_assistant_that_drafts_more_than_a_window_has_room_for(small_pages):
+    """How much it drafts stands in its own config. All of it may be taken back."""
+    model, helper = tiny.model("mistral"), tiny.model("llama", seed=1)
+    helper.generation_config.num_assistant_tokens = 2 * DRAFTS
+    helper.generation_config.assistant_confidence_threshold = 0
+    one: dict[str, Any] = {"attention_mask": left_padded(1, 20), "max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False}
+    want = model.generate(tokens(1, 20), **one)
+    with attnops.patch(model, cache="paged"):
+        assert torch.equal(model.generate(tokens(1, 20), assistant_model=helper, **one), want)
+        assert torch.equal(model.generate(tokens(1, 20), **one), want)
+    assert [pages.windows for pages in small_pages] == [(0,), (8,)]
+
+
 def test_beam_search_keeps_transformers_cache():
     model = tiny.model("gemma2")
     want = generated(model, new=6, num_beams=2)
