@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
@@ -262,6 +263,32 @@ def test_rollback():
         assert int(cache.get_seq_length()) == 84, "nothing is forgotten"
         cache.crop(-84)
         assert relative(by_hand(model, cache, ids, mask, ((0, 80), *steps))[-12:], want) < LIMIT
+
+
+def test_what_crop_is_told():
+    """As transformers' layers are: below 0 what to take back, above 0 what to keep, be it a number or a tensor of one."""
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged") as handle:
+        for said in (-5, 12, 99, 0, -99):
+            for asked in (said, torch.tensor(said)):
+                lengths = []
+                caches: tuple[Any, ...] = (handle.new_cache(3, 20), DynamicCache(config=model.config))
+                for cache in caches:
+                    by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
+                    cache.crop(asked)
+                    lengths.append(int(cache.get_seq_length()))
+                assert lengths[0] == lengths[1], asked
+
+
+def test_all_layers_are_cropped_or_none():
+    """Whichever comes first: states of linear attention cannot go back unless they were asked to beforehand."""
+    model = tiny.model("qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            cache.crop(-4)
+        assert int(cache.get_seq_length()) == 14
 
 
 def test_a_step_that_ended_in_an_error():
