@@ -26,6 +26,9 @@ from attnops.select import key_for, workspace_bytes
 DRAFTS = 32
 """New tokens of a row that a sliding layer's pages have room for besides the window, where no more are asked for."""
 
+ALL = 2**30
+"""As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the whole text."""
+
 
 class KeyLayer(NamedTuple):
     """What a layer keeps and how it reads it. window: tokens a query sees, its own included; 0: all before it. sinks: their dtype."""

@@ -25,12 +25,16 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
     """(device, dtype) that a module computes on and in. Weights that accelerate keeps elsewhere lie on meta until they are used.
 
-    model: whose weights tell it where the module's own are all quantised.
+    model: whose weights tell the dtype where the module's own are all quantised, and the device where it has none.
     """
-    weights = (p for part in (module, model) if part is not None for p in part.parameters())
-    found = next((p for p in weights if p.dtype.is_floating_point and p.dtype.itemsize > 1), None)
+    parts = [part for part in (module, model) if part is not None]
+    lies = next((p for part in parts for p in part.parameters()), None)
+    # Beside weights of one byte stand their scales, often of float32 whatever the layer computes in.
+    owners = (list(m.parameters(recurse=False)) for part in parts for m in part.modules())
+    weights = (p for own in owners if all(p.dtype.itemsize > 1 for p in own) for p in own)
+    found = next((p for p in weights if p.dtype.is_floating_point), None)
     dtype = torch.get_default_dtype() if found is None else found.dtype
-    device = torch.device("cpu") if found is None else found.device
+    device = torch.device("cpu") if lies is None else lies.device
     if device.type == "meta":
         hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
         runs_on = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), device)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import keyed, latent
 from attnops.hf.interface import check_kernel
-from attnops.hf.key_cache import DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
+from attnops.hf.key_cache import ALL, DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
 from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
 from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
@@ -129,13 +129,13 @@ class PagedMode:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
         return self._over(_pages(self._sizes(rows, length), page_size))
 
-    def lend(self, rows: int, length: int, drafts: int = 0) -> PagedModelCache:
+    def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
         """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
 
         They come back by `give_back`, or else when the cache is dropped, as one is that `generate()` returned to its caller.
-        drafts: positions of a step that may be taken back, and for which there shall be room past `length`.
+        drafts: positions past `length` for which there shall be room. back: positions of a step that may be taken back.
         """
-        wanted = self._sizes(rows, length + drafts, drafts)
+        wanted = self._sizes(rows, length + drafts, back)
         try:
             pages = self._free.pop()  # in one step, because two threads may ask
         except IndexError:
@@ -158,7 +158,7 @@ class PagedMode:
         kind = PagedLatentCache if self.latents else PagedKeyCache
         return kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
 
-    def _sizes(self, rows: int, length: int, drafts: int = 0) -> AnySizes:
+    def _sizes(self, rows: int, length: int, back: int = 0) -> AnySizes:
         module = self._modules[0]
         places = {where(module, self._owner) for module in self._modules}
         if len(places) > 1:
@@ -171,7 +171,7 @@ class PagedMode:
             return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel)
         if self._kept is None:
             self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
-        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, drafts))
+        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back))
 
 
 def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:
@@ -229,7 +229,7 @@ def _prepare(
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):
         if beams == 1:
-            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length, _drafts(generation_config, generation_mode))
+            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
             if generation is not None:
                 generation.lent.append(cache)
             return None
@@ -239,9 +239,12 @@ def _prepare(
     return call(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
 
 
-def _drafts(generation_config: Any, generation_mode: Any) -> int:
-    """The most positions of a step that may be taken back. They may reach past the last token that will be kept."""
+def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:
+    """(positions that drafts may reach past the last token that will be kept, the most positions of a step that may be taken back)."""
     if getattr(generation_mode, "value", generation_mode) != "assisted_generation":
-        return 0
-    asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
-    return max(DRAFTS, 1 + max(asked))
+        return 0, 0
+    looked_up, asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    past = max(DRAFTS, 1 + max(looked_up, asked))
+    # How many tokens an assistant drafts is said by its own config, and may grow from step to step.
+    told = looked_up and getattr(generation_config, "assistant_early_exit", None) is None
+    return past, past if told else ALL

@@ -208,25 +208,33 @@ class PagedLayer(CacheLayerMixin):
         self.state.step, self.state.filled, self.state.unfinished = None, False, 0
 
     def crop(self, tokens_to_remove: Any) -> None:
-        """Forget the last `-tokens_to_remove` positions. A positive int, as transformers once had it, is the length to keep.
+        """Forget the last `-tokens_to_remove` positions. A positive number, as transformers once had it, is the length to keep.
 
         Raises InvalidInput when a sliding window would need tokens whose pages have been used again: nothing is then forgotten.
         """
-        if self.number != 0:
-            return
-        pages, unfinished = self.state.pages, self.state.unfinished
-        seen = pages.seen
-        before = int(seen) if unfinished else 0
+        if self.number == 0:
+            self.keep(self.left(tokens_to_remove))
+
+    def left(self, tokens_to_remove: Any) -> Tensor:
+        """int64 `[]`, positions that `crop` would keep. Raises as it would."""
+        pages = self.state.pages
+        seen: Tensor = pages.seen
         if isinstance(tokens_to_remove, Tensor):
-            left = (seen - tokens_to_remove.to(seen).abs()).clamp(min=0)
+            asked = tokens_to_remove.to(seen).reshape(())
+            left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
         elif tokens_to_remove > 0:
             left = seen.clamp(max=tokens_to_remove)
         else:
             left = (seen + tokens_to_remove).clamp(min=0)
         pages.may_keep(left)
-        seen.copy_(left)
+        return left
+
+    def keep(self, length: Tensor) -> None:
+        """Forget all but the first `length` `[]` positions."""
+        seen, unfinished = self.state.pages.seen, self.state.unfinished
         if unfinished:
-            self.state.unfinished = max(0, unfinished - (before - int(seen)))
+            self.state.unfinished = max(0, unfinished - int(seen - length))
+        seen.copy_(length)
 
     def offload(self) -> None:
         """Nothing: pages stay where they are."""
@@ -276,6 +284,19 @@ class PagedModelCache(Cache):
         super().reset()
         for layer, states in self._others().items():
             self.layers[layer] = states
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Forget the last `-tokens_to_remove` positions of all layers, or of none. A positive number is the length to keep.
+
+        Raises InvalidInput when a sliding window would need what is gone. States of linear attention raise transformers' own RuntimeError
+        where they cannot go back.
+        """
+        first: Any = self.layers[self.first_layer]
+        left = first.left(tokens_to_remove)
+        others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        for layer in others:
+            layer.crop(tokens_to_remove)
+        first.keep(left)
 
     @property
     def max_batch(self) -> int:

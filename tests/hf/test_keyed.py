@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
@@ -202,6 +203,19 @@ def test_assisted_generation(small_pages):
     assert calls["paged"] and len(small_pages) == 1
 
 
+def test_an_assistant_that_drafts_more_than_a_window_has_room_for(small_pages):
+    """How much it drafts stands in its own config. All of it may be taken back."""
+    model, helper = tiny.model("mistral"), tiny.model("llama", seed=1)
+    helper.generation_config.num_assistant_tokens = 2 * DRAFTS
+    helper.generation_config.assistant_confidence_threshold = 0
+    one: dict[str, Any] = {"attention_mask": left_padded(1, 20), "max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False}
+    want = model.generate(tokens(1, 20), **one)
+    with attnops.patch(model, cache="paged"):
+        assert torch.equal(model.generate(tokens(1, 20), assistant_model=helper, **one), want)
+        assert torch.equal(model.generate(tokens(1, 20), **one), want)
+    assert [pages.windows for pages in small_pages] == [(0,), (8,)]
+
+
 def test_beam_search_keeps_transformers_cache():
     model = tiny.model("gemma2")
     want = generated(model, new=6, num_beams=2)
@@ -249,6 +263,32 @@ def test_rollback():
         assert int(cache.get_seq_length()) == 84, "nothing is forgotten"
         cache.crop(-84)
         assert relative(by_hand(model, cache, ids, mask, ((0, 80), *steps))[-12:], want) < LIMIT
+
+
+def test_what_crop_is_told():
+    """As transformers' layers are: below 0 what to take back, above 0 what to keep, be it a number or a tensor of one."""
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged") as handle:
+        for said in (-5, 12, 99, 0, -99):
+            for asked in (said, torch.tensor(said)):
+                lengths = []
+                caches: tuple[Any, ...] = (handle.new_cache(3, 20), DynamicCache(config=model.config))
+                for cache in caches:
+                    by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
+                    cache.crop(asked)
+                    lengths.append(int(cache.get_seq_length()))
+                assert lengths[0] == lengths[1], asked
+
+
+def test_all_layers_are_cropped_or_none():
+    """Whichever comes first: states of linear attention cannot go back unless they were asked to beforehand."""
+    model = tiny.model("qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    with attnops.patch(model, cache="paged") as handle:
+        cache = handle.new_cache(3, 20)
+        by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            cache.crop(-4)
+        assert int(cache.get_seq_length()) == 14
 
 
 def test_a_step_that_ended_in_an_error():

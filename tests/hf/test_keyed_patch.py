@@ -273,6 +273,10 @@ def test_where_a_quantised_layer_computes():
     packed.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     model.packed, model.norm = packed, torch.nn.LayerNorm(2, dtype=torch.bfloat16, device="meta")
     assert where(packed, model)[1] == torch.bfloat16 and where(packed)[1] == torch.get_default_dtype()
+    # Eight bits, with a scale of float32 beside them.
+    packed.weight = torch.nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)
+    packed.weight_scale_inv = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    assert where(packed, model) == (torch.device("cpu"), torch.bfloat16)
 
 
 def test_pages_for_another_machine():
