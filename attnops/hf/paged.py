@@ -224,7 +224,12 @@ def _prepare(
                 raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
         if beams > 1:
             raise InvalidInput("num_beams", beams, "1 with a paged cache: rows keep their pages")
-    other = generation_config.use_cache is False or generation_config.cache_implementation is not None
+    named = generation_config.cache_implementation
+    if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
+        # Written into some checkpoints, where nobody who asked for pages would look.
+        told = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
+        warnings.warn(f"{told}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
+    other = generation_config.use_cache is False or named is not None
     chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):

@@ -227,6 +227,20 @@ def test_beam_search_keeps_transformers_cache():
             generated(model, new=6, num_beams=2, past_key_values=handle.new_cache(6, 40))
 
 
+def test_a_cache_that_the_checkpoint_names_is_kept_and_told(recwarn):
+    model, options = tiny.model("gemma2"), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    want = model.generate(tokens(), **options)
+    model.generation_config.cache_implementation = "static"
+    with attnops.patch(model, cache="paged"), over_pages() as calls:
+        with pytest.warns(UserWarning, match="asks for the cache 'static'"):
+            assert torch.equal(model.generate(tokens(), **options), want)
+        assert not any(calls.values())
+        model.generation_config.cache_implementation = None
+        recwarn.clear()
+        assert torch.equal(model.generate(tokens(), **options), want) and any(calls.values())
+        assert not [w for w in recwarn if "asks for the cache" in str(w.message)]
+
+
 def test_turns():
     """A second turn over the same cache, with the whole text given again; then the cache is emptied and used for another batch."""
     model, options = tiny.model("gpt_oss"), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
