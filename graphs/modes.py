@@ -20,7 +20,7 @@ from attnops.graphs.buckets import Buckets, Kind
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Graphed, Options
 from attnops.graphs.inputs import Roles, Values
-from attnops.graphs.pieces import INNER, Inner, Piece, Program, Recorded, compile_parts
+from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts
 from attnops.graphs.split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
@@ -150,7 +150,6 @@ class Compiled:
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    _cache: dict[Any, Piece] = field(default_factory=dict)
     _into: tuple[Device, Recorded] | None = None
     _open: set[str] = field(default_factory=set)
 
@@ -245,7 +244,7 @@ class Compiled:
         return rest, tables, padded, prefix
 
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
-        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner, self._cache)
+        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
 

@@ -161,18 +161,20 @@ def _changes(fake: Any) -> bool:
     return isinstance(fake, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(fake))
 
 
-def compile_parts(found: Split, inner: Inner, cache: dict[Any, Piece]) -> Program:
-    """The program of a split model. cache: pieces compiled before, by what they are; new ones are added."""
+def compile_parts(found: Split, inner: Inner) -> Program:
+    """The program of a split model, whose pieces that do the same are compiled once.
+
+    Not so pieces of two traces: a size of the same name is known to be of another range there, and what is compiled may rely on it.
+    """
     pieces = {}
-    used = set()
+    cache: dict[Any, Piece] = {}
     for part in found.parts:
         if part.captured:
             key = likeness(part)
             if key not in cache:
                 cache[key] = inner(part.module, part.examples)
-            used.add(key)
             pieces[part.name] = cache[key]
-    return Program(found, pieces, len(used))
+    return Program(found, pieces, len(cache))
 
 
 def likeness(part: Part) -> Any:

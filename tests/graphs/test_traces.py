@@ -1,0 +1,33 @@
+"""What a trace took for given stays with it."""
+
+import torch
+
+from attnops.graphs import Buckets, piecewise
+from tests.graphs.helpers import close
+from tests.graphs.standin import StandIn
+
+
+def test_pieces_of_two_traces_are_compiled_each():
+    """The first 8 of more rows, and of fewer: the same operations on sizes of the same names, and not the same code."""
+
+    def known(module, examples):
+        # As Inductor does: sizes that follow from what is known of the others are written into the code.
+        [end] = [n for n in module.graph.nodes if n.op == "output"]
+        rows = end.args[0][0].meta["example_value"].shape[0]
+        fixed = int(rows) if str(rows).isdigit() else None
+
+        def run(*given):
+            out = module(*given)
+            assert fixed is None or out[0].shape[0] == fixed
+            return out
+
+        return run
+
+    def forward(tokens):
+        many = 2 if tokens.shape[0] > 8 else 2
+        return (tokens * many)[:8]
+
+    step = piecewise(forward, Buckets(tokens=(4, 16)), batch=None, tokens=("tokens",), returns="whole", inner=known, graphs=StandIn())
+    for n in (16, 4):
+        close(step(torch.ones(n)), forward(torch.ones(n)))
+    assert step._method.traces == {"mixed": 2}
