@@ -166,6 +166,7 @@ def compile_parts(found: Split, inner: Inner) -> Program:
 
     Not so pieces of two traces: a size of the same name is known to be of another range there, and what is compiled may rely on it.
     """
+    _fixed_results(found)
     pieces = {}
     cache: dict[Any, Piece] = {}
     for part in found.parts:
@@ -175,6 +176,18 @@ def compile_parts(found: Split, inner: Inner) -> Program:
                 cache[key] = inner(part.module, part.examples)
             pieces[part.name] = cache[key]
     return Program(found, pieces, len(cache))
+
+
+def _fixed_results(found: Split) -> None:
+    """Raises NotCapturable: what the model returns is of another size or value at every step, and the caller would be given the first."""
+    wanted = {x.name for x in pytree.tree_leaves(found.results, is_leaf=_is_name) if _is_name(x)}
+    for part in found.parts:
+        [end] = [n for n in part.module.graph.nodes if n.op == "output"]
+        for name, node in zip(part.outputs, end.args[0], strict=True):
+            # A float that is returned leaves the trace as a tensor, and is read from it by what Dynamo does after the graph.
+            read = isinstance(node, fx.Node) and node.target is torch.scalar_tensor and any(_changes(value_of(n)) for n in node.all_input_nodes)
+            if name in wanted and (read or _changes(value_of(node))):
+                raise NotCapturable(str(node), "it is returned, and its size or value depends on data; return tensors of fixed sizes")
 
 
 def likeness(part: Part) -> Any:

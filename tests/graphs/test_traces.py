@@ -1,7 +1,9 @@
 """What a trace took for given stays with it."""
 
+import pytest
 import torch
 
+from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, piecewise
 from tests.graphs.helpers import close
 from tests.graphs.standin import StandIn
@@ -31,3 +33,14 @@ def test_pieces_of_two_traces_are_compiled_each():
     for n in (16, 4):
         close(step(torch.ones(n)), forward(torch.ones(n)))
     assert step._method.traces == {"mixed": 2}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda x: (x * 2, x[x > 0]), lambda x: {"a": x.sum().item()}, lambda x: x.long().sum().item(), lambda x: x.nonzero().shape[0]],
+)
+def test_results_that_depend_on_data_are_refused(forward):
+    """A caller would be given those of the capture at every step."""
+    step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("x",), inner="eager", graphs=StandIn())
+    with pytest.raises(NotCapturable, match="it is returned, and its size or value depends on data"):
+        step(torch.ones(4))
