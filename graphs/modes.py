@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,7 +161,9 @@ class Compiled:
     def prepare(self, kind: Kind, values: Values) -> None:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
         began = time.perf_counter()
-        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: self._backend(kind, gm), fullgraph=True)
+        # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
+        ours = weakref.ref(self)
+        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
         try:
             self.plain(kind, values)
         except ConstraintViolationError:
@@ -248,13 +251,21 @@ class Compiled:
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
 
+        ours = weakref.ref(self)
+
         def call(*flat: Any) -> Any:
-            if self._into is None:
+            if (into := _alive(ours)._into) is None:
                 return program.run(flat)
-            device, into = self._into
-            return program.record(flat, device, into)
+            return program.record(flat, *into)
 
         return call
+
+
+def _alive(found: weakref.ref[Compiled]) -> Compiled:
+    """What a call of it keeps alive while it runs."""
+    compiled = found()
+    assert compiled is not None
+    return compiled
 
 
 def _ours(error: BaseException | None) -> AttnopsError | None:

@@ -1,11 +1,14 @@
 """What a trace took for given stays with it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import close
+from tests.graphs.helpers import MODES, close
 from tests.graphs.standin import StandIn
 
 
@@ -44,3 +47,16 @@ def test_results_that_depend_on_data_are_refused(forward):
     step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("x",), inner="eager", graphs=StandIn())
     with pytest.raises(NotCapturable, match="it is returned, and its size or value depends on data"):
         step(torch.ones(4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_dies_with_its_step(mode):
+    """Dynamo keeps what it compiled."""
+    model = torch.nn.Linear(4, 4)
+    more = {"inner": "eager"} if mode is piecewise else {}
+    step = mode(model, Buckets(tokens=(2,)), batch=None, tokens=("input",), graphs=StandIn(), **more)
+    step(torch.ones(2, 4))
+    weights = weakref.ref(model.weight)
+    del model, step
+    gc.collect()
+    assert weights() is None
