@@ -1,6 +1,7 @@
 """What CudaGraphs asks of torch.cuda, in which order, against a torch.cuda that only writes it down."""
 
 import gc
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -43,10 +44,10 @@ def cuda(monkeypatch):
         yield
         log.append(f"off {s.name}")
 
-    state = SimpleNamespace(log=log, broken=False)
+    state = SimpleNamespace(log=log, broken=False, pools=itertools.count())
     for name, value in {
         "Stream": lambda device: Stream(), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
-        "graph_pool_handle": lambda: "pool", "synchronize": lambda device: log.append("synchronize"),
+        "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
         "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": lambda device: 100,
         "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000),
         "empty_cache": lambda: log.append("empty cache"),
@@ -62,7 +63,7 @@ def test_a_capture(cuda):
         graph, out = device.capture(lambda: cuda.log.append("run") or 7)
     assert gc.isenabled() and out == 7 and not isinstance(graph, int)
     assert cuda.log == [
-        "side waits for main", "on side", "side idle", "begin pool thread_local gc=False", "run", "end", "off side", "main waits for side"
+        "side waits for main", "on side", "side idle", "begin pool 0 thread_local gc=False", "run", "end", "off side", "main waits for side"
     ]  # fmt: skip
 
 
@@ -79,6 +80,28 @@ def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
     with pytest.raises(RuntimeError, match="without begin"):
         device.end()
     device.abort()  # nothing is open
+
+
+def test_a_pool_is_as_old_as_its_graphs(cuda):
+    """torch's allocator fails on the handle of a pool that no graph holds any more: after free(), or a first capture that failed."""
+    device = CudaGraphs()
+
+    def begun():
+        return [line.split()[2] for line in cuda.log if line.startswith("begin")]
+
+    first, second = (device.capture(lambda: None)[0] for _ in range(2))
+    first.reset()
+    third = device.capture(lambda: None)[0]
+    assert begun() == ["0", "0", "0"]
+    second.reset()
+    third.reset()
+    with pytest.raises(ZeroDivisionError):
+        device.capture(lambda: 1 / 0)
+    last = device.capture(lambda: None)[0]
+    assert begun() == ["0", "0", "0", "1", "2"]
+    del last
+    device.capture(lambda: None)
+    assert begun()[-1] == "3"
 
 
 def test_memory(cuda):
