@@ -71,6 +71,12 @@ class Device(Protocol):
         ...
 
 
+def _clear_workspaces() -> None:
+    # A graph keeps the address of cuBLAS' workspace. One of the warm-up is freed by whoever clears them, as Inductor does before captures
+    # of its own; one that is allocated in the capture is of the graph's pool, and has to go back to it before other work finds it.
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class _Captured:
     """A graph that is in `held` until it is reset or dies."""
 
@@ -125,6 +131,7 @@ class CudaGraphs:
         # The allocator refuses the handle of a pool whose last graph is gone.
         if not self._held:
             self._pool = torch.cuda.graph_pool_handle()
+        _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._open = graph
@@ -139,6 +146,7 @@ class CudaGraphs:
         if graph is None:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
+        _clear_workspaces()
         captured = _Captured(graph, self._held)
         self._held.add(captured)
         return captured
@@ -149,6 +157,7 @@ class CudaGraphs:
         if graph is not None:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            _clear_workspaces()
             with contextlib.suppress(RuntimeError):
                 graph.reset()
 

@@ -185,8 +185,8 @@ def _fixed_results(found: Split) -> None:
         [end] = [n for n in part.module.graph.nodes if n.op == "output"]
         for name, node in zip(part.outputs, end.args[0], strict=True):
             # A float that is returned leaves the trace as a tensor, and is read from it by what Dynamo does after the graph.
-            read = isinstance(node, fx.Node) and node.target is torch.scalar_tensor and any(_changes(value_of(n)) for n in node.all_input_nodes)
-            if name in wanted and (read or _changes(value_of(node))):
+            read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
+            if name in wanted and any(_changes(value_of(n)) for n in (node, *read)):
                 raise NotCapturable(str(node), "it is returned, and its size or value depends on data; return tensors of fixed sizes")
 
 

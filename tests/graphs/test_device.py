@@ -53,6 +53,7 @@ def cuda(monkeypatch):
         "empty_cache": lambda: log.append("empty cache"),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear workspaces"), raising=False)
     return state
 
 
@@ -63,7 +64,8 @@ def test_a_capture(cuda):
         graph, out = device.capture(lambda: cuda.log.append("run") or 7)
     assert gc.isenabled() and out == 7 and not isinstance(graph, int)
     assert cuda.log == [
-        "side waits for main", "on side", "side idle", "begin pool 0 thread_local gc=False", "run", "end", "off side", "main waits for side"
+        "side waits for main", "on side", "side idle", "clear workspaces", "begin pool 0 thread_local gc=False", "run", "end",
+        "clear workspaces", "off side", "main waits for side",
     ]  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
 
     with pytest.raises(ValueError, match="mine"), device.session():
         device.capture(run)
-    assert cuda.log[-3:] == ["end", "reset", "main waits for side"]
+    assert cuda.log[-4:] == ["end", "clear workspaces", "reset", "main waits for side"]
     assert gc.isenabled()
     with pytest.raises(RuntimeError, match="without begin"):
         device.end()
