@@ -70,6 +70,10 @@ class Device(Protocol):
         """Wait until whatever was replayed is done."""
         ...
 
+    def release(self) -> None:
+        """Give the memory of graphs that were reset back to the driver."""
+        ...
+
 
 def _clear_workspaces() -> None:
     # A graph keeps the address of cuBLAS' workspace. One of the warm-up is freed by whoever clears them, as Inductor does before captures
@@ -200,3 +204,7 @@ class CudaGraphs:
     def settle(self) -> None:
         """A graph may not be destroyed while it runs."""
         torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Until the allocator's cache is emptied, a pool without graphs is held and serves nobody."""
+        torch.cuda.empty_cache()

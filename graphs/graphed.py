@@ -167,10 +167,11 @@ class Graphed:
         """Give back all graphs and buffers; results handed out before are void. What is compiled is kept, and a call captures anew."""
         if self._device is not None and self._entries:
             self._device.settle()
-        for entry in self._entries.values():
-            for graph in entry.recorded.graphs:
-                graph.reset()
-        self._entries.clear()
+            for entry in self._entries.values():
+                for graph in entry.recorded.graphs:
+                    graph.reset()
+            self._entries.clear()
+            self._device.release()
         self._inputs = self._guard = None
         self.buckets = replace(self.buckets, dropped=frozenset())
 

@@ -110,6 +110,8 @@ def test_memory(cuda):
     device = CudaGraphs("cuda:0")
     assert device.measured(lambda: cuda.log.append("run")) == 250 and device.used() == 400
     assert cuda.log == ["synchronize", "reset peak", "run", "synchronize", "empty cache"]
+    device.release()
+    assert cuda.log[-1] == "empty cache"
 
 
 def test_weak_memory_is_not_held(cuda, monkeypatch):
