@@ -162,7 +162,7 @@ class Compiled:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
         began = time.perf_counter()
         # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
-        ours = weakref.ref(self)
+        ours: weakref.ref[Compiled] = weakref.ref(self)
         self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
         try:
             self.plain(kind, values)
@@ -251,7 +251,7 @@ class Compiled:
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
 
-        ours = weakref.ref(self)
+        ours: weakref.ref[Compiled] = weakref.ref(self)
 
         def call(*flat: Any) -> Any:
             if (into := _alive(ours)._into) is None:
