@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -69,6 +70,32 @@ class Device(Protocol):
         """Wait until whatever was replayed is done."""
         ...
 
+    def release(self) -> None:
+        """Give the memory of graphs that were reset back to the driver."""
+        ...
+
+
+def _clear_workspaces() -> None:
+    # A graph keeps the address of cuBLAS' workspace. One of the warm-up is freed by whoever clears them, as Inductor does before captures
+    # of its own; one that is allocated in the capture is of the graph's pool, and has to go back to it before other work finds it.
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+class _Captured:
+    """A graph that is in `held` until it is reset or dies."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, held: weakref.WeakSet[_Captured]) -> None:
+        self._graph, self._held = graph, held
+
+    def replay(self) -> None:
+        """Do it again."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Give back its memory."""
+        self._held.discard(self)
+        self._graph.reset()
+
 
 class CudaGraphs:
     """CUDA's graphs, captured on a stream of their own into one pool.
@@ -82,7 +109,8 @@ class CudaGraphs:
         if self.device.type != "cuda":
             raise InvalidInput("device", self.device, "a CUDA device, or a Device of your own in graphs=")
         self._stream = torch.cuda.Stream(self.device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._held: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
@@ -104,6 +132,10 @@ class CudaGraphs:
     def begin(self) -> None:
         """Begin a capture. The stream has to be idle, as the allocator's blocks of other streams may not be waited for."""
         self._stream.synchronize()
+        # The allocator refuses the handle of a pool whose last graph is gone.
+        if not self._held:
+            self._pool = torch.cuda.graph_pool_handle()
+        _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._open = graph
@@ -118,7 +150,10 @@ class CudaGraphs:
         if graph is None:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
-        return graph
+        _clear_workspaces()
+        captured = _Captured(graph, self._held)
+        self._held.add(captured)
+        return captured
 
     def abort(self) -> None:
         """End a capture that failed, which CUDA says once more."""
@@ -126,6 +161,7 @@ class CudaGraphs:
         if graph is not None:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            _clear_workspaces()
             with contextlib.suppress(RuntimeError):
                 graph.reset()
 
@@ -168,3 +204,7 @@ class CudaGraphs:
     def settle(self) -> None:
         """A graph may not be destroyed while it runs."""
         torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Until the allocator's cache is emptied, a pool without graphs is held and serves nobody."""
+        torch.cuda.empty_cache()

@@ -122,9 +122,8 @@ class Graphed:
             values = self._named(args, kwargs)
             kind, tokens, requests = sizes(self._roles, values)
             bucket = self.buckets.find(kind, tokens, requests)
-            if bucket is not None and self._guard is not None and self._inputs is not None:
-                self._guard.check(values)
-                self._inputs.check(values)
+            if bucket is not None:
+                self._check(values)
             entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
             if entry is None:
                 # Dropped for want of memory just now, or over the largest.
@@ -142,6 +141,7 @@ class Graphed:
         with torch.no_grad():
             values = self._named(args, kwargs)
             sizes(self._roles, values)
+            self._check(values)
             wanted = self.buckets.all()
             for done, bucket in enumerate(wanted, 1):
                 if bucket not in self._entries and bucket not in self.buckets.dropped:
@@ -167,10 +167,11 @@ class Graphed:
         """Give back all graphs and buffers; results handed out before are void. What is compiled is kept, and a call captures anew."""
         if self._device is not None and self._entries:
             self._device.settle()
-        for entry in self._entries.values():
-            for graph in entry.recorded.graphs:
-                graph.reset()
-        self._entries.clear()
+            for entry in self._entries.values():
+                for graph in entry.recorded.graphs:
+                    graph.reset()
+            self._entries.clear()
+            self._device.release()
         self._inputs = self._guard = None
         self.buckets = replace(self.buckets, dropped=frozenset())
 
@@ -185,6 +186,12 @@ class Graphed:
         return {**values, **kwargs}
 
     # Replay --------------------------------------------------------------------------------------------------------------------
+
+    def _check(self, values: Values) -> None:
+        """Raises StaleGraph: the call is not of the circumstances of what was captured before."""
+        if self._guard is not None and self._inputs is not None:
+            self._guard.check(values)
+            self._inputs.check(values)
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
@@ -249,7 +256,7 @@ class Graphed:
         device = self._device
         fixed = self._roles.fixed(values)
         # Whatever mode the caller is in, what is traced and captured is not of it.
-        with device.session(), ordinary():
+        with self._forgotten_on_error(), device.session(), ordinary():
             if bucket.kind not in self._prepared:
                 largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
                 self._method.prepare(bucket.kind, self._static(largest, fixed)[0])
@@ -272,6 +279,16 @@ class Graphed:
         entry = Entry(bucket, static, recorded, outputs, spec, seconds, planned, rows=rows)
         self._entries[bucket] = entry
         return entry
+
+    @contextmanager
+    def _forgotten_on_error(self) -> Iterator[None]:
+        """A first capture that fails leaves no circumstances behind that later calls would be held to."""
+        try:
+            yield
+        except BaseException:
+            if not self._entries:
+                self._inputs = self._guard = None
+            raise
 
     def _static(self, bucket: Bucket, fixed: Mapping[str, Any]) -> tuple[Values, PagedBatch | None]:
         """The bucket's inputs, holding nothing; and the batch that `prepare` is given, where there is one."""

@@ -20,15 +20,19 @@ _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 class Guard:
     """The circumstances of a capture: the arguments that are not copied, further tensors that the model reads, and the policy.
 
-    The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too.
+    The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too. So are lists and
+    dicts at every call, whose contents may be others in the same object.
     """
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
         self.policy = _ACTIVE.key
         self._fixed = dict(fixed)
-        self._items, self._count = tuple(self._fixed.items()), len(self._fixed) + others
-        named = {f"{n}{path}": leaf for n, v in fixed.items() for path, leaf in _leaves(v) if isinstance(leaf, Tensor)}
+        self._leaves = {n: _leaves(v) for n, v in fixed.items()}
+        # What else holds something may be given other things to hold, and is looked into at every call.
+        self._items = tuple((n, v, _is_frozen(v)) for n, v in self._fixed.items())
+        self._count = len(self._fixed) + others
+        named = {f"{n}{path}": leaf for n, leaves in self._leaves.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
         known = {id(t) for t in named.values()}
         self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
@@ -42,8 +46,8 @@ class Guard:
             raise StaleGraph("policy", repr(_ACTIVE.key), repr(self.policy))
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
-        for name, value in self._items:
-            if values[name] is not value:
+        for name, value, frozen in self._items:
+            if values[name] is not value or not frozen:
                 self._compare(name, values[name])
         if not self._unmoved():
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
@@ -56,7 +60,7 @@ class Guard:
         return [where() for where in self._where] == self._pointers
 
     def _compare(self, name: str, value: Any) -> None:
-        ours, theirs = _leaves(self._fixed[name]), _leaves(value)
+        ours, theirs = self._leaves[name], _leaves(value)
         if [p for p, _ in ours] != [p for p, _ in theirs]:
             raise StaleGraph(name, f"{len(theirs)} values", f"the {len(ours)}")
         for (path, want), (_, got) in zip(ours, theirs, strict=True):
@@ -73,6 +77,13 @@ def _leaves(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Tensor):
         return [("", value)]
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
+
+
+def _is_frozen(value: Any) -> bool:
+    """Does the same object hold the same objects? What is no container to pytree is taken as it is."""
+    if isinstance(value, tuple):
+        return all(map(_is_frozen, value))
+    return isinstance(value, Tensor) or pytree.tree_is_leaf(value)
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from attnops.graphs.buckets import Buckets, Kind
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Graphed, Options
 from attnops.graphs.inputs import Roles, Values
-from attnops.graphs.pieces import INNER, Inner, Piece, Program, Recorded, compile_parts
+from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts
 from attnops.graphs.split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
@@ -150,7 +151,6 @@ class Compiled:
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    _cache: dict[Any, Piece] = field(default_factory=dict)
     _into: tuple[Device, Recorded] | None = None
     _open: set[str] = field(default_factory=set)
 
@@ -161,7 +161,9 @@ class Compiled:
     def prepare(self, kind: Kind, values: Values) -> None:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
         began = time.perf_counter()
-        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: self._backend(kind, gm), fullgraph=True)
+        # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
+        ours: weakref.ref[Compiled] = weakref.ref(self)
+        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
         try:
             self.plain(kind, values)
         except ConstraintViolationError:
@@ -245,17 +247,25 @@ class Compiled:
         return rest, tables, padded, prefix
 
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
-        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner, self._cache)
+        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
 
+        ours: weakref.ref[Compiled] = weakref.ref(self)
+
         def call(*flat: Any) -> Any:
-            if self._into is None:
+            if (into := _alive(ours)._into) is None:
                 return program.run(flat)
-            device, into = self._into
-            return program.record(flat, device, into)
+            return program.record(flat, *into)
 
         return call
+
+
+def _alive(found: weakref.ref[Compiled]) -> Compiled:
+    """What a call of it keeps alive while it runs."""
+    compiled = found()
+    assert compiled is not None
+    return compiled
 
 
 def _ours(error: BaseException | None) -> AttnopsError | None:

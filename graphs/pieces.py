@@ -161,18 +161,33 @@ def _changes(fake: Any) -> bool:
     return isinstance(fake, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(fake))
 
 
-def compile_parts(found: Split, inner: Inner, cache: dict[Any, Piece]) -> Program:
-    """The program of a split model. cache: pieces compiled before, by what they are; new ones are added."""
+def compile_parts(found: Split, inner: Inner) -> Program:
+    """The program of a split model, whose pieces that do the same are compiled once.
+
+    Not so pieces of two traces: a size of the same name is known to be of another range there, and what is compiled may rely on it.
+    """
+    _fixed_results(found)
     pieces = {}
-    used = set()
+    cache: dict[Any, Piece] = {}
     for part in found.parts:
         if part.captured:
             key = likeness(part)
             if key not in cache:
                 cache[key] = inner(part.module, part.examples)
-            used.add(key)
             pieces[part.name] = cache[key]
-    return Program(found, pieces, len(used))
+    return Program(found, pieces, len(cache))
+
+
+def _fixed_results(found: Split) -> None:
+    """Raises NotCapturable: what the model returns is of another size or value at every step, and the caller would be given the first."""
+    wanted = {x.name for x in pytree.tree_leaves(found.results, is_leaf=_is_name) if _is_name(x)}
+    for part in found.parts:
+        [end] = [n for n in part.module.graph.nodes if n.op == "output"]
+        for name, node in zip(part.outputs, end.args[0], strict=True):
+            # A float that is returned leaves the trace as a tensor, and is read from it by what Dynamo does after the graph.
+            read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
+            if name in wanted and any(_changes(value_of(n)) for n in (node, *read)):
+                raise NotCapturable(str(node), "it is returned, and its size or value depends on data; return tensors of fixed sizes")
 
 
 def likeness(part: Part) -> Any:

@@ -145,3 +145,7 @@ class StandIn:
 
     def settle(self):
         self.calls.append("settle")
+
+    def release(self):
+        assert not any(g.alive for g in self.graphs), "given back while graphs hold it"
+        self.calls.append("release")

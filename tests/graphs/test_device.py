@@ -1,6 +1,7 @@
 """What CudaGraphs asks of torch.cuda, in which order, against a torch.cuda that only writes it down."""
 
 import gc
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -43,15 +44,16 @@ def cuda(monkeypatch):
         yield
         log.append(f"off {s.name}")
 
-    state = SimpleNamespace(log=log, broken=False)
+    state = SimpleNamespace(log=log, broken=False, pools=itertools.count())
     for name, value in {
         "Stream": lambda device: Stream(), "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
-        "graph_pool_handle": lambda: "pool", "synchronize": lambda device: log.append("synchronize"),
+        "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
         "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": lambda device: 100,
         "max_memory_allocated": lambda device: 350, "mem_get_info": lambda device: (600, 1000),
         "empty_cache": lambda: log.append("empty cache"),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("clear workspaces"), raising=False)
     return state
 
 
@@ -62,7 +64,8 @@ def test_a_capture(cuda):
         graph, out = device.capture(lambda: cuda.log.append("run") or 7)
     assert gc.isenabled() and out == 7 and not isinstance(graph, int)
     assert cuda.log == [
-        "side waits for main", "on side", "side idle", "begin pool thread_local gc=False", "run", "end", "off side", "main waits for side"
+        "side waits for main", "on side", "side idle", "clear workspaces", "begin pool 0 thread_local gc=False", "run", "end",
+        "clear workspaces", "off side", "main waits for side",
     ]  # fmt: skip
 
 
@@ -74,17 +77,41 @@ def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
 
     with pytest.raises(ValueError, match="mine"), device.session():
         device.capture(run)
-    assert cuda.log[-3:] == ["end", "reset", "main waits for side"]
+    assert cuda.log[-4:] == ["end", "clear workspaces", "reset", "main waits for side"]
     assert gc.isenabled()
     with pytest.raises(RuntimeError, match="without begin"):
         device.end()
     device.abort()  # nothing is open
 
 
+def test_a_pool_is_as_old_as_its_graphs(cuda):
+    """torch's allocator fails on the handle of a pool that no graph holds any more: after free(), or a first capture that failed."""
+    device = CudaGraphs()
+
+    def begun():
+        return [line.split()[2] for line in cuda.log if line.startswith("begin")]
+
+    first, second = (device.capture(lambda: None)[0] for _ in range(2))
+    first.reset()
+    third = device.capture(lambda: None)[0]
+    assert begun() == ["0", "0", "0"]
+    second.reset()
+    third.reset()
+    with pytest.raises(ZeroDivisionError):
+        device.capture(lambda: 1 / 0)
+    last = device.capture(lambda: None)[0]
+    assert begun() == ["0", "0", "0", "1", "2"]
+    del last
+    device.capture(lambda: None)
+    assert begun()[-1] == "3"
+
+
 def test_memory(cuda):
     device = CudaGraphs("cuda:0")
     assert device.measured(lambda: cuda.log.append("run")) == 250 and device.used() == 400
     assert cuda.log == ["synchronize", "reset peak", "run", "synchronize", "empty cache"]
+    device.release()
+    assert cuda.log[-1] == "empty cache"
 
 
 def test_weak_memory_is_not_held(cuda, monkeypatch):

@@ -142,6 +142,42 @@ def test_what_a_replay_refuses(mode):
         pair.call(pair.step, pair.cache, tokens, mine)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_list_that_holds_something_else_is_seen(mode):
+    """The same list is no longer the same tensors."""
+    more = {"inner": "eager"} if mode is piecewise else {}
+    step = mode(lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+    scale = [torch.ones(1)]
+    step(torch.ones(2), scale)
+    step(torch.ones(2), scale)
+    scale[0] = torch.full((1,), 5.0)
+    with stale(None, r"scale\[0\]"):
+        step(torch.ones(2), scale)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buckets_captured_later_are_of_the_same_circumstances(mode):
+    more = {"inner": "eager"} if mode is piecewise else {}
+    step = mode(lambda tokens, scale: tokens * scale, Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+    scale = torch.ones(1)
+    step(torch.ones(2), scale)
+    with stale(None, "scale"):
+        step.capture(torch.ones(2), torch.full((1,), 5.0))
+    close(step(torch.ones(4), scale), torch.ones(4))
+
+
+def test_a_first_capture_that_fails_binds_nobody():
+    def forward(tokens, fail):
+        if fail:
+            raise InvalidInput("tokens", 1, "2")
+        return tokens * 2
+
+    step = breakable(forward, Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn())
+    with pytest.raises(InvalidInput):
+        step(torch.ones(2), True)
+    close(step(torch.ones(2), False), torch.full((2,), 2.0))
+
+
 def test_pages_held_by_the_model_are_watched_through_the_cache():
     pair = Pair(breakable)
 

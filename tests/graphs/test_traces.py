@@ -1,0 +1,63 @@
+"""What a trace took for given stays with it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from attnops.errors import NotCapturable
+from attnops.graphs import Buckets, piecewise
+from tests.graphs.helpers import MODES, close
+from tests.graphs.standin import StandIn
+
+
+def test_pieces_of_two_traces_are_compiled_each():
+    """The first 8 of more rows, and of fewer: the same operations on sizes of the same names, and not the same code."""
+
+    def known(module, examples):
+        # As Inductor does: sizes that follow from what is known of the others are written into the code.
+        [end] = [n for n in module.graph.nodes if n.op == "output"]
+        rows = end.args[0][0].meta["example_value"].shape[0]
+        fixed = int(rows) if str(rows).isdigit() else None
+
+        def run(*given):
+            out = module(*given)
+            assert fixed is None or out[0].shape[0] == fixed
+            return out
+
+        return run
+
+    def forward(tokens):
+        if tokens.shape[0] > 8:
+            torch._check(True)
+        return (tokens * 2)[:8]
+
+    step = piecewise(forward, Buckets(tokens=(4, 16)), batch=None, tokens=("tokens",), returns="whole", inner=known, graphs=StandIn())
+    for n in (16, 4):
+        close(step(torch.ones(n)), forward(torch.ones(n)))
+    assert step._method.traces == {"mixed": 2}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda x: (x * 2, x[x > 0]), lambda x: {"a": x.sum().item()}, lambda x: x.long().sum().item(), lambda x: x.nonzero().shape[0]],
+)
+def test_results_that_depend_on_data_are_refused(forward):
+    """A caller would be given those of the capture at every step."""
+    step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("x",), inner="eager", graphs=StandIn())
+    with pytest.raises(NotCapturable, match="it is returned, and its size or value depends on data"):
+        step(torch.ones(4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_dies_with_its_step(mode):
+    """Dynamo keeps what it compiled."""
+    model = torch.nn.Linear(4, 4)
+    more = {"inner": "eager"} if mode is piecewise else {}
+    step = mode(model, Buckets(tokens=(2,)), batch=None, tokens=("input",), graphs=StandIn(), **more)
+    step(torch.ones(2, 4))
+    weights = weakref.ref(model.weight)
+    del model, step
+    gc.collect()
+    assert weights() is None
