@@ -147,5 +147,5 @@ class StandIn:
         self.calls.append("settle")
 
     def release(self):
-        assert not any(g.alive for g in self.graphs), "given back while graphs hold it"
-        self.calls.append("release")
+        # Those of another step on the same device may live on; a test of one step sees the difference.
+        self.calls.append("release while graphs hold it" if any(g.alive for g in self.graphs) else "release")
