@@ -34,8 +34,12 @@ def test_pieces_of_two_traces_are_compiled_each():
         return (tokens * 2)[:8]
 
     step = piecewise(forward, Buckets(tokens=(4, 16)), batch=None, tokens=("tokens",), returns="whole", inner=known, graphs=StandIn())
-    for n in (16, 4):
-        close(step(torch.ones(n)), forward(torch.ones(n)))
+    close(step(torch.ones(16)), forward(torch.ones(16)))
+    if torch.__version__ < "2.12":  # a slice that may be shorter than asked has a size of its own there, as if it followed from data
+        with pytest.raises(NotCapturable, match="its size or value depends on data"):
+            step(torch.ones(4))
+        return
+    close(step(torch.ones(4)), forward(torch.ones(4)))
     assert step._method.traces == {"mixed": 2}
 
 
