@@ -293,6 +293,11 @@ def on_register(listener: Callable[[Kernel], None]) -> None:
     _REGISTRY.listeners.append(listener)
 
 
+def own_kernel(op: str, name: str | None) -> str | None:
+    """`name` where `op` has a kernel of that name, else None: one name is forced on those ops of several that know it."""
+    return name if name in kernels_of(op) else None
+
+
 def deterministic(policy: str) -> bool:
     """Does the policy of this key, which kernels are given, ask for results that do not depend on batch mates?"""
     return "deterministic" in policy and "deterministic" in policy.split(";")

@@ -49,6 +49,12 @@ def spread(us: list[float]) -> dict[str, float]:
     return {"median_us": round(statistics.median(us), 2), "spread_us": round((high - low) / 2, 2)}
 
 
+def a_pass(device: str, nbytes: int) -> Callable[[], Any]:
+    """A call that reads `nbytes` and writes as many, by a kernel: `copy_` in a CUDA graph is a copy node, which on an H200 is slower."""
+    given, into = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return lambda: torch.neg(given, out=into)
+
+
 def _sync() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

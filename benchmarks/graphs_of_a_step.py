@@ -3,8 +3,8 @@
     python benchmarks/graphs_of_a_step.py [--layers 32] [--points 1x1024,8x1024,32x2048] [--buckets 256]
 
 Writes graphs.json. Weights are random bfloat16; the model is attnops.nn over a PagedCache, the same code in every mode. A step's time is
-that of the call alone, its batch made before. `roofline`: weights without the embedding and the cached keys and values, over the rate at
-which a large tensor is copied in the same run. Every mode compiles from an empty cache folder.
+that of the call alone, its batch made before. `roofline`: weights without the embedding and the cached keys and values, over the rate of
+a pass over a large tensor in the same run. Every mode compiles from an empty cache folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import environment, interleaved_us, write
+from common import a_pass, environment, interleaved_us, write
 from torch import Tensor, nn
 
 from attnops.cache import PagedBatch, PagedCache
@@ -58,9 +58,8 @@ class Model(nn.Module):
 
 
 def copy_tb_s(device: str, nbytes: int = 1 << 30) -> float:
-    """Bytes read and written a second by a copy."""
-    a, b = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    us = interleaved_us({"copy": lambda: a.copy_(b)}, repeats=5, inner=20)["copy"]["median_us"]
+    """Bytes read and written a second by a pass over them."""
+    us = interleaved_us({"copy": a_pass(device, nbytes)}, repeats=5, inner=20)["copy"]["median_us"]
     return 2 * nbytes / us / 1e6
 
 

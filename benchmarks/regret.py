@@ -10,7 +10,8 @@ time of the chosen kernel over the best one's, less 1. Beside it stand, on the s
 of the device has the time of a call without). Of every family and kernel a few
 small calls are compared with the float64 reference first; a kernel that fails is left out and named.
 
-`--again` times nothing: it chooses anew, with this code and table, for the calls that an earlier file timed, and writes the file again.
+`--again` times nothing: it chooses anew, with this code and table, for the calls that an earlier file timed, and writes the file again,
+with `again` in it.
 """
 
 from __future__ import annotations
@@ -362,7 +363,7 @@ def main() -> None:
     if given.again:
         data = json.loads(given.again.read_text())
         rows = chosen_again(data, table)
-        given.again.write_text(text_of({**data, **told(table), **summary(rows), "calls": listed(rows)}))
+        given.again.write_text(text_of({**data, **told(table), "again": True, **summary(rows), "calls": listed(rows)}))
         return show(rows)
     calls, parts = held_out(given.count, given.seed), given.gpus
     devices = [torch.device("cuda", at) if given.device == "cuda" else torch.device("cpu") for at in range(parts)]

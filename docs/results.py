@@ -111,7 +111,9 @@ def regret(data: dict[str, Any]) -> str:
     rows = []
     for name, f in {**data["families"], "all": data["all"]}.items():
         rows.append([name, str(f["calls"]), *(cell(f.get(way)) for way, _ in WAYS), f"{f['automatic']['best_chosen']} of {f['calls']}"])
-    return table(["calls", "how many", *(f"{what}, mean / worst" for _, what in WAYS), "the best was chosen"], rows)
+    text = table(["calls", "how many", *(f"{what}, mean / worst" for _, what in WAYS), "the best was chosen"], rows)
+    # `regret.py --again`
+    return text + ("\n\nTimed at that commit; chosen later, by the table that ships." if data.get("again") else "")
 
 
 def data_kernels(data: dict[str, Any]) -> str:

@@ -10,11 +10,8 @@ import torch
 
 from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.ops.plan import PLAN
-from attnops.ops.plan_mla import PLAN as PLAN_MLA
 from attnops.select import choose, parse_policy
 
-HOST_PLANS = (PLAN.name, PLAN_MLA.name)
 OUTSIDE = "marked outside"
 DATA = "depends on data"
 
@@ -53,8 +50,6 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
     if kernel is not None:
         if kernel.capture is not Capture.WHOLE:
             return Break(kernel.op, kernel.name, f"capture={kernel.capture.value}")
-        if kernel.op in HOST_PLANS:
-            return Break(kernel.op, kernel.name, "planned by the host")
         if kernel.op in eager:
             return Break(kernel.op, kernel.name, "asked for")
     elif (name := getattr(target, _MARK, None)) is not None:

@@ -61,7 +61,7 @@ class Entry:
     seconds: float
     planned: PagedBatch | None = None
     replays: int = 0
-    rows: tuple[int, ...] = field(default=())
+    rows: tuple[bool, ...] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ class Graphed:
         new, old = self._prepare(entry.planned), entry.values[self._roles.batch]
         for name in ("plan", "workspace"):
             got, want = getattr(new, name), getattr(old, name)
-            if (got is None) != (want is None) or (got is not None and (got.shape, got.device) != (want.shape, want.device)):
-                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _shape(got), _shape(want))
+            if _kind(got) != _kind(want):
+                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _kind(got), _kind(want))
             if got is not None and got.data_ptr() != want.data_ptr():
                 if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
                     raise StaleGraph(f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
@@ -274,7 +274,7 @@ class Graphed:
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.options.returns]
-        rows = tuple(int(isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
+        rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
         seconds = time.perf_counter() - began
         entry = Entry(bucket, static, recorded, outputs, spec, seconds, planned, rows=rows)
         self._entries[bucket] = entry
@@ -330,8 +330,8 @@ def _first(roles: Roles, values: Values) -> Tensor:
     return found
 
 
-def _shape(t: Tensor | None) -> str:
-    return "None" if t is None else f"{list(t.shape)} on {t.device}"
+def _kind(t: Tensor | None) -> str:
+    return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
 
 
 def _parameters(model: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:

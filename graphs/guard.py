@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnops.errors import ReplayMismatch, StaleGraph
-
-# Read where it lies: a function that hands it out costs more than the read.
-from attnops.select import _ACTIVE
+from attnops.select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
@@ -26,7 +24,7 @@ class Guard:
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
-        self.policy = _ACTIVE.key
+        self.policy = active_policy()
         self._fixed = dict(fixed)
         self._leaves = {n: _leaves(v) for n, v in fixed.items()}
         # What else holds something may be given other things to hold, and is looked into at every call.
@@ -42,8 +40,8 @@ class Guard:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
-        if _ACTIVE.key != self.policy:
-            raise StaleGraph("policy", repr(_ACTIVE.key), repr(self.policy))
+        if active_policy() != self.policy:
+            raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
         for name, value, frozen in self._items:

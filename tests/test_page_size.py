@@ -138,6 +138,11 @@ def negotiate_kv(arch=0, assume=EVERYTHING, **more):
         return negotiate_kv_page_size(**{**SIZES, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "workspace_bytes": 2**30, **more})
 
 
+def ours(names):
+    """But for kernels that other tests of this process registered: torch takes no overload back."""
+    return {n for n in names if kernels_of("paged_attention")[n].run.__module__.startswith("attnops.")}
+
+
 def test_pages_of_keys():
     """Asked of the kernels of paged attention, with what the layers want of them."""
     found = negotiate_kv(90)
@@ -145,7 +150,7 @@ def test_pages_of_keys():
     assert "xqa" not in negotiate_kv(90, softcap=True).takes, "it has no soft cap"
     assert "xqa" not in negotiate_kv(90, v_head_dim=64).takes
     assert negotiate_kv(kernels=("fa4",)).page_size in (16, 64), "wherever it runs"
-    assert negotiate_kv(page_size=4).page_size == 4 and set(negotiate_kv().takes) == {"reference", "sdpa"}
+    assert negotiate_kv(page_size=4).page_size == 4 and ours(negotiate_kv().takes) == {"reference", "sdpa"}
 
 
 def test_no_page_size_of_keys():

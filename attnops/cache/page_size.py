@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,28 +96,22 @@ def negotiate_page_size(
     """
     if dtype not in (*FLOATS, *STORED):
         raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
-    named = None if kernels is None else _kernels(kernels, OP)
-    given = None if page_size is None else count("page_size", page_size, 1, "tokens")
-    target = Target.of(torch.device(device))
     latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
-    batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     heads = HEADS if q_heads is None else count("q_heads", q_heads, 1)
-    context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
-    workspace = count("workspace_bytes", workspace_bytes, 0)
+    step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
 
-    def problems(size: int) -> list[Problem]:
+    def problems(target: Target, size: int) -> list[Problem]:
         queries = (torch.bfloat16, *((dtype,) if dtype.is_floating_point else ())) if dtype in STORED else (dtype,)
         return [
             Problem(
                 OP, target, dtype=query, kv_dtype=dtype, q_heads=heads, kv_heads=1, head_dim=latent + rope, v_head_dim=latent,
-                rope_dim=rope, page_size=size, causal=True, kv_scales=dtype in STORED, plan=plan, workspace=workspace,
-                tokens=Extent.of(batch * new), batch=Extent.of(batch), queries=Extent.of(new), context=Extent.of(context),
+                rope_dim=rope, page_size=size, causal=True, kv_scales=dtype in STORED, plan=plan, **step,
             )
             for query in queries
             for plan in PLANS
         ]  # fmt: skip
 
-    return _negotiate(OP, problems, target, given, named)
+    return _negotiate(OP, problems, device, page_size, kernels)
 
 
 def negotiate_kv_page_size(
@@ -146,31 +142,42 @@ def negotiate_kv_page_size(
     """
     if dtype not in FLOATS:
         raise InvalidInput("dtype", dtype, " | ".join(map(name, FLOATS)))
-    named = None if kernels is None else _kernels(kernels, PAGED)
-    given = None if page_size is None else count("page_size", page_size, 1, "tokens")
-    target = Target.of(torch.device(device))
-    batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     queries, keys, k_dim = count("q_heads", q_heads, 1), count("kv_heads", kv_heads, 1), count("head_dim", head_dim, 1)
     v_dim = k_dim if v_head_dim is None else count("v_head_dim", v_head_dim, 1)
-    context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
-    workspace = count("workspace_bytes", workspace_bytes, 0)
+    step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
 
-    def problems(size: int) -> list[Problem]:
+    def problems(target: Target, size: int) -> list[Problem]:
         return [
             Problem(
                 PAGED, target, dtype=dtype, kv_dtype=dtype, q_heads=queries, kv_heads=keys, head_dim=k_dim, v_head_dim=v_dim,
                 page_size=size, causal=True, softcap=softcap, sinks=sinks is not None, sinks_dtype=sinks, padded=False,
-                pages_alike=k_dim == v_dim, workspace=workspace, tokens=Extent.of(batch * new), batch=Extent.of(batch),
-                queries=Extent.of(new), context=Extent.of(context),
+                pages_alike=k_dim == v_dim, **step,
             )
         ]  # fmt: skip
 
-    return _negotiate(PAGED, problems, target, given, named)
+    return _negotiate(PAGED, problems, device, page_size, kernels)
+
+
+def _step(max_requests: int, max_tokens_per_request: int, max_new_tokens: int, workspace_bytes: int) -> dict[str, Any]:
+    """Of the decode step that kernels are compared on: sizes and scratch. Raises InvalidInput."""
+    batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
+    context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
+    sizes = {"tokens": batch * new, "batch": batch, "queries": new, "context": context}
+    return {"workspace": count("workspace_bytes", workspace_bytes, 0), **{name: Extent.of(size) for name, size in sizes.items()}}
 
 
 def _negotiate(
-    op: str, problems: Callable[[int], list[Problem]], target: Target, given: int | None, named: tuple[Kernel, ...] | None
+    op: str,
+    asked: Callable[[Target, int], list[Problem]],
+    device: torch.device | str,
+    page_size: int | None,
+    kernels: Sequence[str] | None,
 ) -> PageSizeChoice:
+    """asked: the decode step at a page size, in each way a kernel may be called."""
+    named = None if kernels is None else _kernels(kernels, op)
+    given = None if page_size is None else count("page_size", page_size, 1, "tokens")
+    target = Target.of(torch.device(device))
+    problems = functools.partial(asked, target)
     sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
     here = {size: _on_target(op, problems(size)) for size in sizes}
     if named is None:

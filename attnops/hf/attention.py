@@ -12,7 +12,7 @@ from torch.nn.functional import dropout as drop
 from attnops.errors import InvalidInput
 from attnops.hf import descriptor, keyed, latent
 from attnops.hf.key_cache import PagedKeyCache
-from attnops.kernel import kernels_of
+from attnops.kernel import own_kernel
 from attnops.ops.dense import attention as dense_attention
 from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
@@ -38,7 +38,7 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 def attention_function(kernel: str | None) -> AttentionFunction:
     """A function for `AttentionInterface.register`. kernel: forced on every call of an op that has a kernel of that name."""
     ops = ("attention", "paged_attention", "mla_attention")
-    dense_kernel, paged_kernel, latent_kernel = (kernel if kernel in kernels_of(op) else None for op in ops)
+    dense_kernel, paged_kernel, latent_kernel = (own_kernel(op, kernel) for op in ops)
 
     def attention(
         module: Any,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.hf.attention import check_others
+from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 
 PREFIX = "paged|"
@@ -26,7 +27,8 @@ Continuous = Callable[..., tuple[Tensor, None]]
 
 
 def continuous_function(kernel: str | None) -> Continuous:
-    """A function for `AttentionInterface.register`, under a name with `PREFIX`. kernel: of `varlen_attention`, forced; or None."""
+    """A function for `AttentionInterface.register`, under a name with `PREFIX`. kernel: forced, if `varlen_attention` has it."""
+    forced = own_kernel("varlen_attention", kernel)
 
     def attention(
         module: Any,
@@ -90,7 +92,7 @@ def continuous_function(kernel: str | None) -> Continuous:
         output = varlen_attention(
             query[0].transpose(0, 1), keys, values, cu_seq_lens_q.to(torch.int32), cu_k.to(torch.int32), max_seqlen_q=int(max_seqlen_q),
             max_seqlen_k=int(most), scale=scaling, causal=True, window=(window - 1 if window else -1, -1), softcap=float(softcap or 0.0),
-            sinks=None if sinks is None else sinks.reshape(-1), kernel=kernel,
+            sinks=None if sinks is None else sinks.reshape(-1), kernel=forced,
         )  # fmt: skip
         return output[None], None
 

@@ -61,6 +61,5 @@ def implementation(options: Options) -> str:
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel))
         AttentionMaskInterface.register(name, paged_mask_function(options.mask))
-        packed = options.kernel if options.kernel in kernels_of("varlen_attention") else None
-        AttentionInterface.register(PREFIX + name, continuous_function(packed))
+        AttentionInterface.register(PREFIX + name, continuous_function(options.kernel))
     return name

@@ -9,6 +9,7 @@ attention asks for distances only.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from attnops.cache.paged import PagedCache, ordinary
 from attnops.errors import InvalidInput
 from attnops.hf.paged_cache import EMPTY, PLENTY, PagedModelCache, Past, Tokens, View, count_seen, counters, tell_compiler
 from attnops.ops import slot_mapping
-from attnops.problem import Extent, Problem, Target
+from attnops.ops.plan import PagedSpec
+from attnops.problem import Target
 from attnops.select import key_for, workspace_bytes
 
 DRAFTS = 32
@@ -119,14 +121,13 @@ class KeyPages:
 
     def _scratch(self, layer: KeyLayer, width: int) -> int:
         sizes = self.sizes
-        decode = Problem(
-            "paged_attention", Target.of(sizes.device), dtype=sizes.dtype, kv_dtype=sizes.dtype, q_heads=layer.q_heads,
-            kv_heads=layer.kv_heads, head_dim=layer.head_dim, v_head_dim=layer.v_head_dim, page_size=self.page_size, causal=True,
-            window=(layer.window - 1 if layer.window else -1, -1), softcap=layer.softcap, sinks=layer.sinks is not None,
-            sinks_dtype=layer.sinks, padded=False, pages_alike=layer.head_dim == layer.v_head_dim, tokens=Extent.of(sizes.rows),
-            batch=Extent.of(sizes.rows), queries=Extent.of(1), context=Extent.of(width * self.page_size),
+        spec = PagedSpec(
+            layer.q_heads, layer.kv_heads, layer.head_dim, self.page_size, sizes.dtype, layer.v_head_dim,
+            window=(layer.window - 1 if layer.window else -1, -1), softcap=layer.softcap, sinks=layer.sinks,
         )  # fmt: skip
-        return workspace_bytes(decode, key_for("paged_attention", sizes.kernel))
+        decode = spec.problem(Target.of(sizes.device), sizes.rows, sizes.rows, width, 1)
+        bare = replace(decode, plan="none", padded=False, pages_alike=layer.head_dim == layer.v_head_dim)
+        return workspace_bytes(bare, key_for("paged_attention", sizes.kernel))
 
     def clear(self) -> None:
         """Forget every token."""

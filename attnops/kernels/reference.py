@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnops.kernel import Kernel, register
+from attnops.kernel import Capture, Kernel, register
 from attnops.problem import Problem
 from attnops.reference import attention, data, mla, moves, packed, rope_quantize, sparse, vertical_slash
 
@@ -22,12 +22,12 @@ def _fused_us(p: Problem) -> float:
     return 4.0 + (parts + 1) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
 
 
-def _reference(op: str, run: Callable[..., Any], inline: bool = False) -> None:
+def _reference(op: str, run: Callable[..., Any], inline: bool = False, capture: Capture = Capture.WHOLE) -> None:
     # A matrix product's order of summation may depend on the batch; what is pointwise or counts in integers does not.
     invariant = op not in MATRIX_PRODUCTS
     about = "plain torch, float32 accumulation"
     cost_us = _fused_us if inline else _cost_us
-    register(Kernel("reference", op, run, cost_us=cost_us, inline=inline, batch_invariant=invariant, about=about))
+    register(Kernel("reference", op, run, cost_us=cost_us, capture=capture, inline=inline, batch_invariant=invariant, about=about))
 
 
 MATRIX_PRODUCTS = (
@@ -62,5 +62,6 @@ _reference("kv_indices", data.kv_indices, inline=True)
 _reference("num_kv_splits", data.num_kv_splits, inline=True)
 _reference("pad_queries", moves.pad_queries, inline=True)
 _reference("unpad_queries", moves.unpad_queries, inline=True)
-_reference("plan_paged_attention", data.no_plan)
-_reference("plan_mla_attention", data.no_plan)
+# The host writes: a graph that held it would write once, at its capture.
+_reference("plan_paged_attention", data.no_plan, capture=Capture.NEVER)
+_reference("plan_mla_attention", data.no_plan, capture=Capture.NEVER)

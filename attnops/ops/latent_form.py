@@ -16,7 +16,7 @@ from math import inf
 import torch
 
 from attnops.errors import UnknownKernel
-from attnops.kernel import generation, kernels_of
+from attnops.kernel import generation, kernels_of, own_kernel
 from attnops.measured import ESTIMATED, Table, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.select import Decision, parse_policy, select_by
@@ -142,7 +142,7 @@ def kernel_for(op: str, name: str | None) -> str | None:
     """`name` where `op`, one of ATTENTION, has a kernel of that name, else None. Raises UnknownKernel for a name that none of them has."""
     if name is not None and not any(name in kernels_of(other) for other in ATTENTION):
         raise UnknownKernel(name, op, tuple(kernels_of(op)))
-    return name if name in kernels_of(op) else None
+    return own_kernel(op, name)
 
 
 # Dynamo calls these two, whose arguments are constants, and writes down what they return, as `torch.compiler.assume_constant_result`

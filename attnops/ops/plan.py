@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.kernel import deterministic, kernels_of
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem, Target
@@ -274,6 +274,6 @@ def ask(
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan_sizes is None:
         return None
-    rest = ";deterministic" if "deterministic" in active_policy().split(";") else ""
+    rest = ";deterministic" if deterministic(active_policy()) else ""
     op.packet.default(*tables, **given, policy=f"kernel={op.name}:{found.name}{rest}")
     return found.name

@@ -1,6 +1,7 @@
 """What the tests of attnops.hf share: the families, inputs with padding, ways to run a model, a backend that counts."""
 
 import functools
+import re
 from contextlib import contextmanager
 
 import torch
@@ -180,6 +181,13 @@ def over_pages():
         yield calls
     finally:
         keyed.paged_attention, keyed.dense_attention = paged, dense
+
+
+def allocated(code):
+    """The shapes that generated code allocates."""
+    found = [tuple(map(int, re.findall(r"\d+", sizes))) for sizes in re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)]
+    assert found
+    return found
 
 
 def poison(cache):

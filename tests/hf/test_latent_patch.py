@@ -42,9 +42,11 @@ def right(mask):
 
 
 @pytest.mark.parametrize("spoil", [holes, right])
-@pytest.mark.parametrize("mode", ["auto", "dense", "compact"])
-def test_masks_that_are_no_left_padding(spoil, mode):
-    model, mask = tiny.model("deepseek_v3"), left_padded()[:, :14]
+@pytest.mark.parametrize(
+    ("name", "mode"), [("deepseek_v3", "auto"), ("deepseek_v3", "dense"), ("deepseek_v3", "compact"), ("gpt_oss", "auto")]
+)
+def test_masks_that_are_no_left_padding(spoil, name, mode):
+    model, mask = tiny.model(name), left_padded()[:, :14]
     spoil(mask)
     want = logits(model, "dynamic", tokens(), mask, steps=((0, 14),))
     with attnops.patch(model, cache="paged", mask=mode) as handle:
