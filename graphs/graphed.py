@@ -120,7 +120,7 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            kind, tokens, requests = sizes(self._roles, values)
+            kind, tokens, requests = sizes(self._roles, self.buckets, values)
             bucket = self.buckets.find(kind, tokens, requests)
             if bucket is not None:
                 self._check(values)
@@ -140,7 +140,7 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            sizes(self._roles, values)
+            sizes(self._roles, self.buckets, values)
             self._check(values)
             wanted = self.buckets.all()
             for done, bucket in enumerate(wanted, 1):

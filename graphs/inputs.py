@@ -40,10 +40,15 @@ class Roles:
         return {n: v for n, v in values.items() if n != self.batch and n not in self.tokens and n not in self.requests}
 
 
-def sizes(roles: Roles, values: Mapping[str, Any]) -> tuple[Kind, int, int]:
-    """(kind, new tokens, requests) of a call. Raises InvalidInput: the batch is none, or says what graphs cannot."""
+def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int]:
+    """(kind, new tokens, requests) of a call. Raises InvalidInput: the batch is none, or says what graphs cannot.
+
+    Without a batch a call has as many requests as the first argument by request has rows, and one token each where none is by token.
+    """
     if roles.batch is None:
-        return "mixed", int(rows_of(roles.tokens[0], values).shape[0]), 0
+        requests = int(rows_of(roles.requests[0], values).shape[0]) if roles.requests else 0
+        tokens = int(rows_of(roles.tokens[0], values).shape[0]) if roles.tokens else requests
+        return ("decode" if buckets.decode and roles.requests and tokens == requests else "mixed"), tokens, requests
     batch = values.get(roles.batch)
     if not isinstance(batch, PagedBatch):
         raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
@@ -129,7 +134,7 @@ class Inputs:
 
     def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
         """Copy a call's tensors into the bucket's rows, and neutral ones into those it does not fill. Raises InvalidInput."""
-        _, tokens, requests = sizes(self.roles, values)
+        _, tokens, requests = sizes(self.roles, self.buckets, values)
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, buffer in self._rows.items():
             filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)

@@ -54,7 +54,8 @@ def piecewise(
         model: a module or function. Its arguments and results may be structures.
         buckets: the sizes to capture.
         batch: the name of the argument that is the PagedBatch. None: the model takes none, and rows of a bucket that a call does not fill
-            are zeros, which must not matter to the others, as under causal attention they do not.
+            are zeros, which must not matter to the others, as under causal attention they do not. A call of as many tokens as requests
+            is then a decode step, where `buckets` has any; and so is every call of a model with no argument by token.
         tokens, requests: names of the arguments that have a row for every new token, or request. They are copied at every call. All other
             arguments have to be the same at every call, e.g. a cache's pages.
         returns: what the first dim of results counts; rows of nobody are cut off of all tensors that are as long as the bucket. "whole":
