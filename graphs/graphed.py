@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -22,6 +22,7 @@ from attnops.graphs.guard import Guard, compare
 from attnops.graphs.inputs import Inputs, Roles, Values, sizes
 from attnops.graphs.pieces import Recorded
 from attnops.graphs.report import Report, Row
+from attnops.graphs.state import put, saved, tensors, unchanged
 
 Progress = Callable[[int, int, str], None]
 """Told (captured so far, all, the bucket just captured)."""
@@ -99,8 +100,9 @@ class Graphed:
         cache: Pages | None = None,
         prepare: Callable[[PagedBatch], PagedBatch] | None = None,
         device: Device | None = None,
+        state: Sequence[Tensor] = (),
     ) -> None:
-        self.model, self.buckets, self.options = model, buckets, options
+        self.model, self.buckets, self.options, self._state = model, buckets, options, tensors(state)
         self._method, self._roles, self._cache, self._prepare, self._device = method, roles, cache, prepare, device
         self._names, more = _parameters(model)
         unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
@@ -202,15 +204,18 @@ class Graphed:
         self._inputs.load(entry.bucket, values)
         if entry.planned is not None:
             self._plan_again(entry)
+        before = saved(self._state) if due else []
         for step in entry.recorded.steps:
             step()
         entry.replays += 1
         out = self._cut(entry, tokens, requests)
         if due:
             self._compared += 1
-            # Eager writes the same cache slots again, so what the graphs gave is kept first.
+            # Eager writes the same cache slots again, so what the graphs gave is kept first. It starts from the state that they did.
             kept = pytree.tree_map_only(Tensor, torch.clone, out)
-            compare(entry.bucket, kept, self.model(**values), self.options.tolerance)
+            with unchanged(self._state):
+                put(self._state, before)
+                compare(entry.bucket, kept, self.model(**values), self.options.tolerance)
             return kept
         return out
 
@@ -250,13 +255,13 @@ class Graphed:
             width = 0 if self._cache is None else self._cache.page_table.shape[1]
             self._inputs = Inputs(self._roles, self.buckets, values, width)
             pools = () if self._cache is None else self._cache._pools
-            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
+            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
             fixed = self._roles.fixed(values)
             self._guard = Guard(fixed, watched, len(values) - len(fixed))
         device = self._device
         fixed = self._roles.fixed(values)
         # Whatever mode the caller is in, what is traced and captured is not of it.
-        with self._forgotten_on_error(), device.session(), ordinary():
+        with self._forgotten_on_error(), device.session(), ordinary(), unchanged(self._state):
             if bucket.kind not in self._prepared:
                 largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
                 self._method.prepare(bucket.kind, self._static(largest, fixed)[0])

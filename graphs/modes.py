@@ -44,6 +44,7 @@ def piecewise(
     check_every: int = 0,
     tolerance: float | None = None,
     graphs: Device | None = None,
+    state: Sequence[Tensor] = (),
 ) -> Graphed:
     """`model` compiled once and captured once a bucket, cut where a kernel may not be captured. One graph a step where none is in the way.
 
@@ -68,6 +69,8 @@ def piecewise(
         check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
         tolerance: of that comparison, relative to the largest number; default by dtype.
         graphs: the device's side; default CUDA's.
+        state: tensors that a step changes in place beside the cache's pages, e.g. those of recurrent layers. They may not move; a capture,
+            which runs the model some times on rows of nobody, leaves them as they were, and a comparison with eager as after one step.
 
     Raises:
         InvalidInput: an argument is out of its range, or names no argument of the model.
@@ -77,7 +80,7 @@ def piecewise(
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
     method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager))
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
-    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs)
+    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
 
 def breakable(
@@ -96,6 +99,7 @@ def breakable(
     check_every: int = 0,
     tolerance: float | None = None,
     graphs: Device | None = None,
+    state: Sequence[Tensor] = (),
 ) -> Graphed:
     """`model` captured as it runs, with no compiler: capture stops at every call that may not be captured, and goes on after it.
 
@@ -104,7 +108,7 @@ def breakable(
     """
     roles = Roles(batch, tuple(tokens), tuple(requests))
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
-    return Graphed(model, Broken(model, _by_kind(eager)), roles, buckets, options, cache=cache, prepare=prepare, device=graphs)
+    return Graphed(model, Broken(model, _by_kind(eager)), roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
 
 def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
