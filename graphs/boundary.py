@@ -12,6 +12,16 @@ from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.ops import OPS
 from attnops.select import choose, parse_policy
 
+ATTENTION = (
+    "attention",
+    "varlen_attention",
+    "paged_attention",
+    "mla_attention",
+    "sparse_mla_attention",
+    "vertical_slash_attention",
+)
+"""The ops that a model has one of in every layer, and that a compiler fuses with nothing: between two of them layers are alike."""
+
 OUTSIDE = "marked outside"
 DATA = "depends on data"
 
@@ -60,6 +70,11 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
         if target._schema.name in eager:
             return Break(str(target), "", "asked for")
     return None
+
+
+def is_cut(kernel: Kernel | None) -> bool:
+    """Does a call that runs `kernel`, and may be captured, end what is compiled as one? Not where its glue is to be fused."""
+    return kernel is not None and kernel.op in ATTENTION and not kernel.inline
 
 
 _MARK = "_attnops_outside"

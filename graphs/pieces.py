@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils import _pytree as pytree
 from attnops.errors import AttnopsError, NotCapturable
 from attnops.graphs.boundary import Break
 from attnops.graphs.device import Device
-from attnops.graphs.split import Name, Part, Split, value_of
+from attnops.graphs.split import Name, Part, Split, starts_work, value_of
 
 Piece = Callable[..., Any]
 Inner = Callable[[fx.GraphModule, list[Any]], Piece]
@@ -56,7 +58,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Program:
-    """A split model with its pieces compiled. pieces: by part, of those that are captured; compiled: how many differ."""
+    """A split model with its pieces compiled. pieces: by part, of those that are compiled; compiled: how many differ."""
 
     split: Split
     pieces: dict[str, Piece]
@@ -65,46 +67,77 @@ class Program:
     def run(self, flat: tuple[Any, ...]) -> Any:
         """Without graphs. Returns the structure that the traced model returns."""
         env = self._bound(flat)
-        for part in self.split.parts:
-            call = self.pieces.get(part.name, part.module)
-            env.update(zip(part.outputs, call(*[env[n] for n in part.inputs]), strict=True))
+        dying = {n for part in self.split.parts for n in part.outputs} - self._results
+        for i, part in enumerate(self.split.parts):
+            self._step(i, part, env, dying)
         return _filled(self.split.results, env)
 
     def record(self, flat: tuple[Any, ...], device: Device, into: Recorded) -> Any:
-        """Capture the pieces, run the rest, and write down both. Returns the tensors that every replay fills.
+        """Capture what may be captured, neighbours into one graph, run the rest, and write down both.
 
-        Raises NotCapturable: a piece does what cannot be captured.
+        Returns the tensors that every replay fills. Raises NotCapturable: a part does what cannot be captured.
         """
         env = self._bound(flat)
-        last = {name: i for i, part in enumerate(self.split.parts) for name in part.inputs}
+        last, kept = self._last, self._results
         outside = {name for part in self.split.parts if not part.captured for name in part.inputs}
-        kept = {x.name for x in pytree.tree_leaves(self.split.results, is_leaf=_is_name) if _is_name(x)}
         made: set[str] = set()
-        for i, part in enumerate(self.split.parts):
-            if part.captured:
-                made.update(part.outputs)
-                self._capture(part, env, device, into)
+        for captured, run in itertools.groupby(enumerate(self.split.parts), lambda numbered: numbered[1].captured):
+            parts = list(run)
+            if captured:
+                made.update(self._capture(parts, env, device, into))
             else:
-                _between(part, env, into)
-            # Later pieces may lie where this one's values lay; what is read between graphs is read before that happens again.
-            for name in {n for n in made if last.get(n, -1) <= i and n in env} - kept:
+                for _, part in parts:
+                    _between(part, env, into)
+            # Later graphs may lie where this one's values lay; what is read between graphs is read before that happens again.
+            for name in {n for n in made if last.get(n, -1) <= parts[-1][0] and n in env} - kept:
                 _let_go(env, name, name in outside, device)
         results = _filled(self.split.results, env)
         for name in kept & made:
             _let_go(env, name, name in outside, device)
         return results
 
-    def _capture(self, part: Part, env: dict[str, Any], device: Device, into: Recorded) -> None:
-        piece, given = self.pieces[part.name], [env[n] for n in part.inputs]
+    def _capture(self, parts: list[tuple[int, Part]], env: dict[str, Any], device: Device, into: Recorded) -> list[str]:
+        """Parts into one graph. Adds to `env` what is read after them, and returns its names."""
+        inside = [name for _, part in parts for name in part.outputs]
+        after = [n for n in inside if n in self._results or self._last.get(n, -1) > parts[-1][0]]
+        given = {n: env[n] for _, part in parts for n in part.inputs if n in env}
+        dying, current = set(inside).difference(after), parts[0][1]
+
+        def run() -> list[Any]:
+            nonlocal current
+            found = dict(given)
+            for i, current in parts:
+                self._step(i, current, found, dying)
+            return [found[n] for n in after]
+
         before = device.used()
         try:
-            graph, out = device.capture(lambda: piece(*given))
+            graph, out = device.capture(run)
         except (AttnopsError, torch.OutOfMemoryError):
             raise
         except Exception as e:
-            raise NotCapturable(part.name, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
+            raise NotCapturable(current.name, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
         into.add(graph, device.used() - before)
-        env.update(zip(part.outputs, out, strict=True))
+        env.update(zip(after, out, strict=True))
+        return after
+
+    def _step(self, at: int, part: Part, env: dict[str, Any], dying: set[str]) -> None:
+        """Run a part on the values of `env`, which those of `dying` leave after their last use: their memory serves the parts to come."""
+        call = self.pieces.get(part.name, part.module)
+        env.update(zip(part.outputs, call(*[env[n] for n in part.inputs]), strict=True))
+        for name in dying.intersection((*part.inputs, *part.outputs)):
+            if self._last.get(name, -1) <= at:
+                del env[name]
+
+    @functools.cached_property
+    def _last(self) -> dict[str, int]:
+        """The part that reads a value last, by its name."""
+        return {name: i for i, part in enumerate(self.split.parts) for name in part.inputs}
+
+    @functools.cached_property
+    def _results(self) -> set[str]:
+        """The names of what the model returns."""
+        return {x.name for x in pytree.tree_leaves(self.split.results, is_leaf=_is_name) if _is_name(x)}
 
     def _bound(self, flat: tuple[Any, ...]) -> dict[str, Any]:
         return {**self.split.constants, **dict(zip(self.split.inputs, flat, strict=True))}
@@ -170,7 +203,7 @@ def compile_parts(found: Split, inner: Inner) -> Program:
     pieces = {}
     cache: dict[Any, Piece] = {}
     for part in found.parts:
-        if part.captured:
+        if part.compiled and starts_work(part.module):
             key = likeness(part)
             if key not in cache:
                 cache[key] = inner(part.module, part.examples)

@@ -1,17 +1,23 @@
-"""Cuts a traced model at the calls that may not be captured. What it gives is data: parts in order, each named by what goes in and out."""
+"""Cuts a traced model at the calls that may not be captured, and at those of attention. What it gives is data: parts in order, each named
+by what goes in and out.
+
+The first kind of cut is for the device: a graph ends there. The second is for the compiler, to which the stretches between are alike; a
+graph goes on over it.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attnops.graphs.boundary import DATA, Break, break_of, kernel_of, pinned
+from attnops.graphs.boundary import DATA, Break, break_of, is_cut, kernel_of, pinned
+from attnops.kernel import Kernel
 
 # What starts no kernel may stand on either side of a boundary, and an allocation before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
@@ -25,6 +31,7 @@ class Part:
     """A stretch of the model. module: takes the values named `inputs` and returns a tuple of those named `outputs`.
 
     breaks: the calls in it that may not be captured; `()` says that it is captured.
+    calls: those in it that are captured as they are, `op.kernel`; `()` says that it is compiled, unless it is not captured.
     """
 
     name: str
@@ -32,11 +39,17 @@ class Part:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     breaks: tuple[Break, ...]
+    calls: tuple[str, ...] = ()
 
     @property
     def captured(self) -> bool:
         """Does it lie in a graph?"""
         return not self.breaks
+
+    @property
+    def compiled(self) -> bool:
+        """Is it a piece, for the compiler?"""
+        return not self.breaks and not self.calls
 
     @property
     def examples(self) -> list[Any]:
@@ -56,8 +69,8 @@ class Split:
     def __str__(self) -> str:
         lines = []
         for part in self.parts:
-            calls = ", ".join(map(str, part.breaks)) if part.breaks else f"captured, {operations(part.module)} operations"
-            lines.append(f"{part.name}: {calls}")
+            what = f"{operations(part.module)} operations" if part.compiled else ", ".join(map(str, part.breaks or part.calls))
+            lines.append(f"{part.name}: {'captured, ' if part.captured else ''}{what}")
         return "\n".join(lines)
 
 
@@ -78,6 +91,11 @@ def operations(module: fx.GraphModule) -> int:
     return sum(n.op not in ("placeholder", "output", "get_attr") and not _free(n) for n in module.graph.nodes)
 
 
+def starts_work(module: fx.GraphModule) -> bool:
+    """Is there anything to compile: more than views, sizes and allocations?"""
+    return any(n.op not in ("placeholder", "output", "get_attr") and not _free(n) and not _allocates(n) for n in module.graph.nodes)
+
+
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     """Cut `gm`, which is changed: kernels decided for here are forced on their calls, and allocations move before the boundaries.
 
@@ -86,14 +104,21 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         eager: names of further ops that shall not be captured.
 
     Returns:
-        Parts, of which neighbours are never both captured or both not.
+        Parts, of which neighbours are never both compiled, both calls, or both not captured.
 
     Raises:
         NoKernel: an op that no kernel can run.
     """
-    breaks = {node: found for node in gm.graph.nodes if (found := _break_at(node, eager)) is not None}
+    breaks: dict[fx.Node, Break] = {}
+    calls: dict[fx.Node, str] = {}
+    for node in gm.graph.nodes:
+        kernel, found = _decided(node, eager)
+        if found is not None:
+            breaks[node] = found
+        elif kernel is not None and is_cut(kernel):
+            calls[node] = f"{kernel.op}.{kernel.name}"
     _raise_allocations(gm.graph, breaks)
-    where = _partition(gm.graph, breaks)
+    where = _partition(gm.graph, breaks, calls)
     from torch.fx.passes.split_module import split_module
 
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
@@ -103,7 +128,10 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         # Sizes and assertions about them go with the call that they are of.
         if not told or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
             told.append(found)
-    return _described(whole, by_part)
+    called: dict[str, list[str]] = {}
+    for node, name in calls.items():
+        called.setdefault(f"submod_{where[node]}", []).append(name)
+    return _described(whole, by_part, called)
 
 
 def _raise_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
@@ -124,9 +152,10 @@ def _allocates(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ALLOCATIONS) or (node.op == "call_method" and node.target in _ALLOCATING)
 
 
-def _break_at(node: fx.Node, eager: Collection[str]) -> Break | None:
+def _decided(node: fx.Node, eager: Collection[str]) -> tuple[Kernel | None, Break | None]:
+    """The kernel that a call of ours runs, which is forced on it; and why a call may not be captured, if so."""
     if node.op in ("placeholder", "output", "get_attr"):
-        return None
+        return None, None
     if isinstance(node.target, torch._ops.OpOverloadPacket) and (node.target.overloads() == ["default"] or _is_ours(node.target)):
         # A call by the op's name alone. Ours have an overload a kernel, all of one schema.
         node.target = node.target.default
@@ -135,11 +164,11 @@ def _break_at(node: fx.Node, eager: Collection[str]) -> Break | None:
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
         node.kwargs = {**node.kwargs, "policy": pinned(kernel, kwargs.get("policy", ""))}
     if (found := break_of(node.target, kernel, eager)) is not None:
-        return found
+        return kernel, found
     if any(map(_depends_on_data, (*node.all_input_nodes, node))):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return Break(name, "", DATA)
-    return None
+        return kernel, Break(name, "", DATA)
+    return kernel, None
 
 
 def _is_ours(packet: Any) -> bool:
@@ -164,12 +193,17 @@ def _free(node: fx.Node) -> bool:
     return node.target in _FREE or isinstance(value_of(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _partition(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> dict[fx.Node, int]:
-    """The part of every node. What is free between two boundaries joins them, and what else is free goes where it is."""
+def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """The part of every node. What is free between two calls joins them, and what else is free goes where it is."""
     where: dict[fx.Node, int] = {}
-    part, outside = 0, False
+    part = 0
+    kind: Literal["compiled", "call", "break"] | None = None
     waiting: list[fx.Node] = []
-    begun = False
+
+    def put(nodes: list[fx.Node]) -> None:
+        where.update(dict.fromkeys(nodes, part))
+        waiting.clear()
+
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -179,27 +213,28 @@ def _partition(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> dict[fx.Node, i
                 where[node] = where[node.args[0]]
             else:
                 waiting.append(node)
-        elif node in breaks:
-            part += begun and not outside
-            outside = begun = True
-            for free in waiting:
-                where[free] = part
-            waiting = []
-            where[node] = part
-        elif outside and _free(node):
+            continue
+        if node not in breaks and node not in calls and _joins(node, kind):
             waiting.append(node)
-        else:
-            part += outside
-            outside, begun = False, True
-            for free in (*waiting, node):
-                where[free] = part
-            waiting = []
-    for free in waiting:
-        where[free] = part
+            continue
+        found: Literal["compiled", "call", "break"] = "break" if node in breaks else "call" if node in calls else "compiled"
+        if found != kind:
+            if kind == "call" and found == "break":
+                # An allocation among them has to be of the graph.
+                put(waiting)
+            part += kind is not None
+            kind = found
+        put([*waiting, node])
+    put(waiting)
     return where
 
 
-def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]]) -> Split:
+def _joins(node: fx.Node, kind: str | None) -> bool:
+    """May it belong to the part that follows? In a compiled part the compiler is given all there is."""
+    return kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
+
+
+def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dict[str, list[str]]) -> Split:
     inputs: list[str] = []
     parts: list[Part] = []
     constants: dict[str, Any] = {}
@@ -211,8 +246,9 @@ def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]]) -> Split:
             constants[node.name] = operator.attrgetter(node.target)(whole)
         elif node.op == "call_module":
             module = getattr(whole, node.target)
+            given, made = tuple(a.name for a in node.args), _outputs(node, module)
             parts.append(
-                Part(node.target, module, tuple(a.name for a in node.args), _outputs(node, module), tuple(breaks.get(node.target, ())))
+                Part(node.target, module, given, made, tuple(breaks.get(node.target, ())), tuple(calls.get(node.target, ())))
             )
         elif node.op == "output":
             results = pytree.tree_map_only(fx.Node, lambda n: Name(n.name), node.args[0])

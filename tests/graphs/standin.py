@@ -2,8 +2,8 @@
 
 As on a GPU, a replay reads what the captured addresses hold by then and writes where the capture wrote. A buffer that was allocated in
 a capture holds NaN at a replay until something is written there; and memory of a capture that nobody held any more when a later one
-began holds NaN once that one is replayed, for it may have put other things there. Inductor's code is one call without ops: `opaque`
-records it as such.
+began holds NaN once that one is replayed, for it may have put other things there; so does memory that nobody held any more when something
+was made later in the same capture. Inductor's code is one call without ops: `opaque` records it as such.
 """
 
 import weakref
@@ -39,9 +39,12 @@ class Recorded:
 
     def __init__(self, device, over):
         self.device, self.over, self.work, self.log, self.replays, self.alive, self.bytes = device, over, [], [], 0, True, 0
+        self.dead = {storage(t) for t in over}
 
     def add(self, name, run, args, out):
         given = {storage(t) for t in tensors(args)}
+        if {storage(t) for t in tensors(out)} - given:
+            self.work.extend(("dies", None, t) for t in self.device.dead(self.dead))
         self.log.append((name, tuple(t.data_ptr() for t in tensors(args))))
         for t in tensors(out):
             if storage(t) not in given:
@@ -58,7 +61,7 @@ class Recorded:
         for t in self.over:
             poison(t)
         for name, run, out in self.work:
-            if name.startswith(ALLOCATIONS):
+            if name.startswith(("dies", *ALLOCATIONS)):
                 for t in tensors(out):
                     poison(t)
                 continue
@@ -99,7 +102,13 @@ class StandIn:
     def begin(self):
         assert self.open is None, "begin() within a capture"
         self.calls.append("begin")
-        self.open = Recorded(self, [t for t, holders in self.made.values() if not any(ref() is not None for ref in holders)])
+        self.open = Recorded(self, self.dead(set()))
+
+    def dead(self, known):
+        """Memory that nobody holds, which is then `known` to be so."""
+        found = [t for at, (t, holders) in self.made.items() if at not in known and not any(ref() is not None for ref in holders)]
+        known.update(map(storage, found))
+        return found
 
     def call(self, op, args, kwargs):
         out = op(*args, **kwargs)

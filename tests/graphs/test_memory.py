@@ -192,3 +192,19 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
     assert not pair.step.report().rows and pair.device.open is None and pair.device.calls == ["begin", "abort"]
     fail.clear()
     pair.agree("ab")
+
+
+@pytest.mark.parametrize("kernel", [None, "boundary"], ids=["whole", "split"])
+def test_what_is_held_does_not_grow_with_layers(kernel):
+    """A value that no later layer reads gives its memory back within the graph, and when a bucket runs without one."""
+    pair = Pair(piecewise, Buckets(decode=(2,)), kernel=kernel and boundary(), layers=6)
+    held, forward = [], pair.device.call
+
+    def call(op, args, kwargs):
+        if op.name() == "attnops::write_kv":
+            held.append(sum(any(ref() is not None for ref in holders) for _, holders in pair.device.made.values()))
+        return forward(op, args, kwargs)
+
+    pair.device.call = call
+    pair.step.capture(**example(pair))
+    assert len(held) == 6 and held[1] == held[-1] > 0

@@ -7,7 +7,9 @@ from torch import nn
 
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
+from attnops.graphs.boundary import ATTENTION
 from attnops.graphs.split import Name, split
+from attnops.ops import OPS
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.models import BOUNDARY, boundary, decoder
 from tests.graphs.standin import StandIn
@@ -40,10 +42,40 @@ submod_6: captured, 5 operations""",
     assert report.compiled == {"decode": 3} and report.parts == {"decode": 4}
 
 
-def test_nowhere_when_every_kernel_may_be_captured():
-    pair = Pair(piecewise)
+def test_for_the_compiler_alone_where_every_kernel_may_be_captured():
+    """Attention is called as it is between what is compiled, and all of it is one graph."""
+    pair = Pair(piecewise, layers=8)
     found = splits(pair)["decode"]
-    assert len(found.parts) == 1 and found.parts[0].captured
+    lines = str(found).splitlines()
+    assert_expected_inline(
+        "\n".join([*lines[:4], "...", *lines[-2:]]),
+        """\
+submod_0: captured, 38 operations
+submod_1: captured, paged_attention.sdpa
+submod_2: captured, 41 operations
+submod_3: captured, paged_attention.sdpa
+...
+submod_15: captured, paged_attention.sdpa
+submod_16: captured, 5 operations""",
+    )
+    report = pair.step.report()
+    assert report.modes == {"decode": "whole"} and pair.device.calls == ["begin", "end", "replay"]
+    assert report.compiled == {"decode": 3} and report.parts == {"decode": 9}
+    # In the order of the model, with nothing between that the model does not do.
+    [graph] = pair.device.graphs
+    ours = [name for name, _ in graph.log if name.startswith("attnops::")]
+    assert ours == ["attnops::write_kv", "attnops::paged_attention"] * 8
+
+
+def test_a_model_without_attention_is_one_piece():
+    step = piecewise(lambda tokens: tokens.sin() + 1, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    close(step(torch.ones(3)), torch.ones(3).sin() + 1)
+    assert str(step._method.splits()["mixed"]) == "submod_0: captured, 2 operations"
+
+
+def test_every_attention_is_a_cut():
+    """A new op of attention has to be named, and what only serves one may not be."""
+    assert set(ATTENTION) == {n for n in OPS if n.endswith("attention") and not n.startswith("plan_")}
 
 
 def test_by_kind_where_it_is_asked_for():
@@ -60,7 +92,7 @@ submod_2: captured, 40 operations
 submod_3: write_kv.scatter, paged_attention.sdpa
 submod_4: captured, 5 operations""",
     )
-    assert len(found["decode"].parts) == 1
+    assert all(part.captured for part in found["decode"].parts)
     assert pair.step.report().modes == {"mixed": "piecewise", "decode": "whole"}
     # The buffer that attention writes was allocated before the boundary, at a fixed address, and not between the two calls.
     calls = [n for n in found["mixed"].parts[1].module.graph.nodes if n.op == "call_function"]
@@ -69,7 +101,8 @@ submod_4: captured, 5 operations""",
 
 def test_the_kernel_chosen_is_forced():
     pair = Pair(piecewise)
-    nodes = [n for n in splits(pair)["decode"].parts[0].module.graph.nodes if str(n.target).startswith("attnops.")]
+    parts = splits(pair)["decode"].parts
+    nodes = [n for part in parts for n in part.module.graph.nodes if str(n.target).startswith("attnops.")]
     assert [n.kwargs["policy"] for n in nodes] == ["kernel=write_kv:scatter", "kernel=paged_attention:sdpa"]
 
 
@@ -126,15 +159,19 @@ def test_what_depends_on_data_lies_outside():
     assert_expected_inline(
         str(found),
         """\
-submod_0: captured, 42 operations
-submod_1: nonzero, getitem
-submod_2: captured, 1 operations
-submod_3: getitem, mul, index_add
-submod_4: captured, 42 operations
-submod_5: nonzero, getitem
-submod_6: captured, 1 operations
-submod_7: getitem, mul, index_add
-submod_8: captured, 2 operations""",
+submod_0: captured, 38 operations
+submod_1: captured, paged_attention.sdpa
+submod_2: captured, 3 operations
+submod_3: nonzero, getitem
+submod_4: captured, 1 operations
+submod_5: getitem, mul, index_add
+submod_6: captured, 38 operations
+submod_7: captured, paged_attention.sdpa
+submod_8: captured, 3 operations
+submod_9: nonzero, getitem
+submod_10: captured, 1 operations
+submod_11: getitem, mul, index_add
+submod_12: captured, 2 operations""",
     )
     # The number of rows changes with the batch, and passes from one part outside to the next.
     for names in ("abc", "bc", "abcd", "d", "abd"):
