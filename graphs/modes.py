@@ -39,6 +39,7 @@ def piecewise(
     prepare: Prepare | None = None,
     eager: Mapping[Kind, Sequence[str]] | None = None,
     inner: str | Inner = "inductor",
+    one_differs: bool = False,
     budget_bytes: int | None = None,
     over_budget: Literal["raise", "drop"] = "raise",
     check_every: int = 0,
@@ -65,6 +66,8 @@ def piecewise(
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
         inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
+        one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself from
+            the start; to find it out costs a compilation that is thrown away.
         budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
         check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
         tolerance: of that comparison, relative to the largest number; default by dtype.
@@ -79,6 +82,7 @@ def piecewise(
     if isinstance(inner, str) and inner not in INNER:
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
     method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager))
+    method.told_apart(one_differs)
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
     return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
@@ -159,6 +163,10 @@ class Compiled:
     _into: tuple[Device, Recorded] | None = None
     _open: set[str] = field(default_factory=set)
 
+    def told_apart(self, one_differs: bool) -> None:
+        """Before the first trace: is a bucket of one traced by itself?"""
+        self._open = {b.kind for b in self.buckets.all()} if one_differs else set()
+
     def splits(self) -> dict[str, Split]:
         """By kind: where the model was cut."""
         return {kind: program.split for kind, program in self.programs.items()}
@@ -227,11 +235,13 @@ class Compiled:
     def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
         """The values, with the sizes that differ by bucket marked."""
         tokens, requests = self.buckets.most
+        # Of one size only nothing is dynamic.
+        several = len({b for b in (*self.buckets.all(), *self.buckets.dropped) if b.kind == kind}) > 1
 
         def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
-            if differs:
+            if differs and several:
                 bounds = {} if kind in self._open else {"min": 1 + more, "max": max(tokens, requests) + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found

@@ -9,6 +9,7 @@ each module that has pages a hook is set, and on those with latents a method of 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import keyed, latent
+from attnops.hf.decode import Decode, Decoder, Forward
 from attnops.hf.interface import check_kernel
 from attnops.hf.key_cache import ALL, DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
 from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
@@ -40,7 +42,7 @@ AnySizes = LatentSizes | KeySizes
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
 
-    def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str) -> None:
+    def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         sites = [site for site in found.sites if site.reason is None]
         owned: Any = owner
@@ -75,13 +77,22 @@ class PagedMode:
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
             want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
             raise PatchError(f'patch: cache="paged" got {type(owner).__name__} without {want}')
+        self.decode = decode
+        if decode.mode != "hf" and (others := other_layers(self._config(), self.layers)):
+            got = f"decode={decode.mode!r} for {type(owner).__name__}, whose layers {list(others)} have states that move"
+            raise PatchError(f"patch: got {got}; want decode='hf'")
+        if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
+            got = f"decode={decode.mode!r} for {type(owner).__name__}, which counts positions by its masks"
+            raise PatchError(f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+        self._decoder: Decoder | None = None
+        self._own_forward: Any = None
         self._hooks: list[RemovableHandle] = []
         self._own_prepare: Any = None
         self._free: list[AnyPages] = []
         self._kept: tuple[KeyLayer, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_free": []}
+        return {**self.__dict__, "_free": [], "_decoder": None}
 
     def _config(self) -> Any:
         return self._owner.config.get_text_config(decoder=True)
@@ -104,6 +115,17 @@ class PagedMode:
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
         self._owner.__dict__[_SLOT] = self
+        if self.decode.mode != "hf":
+            self._own_forward = self._owner.__dict__.get("forward")
+            self._owner.__dict__["forward"] = Forward(self._owner, functools.partial(_decoder_of, self._owner), self._own_forward)
+
+    def decoder(self) -> Decoder:
+        """The graphs of decode steps, made at their first use."""
+        if self._decoder is None:
+            own = self._own_forward
+            forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
+            self._decoder = Decoder(self.decode, forward, functools.partial(self._over, filled=True))
+        return self._decoder
 
     def undo(self) -> None:
         """Take them away again."""
@@ -118,6 +140,12 @@ class PagedMode:
         if self._own_prepare is not None:
             self._owner.__dict__[_PREPARE] = self._own_prepare
         self._owner.__dict__.pop(_SLOT, None)
+        if isinstance(self._owner.__dict__.get("forward"), Forward):
+            del self._owner.__dict__["forward"]
+            if self._own_forward is not None:
+                self._owner.__dict__["forward"] = self._own_forward
+        if self._decoder is not None:
+            self._decoder.free()
         self._free = []  # another list: what is still lent shall not come back to this one
 
     def elsewhere(self) -> str | None:
@@ -147,6 +175,8 @@ class PagedMode:
                 if both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, pages.sizes.rows * pages.sizes.length):
                     wanted = both
             pages = None  # before the larger ones are made
+            if self._decoder is not None:
+                self._decoder.let_go()
             pages = _pages(wanted)
         cache = self._over(pages)
         dropped = weakref.finalize(cache.state, _keep, self._free, pages)
@@ -154,9 +184,14 @@ class PagedMode:
         cache.state.give_back = dropped
         return cache
 
-    def _over(self, pages: AnyPages) -> PagedModelCache:
+    def _over(self, pages: AnyPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
-        return kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers))
+        cache = kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers), filled)
+        if self.decode.mode != "hf":
+            # transformers shall neither compile the step nor make the masks that a compiled one is given.
+            for layer in cache.layers:
+                layer.is_compileable = False
+        return cache
 
     def _sizes(self, rows: int, length: int, back: int = 0) -> AnySizes:
         module = self._modules[0]
@@ -172,6 +207,11 @@ class PagedMode:
         if self._kept is None:
             self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
         return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back))
+
+
+def _decoder_of(owner: Any) -> Decoder:
+    mode: PagedMode = owner.__dict__[_SLOT]
+    return mode.decoder()
 
 
 def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:

@@ -85,6 +85,13 @@ class Step(NamedTuple):
     fresh: bool
 
 
+class Rows(NamedTuple):
+    """What a step of one token each says of its rows by itself. start: int64 `[B]`, the padding. real: bool `[B]`, else nothing is stored."""
+
+    start: Tensor
+    real: Tensor
+
+
 class Pages(Protocol):
     """The tensors of a cache. All are made at once, are written in place, and keep their addresses.
 
@@ -164,6 +171,8 @@ class State:
         # Read by the host, so it is no tensor: which form runs depends on it.
         self.filled = False
         self.unfinished = 0
+        # Set while a step in graphs is traced or captured (attnops.hf.decode).
+        self.rows: Rows | None = None
 
 
 class PagedLayer(CacheLayerMixin):
@@ -193,9 +202,10 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(room in tokens, padding `[rows]`). There are no keys at hand: a row's first key stands at the position after its padding.
 
-        That the second is a tensor tells attnops' mask function whose cache it makes a mask for.
+        That the second is a tensor tells attnops' mask function whose cache it makes a mask for. `[B, 1]`: it is known, and no mask is asked.
         """
-        return self.state.pages.sizes.length, self.state.pages.pad
+        rows = self.state.rows
+        return self.state.pages.sizes.length, self.state.pages.pad if rows is None else rows.start[:, None]
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
@@ -268,10 +278,16 @@ class PagedModelCache(Cache):
     the cache as new. `crop(-n)` takes back the last n positions.
     """
 
-    def __init__(self, pages: Pages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]]) -> None:
-        """paged_layers: numbers, rising, of the model's layers that have pages. others: makes caches of the rest, by number."""
+    def __init__(self, pages: Pages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]], filled: bool = False) -> None:
+        """paged_layers: numbers, rising, of the model's layers that have pages. others: makes caches of the rest, by number.
+
+        filled: the pages keep what they hold.
+        """
         self.state = State(pages)
-        pages.clear()
+        if filled:
+            self.state.filled = True
+        else:
+            pages.clear()
         at = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others = others
@@ -346,6 +362,8 @@ class PagedModelCache(Cache):
         device = pages.seen.device
         before = pages.seen - start
         positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
+        if self.state.rows is not None:
+            positions = torch.where(self.state.rows.real, positions, -1)
         owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
         cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
         fresh = not self.state.filled

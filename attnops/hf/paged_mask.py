@@ -46,7 +46,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         **others: Any,
     ) -> Tensor | None:
         # Only a cache of pages has an offset for each row.
-        if isinstance(kv_offset, Tensor) and kv_offset.dim() == 1:
+        if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
             # At one-token steps transformers forbids the skip of every cache that can be compiled. Of one token over a cache it edits no
             # sliding pattern: packed texts have no cache, and blocks of an image come with the prompt.
@@ -54,7 +54,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
             pattern = pattern_of(call, mask_function, local_size, skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is None or not pattern.causal:
                 raise InvalidInput("mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
-            start = _padding(call, kv_offset)
+            start = _padding(call, kv_offset) if kv_offset.dim() == 1 else kv_offset[:, 0]
             return descriptor.build(pattern, batch_size, start, q_offset + q_length, q_offset, 0, call.device)
         return other(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, allow_is_causal_skip,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnops.errors import PatchError
+from attnops.errors import InvalidInput, PatchError
+from attnops.graphs import Graphed
 from attnops.hf import latent
+from attnops.hf.decode import Decode
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.mask import Mode, growing
 from attnops.hf.match import Match, Site, match
@@ -29,14 +31,15 @@ class Patched:
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, found: Match) -> None:
+    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, found: Match, decode: Decode) -> None:
         self.model = model
         self.asked = asked
         self.implementation = implementation(options)
         self._owner = owner
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         self._own_generate: Any = None
-        self._paged = PagedMode(owner, found, options.kernel, self.implementation) if options.cache == "paged" else None
+        self.decode = decode
+        self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
         self._report = _report(model, self.implementation, options, found, self._paged)
         # Whose generate() promises that its masks only grow.
         self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
@@ -101,6 +104,35 @@ class Patched:
             raise PatchError(f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
         return self._paged.new_cache(max_batch, max_length, page_size)
 
+    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
+        """One token more for each row of a cache, from graphs, for a model patched with `decode="piecewise"` or `"breakable"`.
+
+        What `generate()` does at each token, for loops of one's own: call the model on the prompt, and this on every token after it.
+
+        Args:
+            input_ids: int64 `[B, 1]`, for the rows of the step before. cache: from `new_cache`, with the prompt in it.
+            position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
+
+        Returns:
+            Logits `[B, 1, V]`, in memory that the next step writes.
+
+        Raises:
+            PatchError: the model is patched otherwise, or not any more. InvalidInput: another shape, an empty cache, or one whose last
+            step failed; or graphs are in use by another cache that lives, or another thread. Too many tokens are an assertion on the device.
+        """
+        if self._paged is None or not self.active or self.decode.mode == "hf":
+            raise PatchError("step: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
+        logits = self._paged.decoder().step(input_ids, cache, position_ids)
+        if logits is None:
+            raise InvalidInput("past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
+        return logits
+
+    @property
+    def graphs(self) -> Graphed | None:
+        """The graphs of decode steps, whose `report()` says what was captured; None before the first."""
+        found = None if self._paged is None else self._paged._decoder
+        return None if found is None else found.graphed
+
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
     ) -> Verification:
@@ -156,7 +188,10 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                     give_back(cache)
 
 
-def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "hf") -> Patched:
+def patch(
+    model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "hf",
+    decode: Literal["hf", "piecewise", "breakable"] | Decode = "hf",
+) -> Patched:  # fmt: skip
     """Route the attention of a transformers model through `attnops.attention`. In place, and reversible.
 
         handle = attnops.patch(model)
@@ -178,6 +213,9 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: 
             with a sliding window no more than the window; of models of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with
             transformers from 5.15) they hold latents, and decode attends to them without unfolding. They are allocated for the whole
             length, as a static cache, and kept from one `generate()` to the next. Masks may have padding on the left only.
+        decode: with cache="paged", how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs (see
+            docs/graphs.md), captured once for each bucket of rows when it is first met; or "hf", as transformers does it. A `Decode` has
+            more to set.
 
     Returns:
         The handle: `report()`, `verify(...)`, `new_cache(...)`, `unpatch()`. A second call on the same model returns the same handle.
@@ -190,19 +228,23 @@ def patch(model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: 
         raise PatchError(f"patch: got {type(model).__name__}, want a transformers model")
     asked = Options(kernel, mask, cache)
     implementation(asked)
+    how = decode if isinstance(decode, Decode) else Decode(decode)
+    if how.mode != "hf" and cache != "paged":
+        raise InvalidInput("decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         raise PatchError(f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
     there: Patched | None = owner.__dict__.get(_HANDLE)
     if there is not None:
-        if there.asked != asked:
-            raise PatchError(f"patch: this model is patched with {there.asked}, asked now for {asked}; call unpatch() first")
+        if (there.asked, there.decode) != (asked, how):
+            got = f"patched with {there.asked} and {there.decode}, asked now for {asked} and {how}"
+            raise PatchError(f"patch: this model is {got}; call unpatch() first")
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
         raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *(reasons or ["it has no attention module"])]))
-    handle = Patched(model, owner, asked, replace(asked, mask="explicit") if found.explicit else asked, found)
+    handle = Patched(model, owner, asked, replace(asked, mask="explicit") if found.explicit else asked, found, how)
     handle._apply()
     return handle
 

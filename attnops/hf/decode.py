@@ -1,0 +1,216 @@
+"""Decode steps of `generate()` in CUDA graphs: `patch(model, cache="paged", decode="piecewise")`.
+
+The whole step lies in the graph, from the tokens to the logits: positions in the pages, masks and lengths follow there from what the
+cache's own tensors hold. What a step is given is copied into buffers for the bucket of rows that it belongs to. Rows that fill a bucket
+are rows of the cache that no request has: nothing is stored for them, and they are left as dead as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnops.cache.paged import ordinary
+from attnops.errors import InvalidInput
+from attnops.graphs import Buckets, Graphed, breakable, piecewise
+from attnops.graphs.buckets import decode_sizes
+from attnops.graphs.device import Device
+from attnops.graphs.pieces import INNER, Inner
+from attnops.hf.mask import current_generation
+from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
+
+_STOP = "attnops: a step of rows that the step before had not, or a cache that is full"
+_TAKEN = ("input_ids", "position_ids", "past_key_values")
+# What else generate() says at such a step: masks are known, and all the rest has one meaning for one token.
+_KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How decode steps of `generate()` run. The other fields are arguments of `attnops.graphs.piecewise`, where they are described.
+
+    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU.
+    """
+
+    mode: Literal["hf", "piecewise", "breakable"] = "hf"
+    inner: str | Inner = "inductor"
+    budget_bytes: int | None = None
+    over_budget: Literal["raise", "drop"] = "raise"
+    check_every: int = 0
+    graphs: Device | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("hf", "piecewise", "breakable"):
+            raise InvalidInput("decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
+        if isinstance(self.inner, str) and self.inner not in INNER:
+            raise InvalidInput("decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
+
+
+class Decoder:
+    """The graphs of one model, over one set of pages at a time. make: a cache over given pages, which keep what they hold.
+
+    forward: the model's own, as it was before `decode=` took its place.
+
+    While the cache that was served last lives, others on pages of their own are not: capture costs more than steps without graphs.
+    plain_steps: how many went without.
+    """
+
+    def __init__(self, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
+        if "position_ids" not in inspect.signature(forward).parameters:
+            raise InvalidInput("decode", how.mode, "'hf' for a model that takes no position_ids: it counts positions by its masks")
+        self.how = how
+        self._forward, self._make = forward, make
+        self.graphed: Graphed | None = None
+        self.plain_steps = 0
+        self._cache: PagedModelCache | None = None
+        self._user: Callable[[], State | None] = lambda: None
+        # Graphs have one set of buffers. Who comes while another thread is at them goes without.
+        self._lock = threading.Lock()
+
+    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
+        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: others are at the graphs, see above.
+
+        Args:
+            input_ids: int64 `[B, 1]`. position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
+            cache: of this model, with a first step behind it, of as many rows.
+
+        Raises:
+            InvalidInput: an argument is of another shape, or the cache is empty or half written. What `Graphed` raises.
+        """
+        state = cache.state
+        batch, most = input_ids.shape[0], cache.max_batch
+        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= batch <= most:
+            raise InvalidInput("input_ids", list(input_ids.shape), f"[B, 1] with B of at most {most}, the rows of the cache")
+        if not state.filled or state.unfinished:
+            raise InvalidInput("past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if (cached := self._of(state)) is None:
+                return None
+            assert self.graphed is not None
+            with torch.no_grad(), ordinary():
+                if position_ids is None:
+                    position_ids = (state.pages.seen - state.pages.pad[:batch])[:, None]
+                live = torch.ones(batch, dtype=torch.int64, device=input_ids.device)
+            logits: Tensor = self.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=cached)
+            return logits
+        finally:
+            self._lock.release()
+
+    def serves(self, kwargs: dict[str, Any]) -> bool:
+        """Is this call of the model one token more for the rows of a cache, and nothing besides?"""
+        ids, positions, cache = (kwargs.get(name) for name in _TAKEN)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(cache, PagedModelCache):
+            return False
+        if positions is not None and positions.shape != ids.shape:
+            return False
+        asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
+        return cache.state.filled and not cache.state.unfinished and not any(value is not None and value is not False for value in asked.values())
+
+    def free(self) -> None:
+        """Give the graphs' memory back. The next step captures anew."""
+        with self._lock:
+            self._forget()
+
+    def let_go(self) -> None:
+        """As `free`, unless a living cache is on the pages that were captured."""
+        with self._lock:
+            user = self._user()
+            if self._cache is not None and (user is None or user.pages is not self._cache.state.pages):
+                self._forget()
+
+    def _forget(self) -> None:
+        if self.graphed is not None:
+            self.graphed.free()
+        self.graphed = self._cache = None
+
+    def _of(self, state: State) -> PagedModelCache | None:
+        """The cache that was captured for these pages, now if it was not before."""
+        captured = None if self._cache is None else self._cache.state.pages
+        user = self._user()
+        if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
+            return None
+        if captured is not state.pages:
+            self._renew(state.pages)
+        if user is not state:
+            self._user = weakref.ref(state)
+        return self._cache
+
+    def _renew(self, pages: Any) -> None:
+        self._forget()
+        cache, how = self._make(pages), self.how
+        given: dict[str, Any] = {
+            "batch": None, "tokens": (), "requests": ("input_ids", "position_ids", "live"), "returns": "requests",
+            "state": counters_of(pages), "budget_bytes": how.budget_bytes, "over_budget": how.over_budget,
+            "check_every": how.check_every, "graphs": how.graphs,
+        }  # fmt: skip
+        buckets = Buckets(decode=decode_sizes(cache.max_batch))
+        step = _step_of(self._forward)
+        # Positions of one row are broadcast over, those of several are not.
+        traced = {"inner": how.inner, "one_differs": True}
+        self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
+        self._cache = cache
+
+
+def counters_of(pages: Any) -> tuple[Tensor, ...]:
+    """What a step writes besides keys, values and latents."""
+    return tuple(x for name in ("seen", "pad", "high") if (x := getattr(pages, name, None)) is not None)
+
+
+def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
+    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Tensor:
+        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
+        state = cache.state
+        pages, rows = state.pages, input_ids.shape[0]
+        begun = pages.pad[:rows]
+        real = live != 0
+        torch.ops.aten._assert_async.msg(((begun < EMPTY) | ~real).all() & (pages.seen < pages.sizes.length), _STOP)
+        # A row of nobody stores nothing and reads the first token of its pages, whatever that is: no kernel meets a length of 0.
+        state.rows = Rows(torch.where(real, begun, pages.seen), real)
+        out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
+        state.rows = None
+        pages.pad[:rows].copy_(torch.where(real, pages.pad[:rows], EMPTY))
+        logits: Tensor = out.logits
+        return logits
+
+    return step
+
+
+class Forward:
+    """What stands for the forward of a patched model: graphs for the decode steps of its `generate()`, the model's own for all else."""
+
+    def __init__(self, owner: Any, decoder: Callable[[], Decoder], own: Callable[..., Any] | None) -> None:
+        self.owner, self.decoder, self.own = owner, decoder, own
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """transformers looks which arguments a model takes."""
+        return inspect.signature(self._own())
+
+    def _own(self) -> Callable[..., Any]:
+        return functools.partial(type(self.owner).forward, self.owner) if self.own is None else self.own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or args or (generation := current_generation()) is None or torch.is_grad_enabled():
+            return self._own()(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        decoder = self.decoder()
+        # The prompt's mask was looked at, and generate() only appends ones to it.
+        if not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
+            return self._own()(**kwargs)
+        logits = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+        if logits is None:
+            decoder.plain_steps += 1
+            return self._own()(**kwargs)
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
