@@ -10,6 +10,7 @@ tells what it did.
 
 from __future__ import annotations
 
+from attnops.hf.decode import Decode as Decode
 from attnops.hf.interface import NAME as NAME
 from attnops.hf.interface import register as register
 from attnops.hf.key_cache import PagedKeyCache as PagedKeyCache

@@ -173,7 +173,7 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
         pages, rows = state.pages, input_ids.shape[0]
         begun = pages.pad[:rows]
         real = live != 0
-        torch.ops.aten._assert_async.msg(((begun < EMPTY) | ~real).all() & (pages.seen < pages.sizes.length), _STOP)
+        torch.ops.aten._assert_async.msg((~real | ((begun < EMPTY) & (pages.seen < pages.sizes.length))).all(), _STOP)
         # A row of nobody stores nothing and reads the first token of its pages, whatever that is: no kernel meets a length of 0.
         state.rows = Rows(torch.where(real, begun, pages.seen), real)
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)

@@ -48,7 +48,7 @@ class KeySizes(NamedTuple):
     """What pages are made for. rows: requests. length: tokens of each, padding included. dtype, device: of the pages. kernel: or None.
 
     drafts: new tokens of a row that a sliding layer has room for besides the window, and that can be taken back. A step of more attends
-    to copies of what it needs.
+    to copies of what it needs. fixed: graphs are captured over them, so no compiler need know of other sizes.
     """
 
     rows: int
@@ -58,6 +58,7 @@ class KeySizes(NamedTuple):
     device: torch.device
     kernel: str | None
     drafts: int = DRAFTS
+    fixed: bool = False
 
 
 def ring_pages(window: int, drafts: int, page_size: int) -> int:
@@ -110,14 +111,14 @@ class KeyPages:
             tables.setdefault(kind, cache.page_table)
         self.k_pages, self.v_pages = (tuple(by_layer[i] for i in range(len(sizes.layers))) for by_layer in (keys, values))
         self.tables = tuple(tables[kind] for kind in range(len(self.windows)))
-        tell_compiler(*self.tables, sizes=(0, 1))
-        tell_compiler(*self.k_pages, *self.v_pages, sizes=(0,))
+        tell_compiler(*self.tables, sizes=() if sizes.fixed else (0, 1))
+        tell_compiler(*self.k_pages, *self.v_pages, sizes=() if sizes.fixed else (0,))
         scratch = max(self._scratch(layer, widths[kind]) for layer, kind in zip(sizes.layers, self.kind, strict=True))
         with ordinary():
             self.workspace = torch.zeros(scratch, dtype=torch.uint8, device=sizes.device) if scratch else None
             self.high = torch.zeros((), dtype=torch.int64, device=sizes.device)
         tell_compiler(self.high, *(() if self.workspace is None else (self.workspace,)))
-        self.seen, self.pad = counters(sizes.rows, sizes.device)
+        self.seen, self.pad = counters(sizes.rows, sizes.device, sizes.fixed)
 
     def _scratch(self, layer: KeyLayer, width: int) -> int:
         sizes = self.sizes

@@ -26,6 +26,7 @@ class LatentSizes(NamedTuple):
     """What pages are made for. rows: requests. length: tokens of each, padding included. layers: how many hold latents.
 
     latent, rope: Dc and Dr. heads: query heads. dtype, device: of the pages. kernel: the one that shall read them, or None.
+    fixed: graphs are captured over them, so no compiler need know of other sizes.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class LatentSizes(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     kernel: str | None
+    fixed: bool = False
 
 
 class LatentPages:
@@ -68,9 +70,9 @@ class LatentPages:
         for _ in range(sizes.rows):
             cache.alloc(sizes.length)
         self.latent_pages, self.page_table, self.workspace = cache.latent_pages, cache.page_table, cache.workspace
-        tell_compiler(self.page_table, sizes=(0, 1))
-        tell_compiler(*self.latent_pages, sizes=(0,))
-        self.seen, self.pad = counters(sizes.rows, sizes.device)
+        tell_compiler(self.page_table, sizes=() if sizes.fixed else (0, 1))
+        tell_compiler(*self.latent_pages, sizes=() if sizes.fixed else (0,))
+        self.seen, self.pad = counters(sizes.rows, sizes.device, sizes.fixed)
 
     def clear(self) -> None:
         """Forget every token."""

@@ -200,13 +200,14 @@ class PagedMode:
             got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
             raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
+        fixed = self.decode.mode != "hf"
         if self.latents:
             dims = latent.dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
-            return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel)
+            return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel, fixed)
         if self._kept is None:
             self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
-        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back))
+        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back), fixed)
 
 
 def _decoder_of(owner: Any) -> Decoder:

@@ -120,13 +120,13 @@ class Pages(Protocol):
         """Raise InvalidInput when the first `length` `[]` positions cannot be all that is left: tokens they need are gone."""
 
 
-def counters(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def counters(rows: int, device: torch.device, fixed: bool) -> tuple[Tensor, Tensor]:
     """New `seen` and `pad` of an empty cache."""
     with ordinary():
         seen = torch.zeros((), dtype=torch.int64, device=device)
         pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=device)
     tell_compiler(seen)
-    tell_compiler(pad, sizes=(0,))
+    tell_compiler(pad, sizes=() if fixed else (0,))
     return seen, pad
 
 

@@ -1,0 +1,267 @@
+"""Decode steps of generate() in graphs, on a stand-in for the device: eager's tokens over changing batches, and nothing else touched."""
+
+import copy
+import gc
+import inspect
+import threading
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import InvalidInput, PatchError
+from attnops.hf import Decode, paged, tiny
+from attnops.hf.paged_cache import EMPTY
+from tests.graphs.standin import StandIn
+from tests.hf.helpers import LIMIT, relative
+
+CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
+"""Rows, length of the prompt, new tokens."""
+
+
+def how(mode="breakable", **more):
+    return Decode(mode, **{"inner": "eager", "graphs": StandIn(), **more})
+
+
+def asked(rows, length, new):
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+
+
+def generated(model, *call, **more):
+    ids, given = asked(*call)
+    return model.generate(ids, **given, **more)
+
+
+def replays(handle):
+    return sum(row.replays for row in handle.graphs.report().rows)
+
+
+@pytest.fixture
+def nan_pages(monkeypatch):
+    """Pages hold NaN until something is stored, and are of 4 tokens, so that windows of 8 are shorter than the text."""
+    real = paged._pages
+
+    def made(sizes, page_size=None):
+        keyed = not isinstance(sizes, paged.LatentSizes)
+        pages = real(sizes, 4 if keyed and page_size is None else page_size)
+        for pool in (*pages.k_pages, *pages.v_pages) if keyed else pages.latent_pages:
+            pool.fill_(float("nan"))
+        return pages
+
+    monkeypatch.setattr(paged, "_pages", made)
+
+
+KINDS = ("llama", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "phi3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [*(("breakable", name) for name in KINDS), ("piecewise", "llama"), ("piecewise", "gpt_oss")]
+)
+def test_tokens_of_changing_batches(mode, name, nan_pages):
+    """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""
+    model = tiny.model(name)
+    calls = CALLS if mode == "breakable" else CALLS[2:]
+    want = [generated(model, *call) for call in calls]
+    with attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+        for call, tokens in zip(calls, want, strict=True):
+            assert torch.equal(generated(model, *call), tokens), call
+        assert handle._paged.decoder().plain_steps == 0
+        assert set(handle.graphs.report().modes.values()) == ({"whole"})
+    assert handle.graphs is None
+    assert "forward" not in vars(model)
+
+
+def test_identical_layers_are_compiled_once():
+    model = tiny.model("llama", num_hidden_layers=6)
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        generated(model, 2, 9, 3)
+        report = handle.graphs.report()
+        assert report.compiled == {"decode": 3} and report.parts == {"decode": 7}
+        assert len(report.rows) == 1 and len(handle.decode.graphs.graphs) == 1
+
+
+def test_only_steps_of_generate_are_in_graphs():
+    model = tiny.model("llama")
+    own = inspect.signature(model.forward)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        assert inspect.signature(model.forward) == own, "transformers looks at it"
+        ids, given = asked(2, 9, 4)
+        model(ids)
+        with torch.no_grad():
+            cache = handle.new_cache(2, 20)
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        assert handle.graphs is None
+        model.generate(ids, **given)
+        # The first token is the prompt's.
+        assert replays(handle) == given["max_new_tokens"] - 1
+        beams = model.generate(ids, **given, num_beams=2)
+        looked_up = model.generate(ids[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
+        scores = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+        with_states = model.generate(ids, **given, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(model.generate(ids, **given, num_beams=2), beams)
+    assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False), looked_up)
+    want = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+    assert relative(torch.stack(scores.logits), torch.stack(want.logits)) < LIMIT, "what is kept is not written over"
+    assert len(with_states.hidden_states) == given["max_new_tokens"]
+
+
+def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
+    """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
+    model = tiny.model("llama")
+    ids, _ = asked(3, 9, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        ours, other = handle.new_cache(4, 30), handle.new_cache(4, 30)
+        for cache in (ours, other):
+            model(ids, past_key_values=cache)
+        for at in range(3):
+            want = model(ids[:, at : at + 1], past_key_values=other).logits
+            got = handle.step(ids[:, at : at + 1], ours)
+            assert relative(got, want) < LIMIT
+        for mine, theirs in zip(ours.state.pages.k_pages, other.state.pages.k_pages, strict=True):
+            assert torch.equal(mine.isnan(), theirs.isnan()) and relative(mine.nan_to_num(), theirs.nan_to_num()) < LIMIT
+        assert int(ours.get_seq_length()) == 12
+        assert ours.state.pages.pad.tolist() == [0, 0, 0, EMPTY]
+
+
+def test_steps_by_hand():
+    """Through crops, other calls of the model in between, resets, fewer rows, and comparisons with eager."""
+    model = tiny.model("llama")
+    ids, _ = asked(3, 12, 1)
+
+    def run(step, cache):
+        found = [model(ids[:, :6], past_key_values=cache).logits[:, -1:]]
+        found += [step(ids[:, at : at + 1], cache) for at in range(6, 9)]
+        cache.crop(-2)
+        found.append(model(ids[:, 7:9], past_key_values=cache).logits[:, -1:])
+        found += [step(ids[:2, at : at + 1], cache) for at in range(9, 11)]
+        cache.reset()
+        found.append(model(ids[:, :3], past_key_values=cache).logits[:, -1:])
+        found.append(step(ids[:, 3:4], cache))
+        return torch.cat([x.clone() for x in found])
+
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(check_every=2)) as handle:
+        want = run(lambda one, cache: model(one, past_key_values=cache).logits, handle.new_cache(3, 20))
+        kept = []
+        got = run(lambda one, cache: kept.append(handle.step(one, cache).clone()) or kept[-1], handle.new_cache(3, 20))
+        assert relative(got, want) < LIMIT
+        assert handle.graphs.report().compared == 3
+
+
+def test_what_a_step_refuses():
+    model = tiny.model("llama")
+    ids, _ = asked(3, 9, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache = handle.new_cache(2, 20)
+        with pytest.raises(InvalidInput, match="empty or half written"):
+            handle.step(ids[:2, :1], cache)
+        model(ids[:2], past_key_values=cache)
+        with pytest.raises(InvalidInput, match=r"input_ids: got \[3, 1\]"):
+            handle.step(ids[:, :1], cache)
+        with pytest.raises(InvalidInput, match=r"input_ids: got \[2, 2\]"):
+            handle.step(ids[:2, :2], cache)
+        handle.step(ids[:2, :1], cache)
+        handle.step(ids[:1, :1], cache)
+        with pytest.raises(RuntimeError, match="rows that the step before had not"):
+            handle.step(ids[:2, :1], cache)
+        other = handle.new_cache(2, 20)
+        model(ids[:2], past_key_values=other)
+        with pytest.raises(InvalidInput, match="a second cache"):
+            handle.step(ids[:2, :1], other)
+        del cache
+        gc.collect()
+        handle.step(ids[:2, :1], other)
+    with pytest.raises(PatchError, match="step: want"):
+        handle.step(ids, other)
+
+
+def test_a_full_cache_is_not_stepped_over():
+    model = tiny.model("llama")
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache = handle.new_cache(1, 8)
+        model(torch.full((1, 7), 5), past_key_values=cache)
+        handle.step(torch.full((1, 1), 5), cache)
+        with pytest.raises(RuntimeError, match="a cache that is full"):
+            handle.step(torch.full((1, 1), 5), cache)
+
+
+def test_while_others_are_at_the_graphs():
+    """generate() of a second thread, and of a second conversation whose first still lives, go without and are counted."""
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        assert torch.equal(generated(model, 2, 9, 4), want)
+        decoder = handle._paged.decoder()
+        with decoder._lock:
+            found = []
+            thread = threading.Thread(target=lambda: found.append(generated(model, 2, 9, 4)))
+            thread.start()
+            thread.join()
+        assert torch.equal(found[0], want) and decoder.plain_steps == 3
+        kept = handle.new_cache(2, 20)
+        assert torch.equal(generated(model, 2, 9, 4, past_key_values=kept), want)
+        assert torch.equal(generated(model, 2, 9, 4), want), "the kept cache lives, and graphs are over its pages"
+        assert decoder.plain_steps == 6
+        del kept
+        assert torch.equal(generated(model, 2, 9, 4), want)
+        assert decoder.plain_steps == 6
+
+
+def test_larger_pages_do_not_lie_beside_the_old_ones():
+    model = tiny.model("llama")
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        generated(model, 1, 9, 3)
+        decoder = handle._paged.decoder()
+        before = torch.utils.weak.WeakTensorKeyDictionary()
+        before[decoder._cache.state.pages.k_pages[0]] = 1
+        sizes = []
+        real = paged._pages
+        paged._pages = lambda *given: sizes.append(len(before)) or real(*given)
+        try:
+            gc.collect()
+            generated(model, 4, 20, 3)
+        finally:
+            paged._pages = real
+        assert sizes == [0], "freed before the larger ones were made"
+
+
+def test_a_copy_of_a_patched_model_has_graphs_of_its_own():
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 4)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        generated(model, 2, 9, 4)
+        twin = copy.deepcopy(model)
+        assert torch.equal(generated(twin, 2, 9, 4), want)
+        assert replays(handle) == 3
+        other = vars(twin)["_attnops"]
+        assert other is not handle and replays(other) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [
+        ("llama", {"decode": "piecewise"}, "decode: got 'piecewise'"),
+        ("llama", {"cache": "paged", "decode": "whole"}, "decode: got 'whole'"),
+        ("llama", {"cache": "paged", "decode": Decode("piecewise")}, None),
+        ("qwen3_next", {"cache": "paged", "decode": "breakable"}, "have states that move"),
+    ],
+)
+def test_what_patch_refuses(name, given, text):
+    model = tiny.model(name)
+    if text is None:
+        attnops.patch(model, **given)
+        assert attnops.patch(model, **given) is attnops.patch(model, cache="paged", decode="piecewise")
+        with pytest.raises(PatchError, match="call unpatch"):
+            attnops.patch(model, cache="paged", decode="breakable")
+        return
+    with pytest.raises((InvalidInput, PatchError), match=text):
+        attnops.patch(model, **given)
+    assert "forward" not in vars(model)
+
+
+def test_decode_says_what_is_wrong():
+    with pytest.raises(InvalidInput, match=r"decode\.inner: got 'fast'"):
+        Decode("piecewise", inner="fast")
