@@ -2,6 +2,7 @@
 
 python examples/hf_generate.py                            a small gpt-oss with random weights: windows, sinks and experts
 python examples/hf_generate.py --compile                  the same, decode compiled as generate() does it for static caches
+python examples/hf_generate.py --decode piecewise         on a GPU: pages with decode steps in CUDA graphs (docs/graphs.md)
 python examples/hf_generate.py --model path/to/a/model    any causal language model of transformers
 """
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="conversations at a time")
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--decode", choices=("hf", "piecewise", "breakable"), default="hf")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -63,12 +65,14 @@ def main() -> None:
 
     converse(model, own(), said, options.new, **asked)  # what is compiled is compiled here
     before, speed_before = converse(model, own(), said, options.new, **asked)
-    with attnops.patch(model, cache="paged") as handle:
+    with attnops.patch(model, cache="paged", decode=options.decode) as handle:
         print(handle.report())
         cache: Any = handle.new_cache(options.rows, length)
         converse(model, cache, said, options.new, **asked)
         cache.reset()
         after, speed_after = converse(model, cache, said, options.new, **asked)
+        if handle.graphs is not None:
+            print(handle.graphs.report())
 
     first = int((before == after).all(0).cumprod(0).sum())
     print(f"{options.rows} conversations of {len(TURNS)} turns, {length} tokens each: the first {first} of {length} as before")

@@ -66,8 +66,8 @@ def piecewise(
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
         inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
-        one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself from
-            the start; to find it out costs a compilation that is thrown away.
+        one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself
+            from the start; to find it out costs a compilation that is thrown away.
         budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
         check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
         tolerance: of that comparison, relative to the largest number; default by dtype.

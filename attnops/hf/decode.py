@@ -76,7 +76,7 @@ class Decoder:
         self._lock = threading.Lock()
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
-        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: others are at the graphs, see above.
+        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: others are at the graphs.
 
         Args:
             input_ids: int64 `[B, 1]`. position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
@@ -114,7 +114,8 @@ class Decoder:
         if positions is not None and positions.shape != ids.shape:
             return False
         asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
-        return cache.state.filled and not cache.state.unfinished and not any(value is not None and value is not False for value in asked.values())
+        plain = all(value is None or value is False for value in asked.values())
+        return plain and cache.state.filled and not cache.state.unfinished
 
     def free(self) -> None:
         """Give the graphs' memory back. The next step captures anew."""
@@ -156,7 +157,7 @@ class Decoder:
         buckets = Buckets(decode=decode_sizes(cache.max_batch))
         step = _step_of(self._forward)
         # Positions of one row are broadcast over, those of several are not.
-        traced = {"inner": how.inner, "one_differs": True}
+        traced: dict[str, Any] = {"inner": how.inner, "one_differs": True}
         self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
         self._cache = cache
 
@@ -202,12 +203,12 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or args or (generation := current_generation()) is None or torch.is_grad_enabled():
             return self._own()(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        cache: Any = kwargs.get("past_key_values")
         decoder = self.decoder()
         # The prompt's mask was looked at, and generate() only appends ones to it.
         if not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
             return self._own()(**kwargs)
-        logits = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+        logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
         if logits is None:
             decoder.plain_steps += 1
             return self._own()(**kwargs)

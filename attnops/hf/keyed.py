@@ -22,7 +22,8 @@ from transformers.cache_utils import CacheLayerMixin
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf.key_cache import KeyLayer, PagedKeyCache
 from attnops.hf.on_pages import check_call
-from attnops.hf.paged_cache import View, cache_layers
+from attnops.hf.other_layers import cache_layers
+from attnops.hf.paged_cache import View
 from attnops.ops import paged_attention, write_kv
 from attnops.ops.dense import attention as dense_attention
 from attnops.problem import pretend

@@ -26,7 +26,8 @@ from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
 from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
 from attnops.hf.on_pages import hand_over, where
-from attnops.hf.paged_cache import PagedModelCache, Returned, holds, other_layers
+from attnops.hf.other_layers import other_layers
+from attnops.hf.paged_cache import PagedModelCache, Returned, holds
 from attnops.nn.absorb import HELD
 
 _PREPARE = "_prepare_cache_for_generation"

@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a step of one token each says of its rows by itself. start: int64 `[B]`, the padding. real: bool `[B]`, else nothing is stored."""
+    """What a step of one token each says of its rows by itself. start: int64 `[B]`, the padding. real: bool `[B]`, is it stored?"""
 
     start: Tensor
     real: Tensor
@@ -202,7 +202,7 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(room in tokens, padding `[rows]`). There are no keys at hand: a row's first key stands at the position after its padding.
 
-        That the second is a tensor tells attnops' mask function whose cache it makes a mask for. `[B, 1]`: it is known, and no mask is asked.
+        That the second is a tensor tells attnops' mask function whose cache it makes a mask for. `[B, 1]`: whatever the mask is.
         """
         rows = self.state.rows
         return self.state.pages.sizes.length, self.state.pages.pad if rows is None else rows.start[:, None]
@@ -373,31 +373,3 @@ class PagedModelCache(Cache):
             pages.advance(start, count)
             self.state.filled, self.state.unfinished = True, count
         return Step(views, fresh)
-
-
-def cache_layers(config: Any) -> list[Any]:
-    """Empty caches of all layers, as transformers makes them."""
-    from transformers.cache_utils import DynamicCache
-
-    made: list[Any] = DynamicCache(config=config).layers
-    return made
-
-
-def other_layers(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
-    """New caches for a model's layers besides those that have pages, as transformers makes them, by number.
-
-    Raises InvalidInput for one that keeps keys and values: it would need pages of its own.
-    """
-    kinds = getattr(config, "layer_types", None)
-    count = max(max(paged_layers) + 1, len(kinds) if kinds is not None else 0)
-    missing = [i for i in range(count) if i not in set(paged_layers)]
-    if not missing:
-        return {}
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
-
-    made = cache_layers(config)
-    for i in missing:
-        if i >= len(made) or not isinstance(made[i], LinearAttentionCacheLayerMixin) or isinstance(made[i], CacheLayerMixin):
-            kind = type(made[i]).__name__ if i < len(made) else "none"
-            raise InvalidInput(f"cache of layer {i}", kind, "one of pages, or the states of linear attention")
-    return {i: made[i] for i in missing}

@@ -118,7 +118,8 @@ class Patched:
 
         Raises:
             PatchError: the model is patched otherwise, or not any more. InvalidInput: another shape, an empty cache, or one whose last
-            step failed; or graphs are in use by another cache that lives, or another thread. Too many tokens are an assertion on the device.
+            step failed; or graphs are in use by another cache that lives, or another thread. One token too many is an assertion on
+            the device.
         """
         if self._paged is None or not self.active or self.decode.mode == "hf":
             raise PatchError("step: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
@@ -261,6 +262,8 @@ def _report(model: nn.Module, name: str, options: Options, found: Match, paged: 
         notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
     if options.cache == "paged":
         notes.append("generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for")
+    if paged is not None and paged.decode.mode != "hf":
+        notes.append(f"its steps after the prompt run in CUDA graphs ({paged.decode.mode})")
     return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)
 
 
