@@ -103,6 +103,11 @@ class Buckets:
         found = [*self.all(), *self.dropped]
         return max(b.tokens for b in found), max(b.requests for b in found)
 
+    def span(self, kind: Kind) -> tuple[int, int]:
+        """(smallest, largest) size of a kind that a trace has to serve."""
+        sizes = self.decode if kind == "decode" else self.tokens
+        return min(sizes), max(sizes)
+
     def find(self, kind: Kind, tokens: int, requests: int) -> Bucket | None:
         """The smallest bucket for a batch of so many new tokens and requests, or None where the policy is "eager". Raises BatchTooLarge."""
         sizes, got = (self.decode, requests) if kind == "decode" else (self.tokens, tokens)

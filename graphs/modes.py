@@ -179,7 +179,7 @@ class Compiled:
         self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
         try:
             self.plain(kind, values)
-        except ConstraintViolationError:
+        except (ConstraintViolationError, _SizeToldApart):
             # The model tells some size from the others, mostly 1: then such a size is traced by itself when it is met.
             self._open.add(kind)
             self.traces[kind] = 0
@@ -234,15 +234,15 @@ class Compiled:
 
     def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
         """The values, with the sizes that differ by bucket marked."""
-        tokens, requests = self.buckets.most
+        least, most = self.buckets.span(kind)
         # Of one size only nothing is dynamic.
-        several = len({b for b in (*self.buckets.all(), *self.buckets.dropped) if b.kind == kind}) > 1
+        several = len(self.buckets.decode if kind == "decode" else self.buckets.tokens) > 1
 
         def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
             if differs and several:
-                bounds = {} if kind in self._open else {"min": 1 + more, "max": max(tokens, requests) + more}
+                bounds = {} if kind in self._open else {"min": least + more, "max": most + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
@@ -262,6 +262,8 @@ class Compiled:
         return rest, tables, padded, prefix
 
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
+        if kind not in self._open and (told := _outside_of(self.buckets.span(kind)[0])):
+            raise _SizeToldApart(told)
         program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
@@ -283,9 +285,26 @@ def _alive(found: weakref.ref[Compiled]) -> Compiled:
     return compiled
 
 
-def _ours(error: BaseException | None) -> AttnopsError | None:
+class _SizeToldApart(Exception):
+    """The model tells the smallest size of a trace from others: known before anything of it is compiled."""
+
+
+def _outside_of(least: int) -> str:
+    """A guard of the trace at hand that a size of `least` would break, or ""."""
+    from torch._guards import TracingContext
+
+    found = TracingContext.try_get()
+    if found is None or found.fake_mode is None or found.fake_mode.shape_env is None:
+        return ""
+    for guard in found.fake_mode.shape_env.guards:
+        if len(symbols := guard.expr.free_symbols) == 1 and guard.expr.subs(dict.fromkeys(symbols, least)) == False:  # noqa: E712
+            return str(guard.expr)
+    return ""
+
+
+def _ours(error: BaseException | None) -> AttnopsError | _SizeToldApart | None:
     """The error of attnops that torch's compiler has wrapped, if there is one."""
-    while error is not None and not isinstance(error, AttnopsError):
+    while error is not None and not isinstance(error, (AttnopsError, _SizeToldApart)):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error
 

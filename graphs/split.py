@@ -7,6 +7,7 @@ graph goes on over it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
             calls[node] = f"{kernel.op}.{kernel.name}"
     _raise_allocations(gm.graph, breaks)
     where = _partition(gm.graph, breaks, calls)
+    _repeat_numbers(gm.graph, where)
     from torch.fx.passes.split_module import split_module
 
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
@@ -232,6 +234,43 @@ def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[f
 def _joins(node: fx.Node, kind: str | None) -> bool:
     """May it belong to the part that follows? In a compiled part the compiler is given all there is."""
     return kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
+
+
+def _repeat_numbers(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
+    """Sizes that follow from sizes are worked out by every part that asks for them, where it first does.
+
+    Handed on, or in the place where the whole model first does, they would tell one layer from others that are like it.
+    """
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+    numbers = {node for node in where if _is_size(node)}
+
+    def of_its_part(user: fx.Node) -> None:
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), functools.partial(copied, user))
+
+    def copied(user: fx.Node, number: fx.Node) -> fx.Node:
+        part = where[user]
+        if number not in numbers:
+            return number
+        if (number, part) not in copies:
+            with graph.inserting_before(user):
+                copy = copies[number, part] = graph.node_copy(number)
+            where[copy] = part
+            of_its_part(copy)
+        return copies[number, part]
+
+    for node in list(graph.nodes):
+        if node in where and node not in numbers:
+            of_its_part(node)
+    for node in reversed(graph.nodes):
+        if node in numbers and not node.users:
+            graph.erase_node(node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """A number made of numbers that are known on the host."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    made = node.op == "call_function" and isinstance(value_of(node), numbers) and not _depends_on_data(node)
+    return made and all(isinstance(value_of(n), numbers) for n in node.all_input_nodes)
 
 
 def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dict[str, list[str]]) -> Split:

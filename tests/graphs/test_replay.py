@@ -266,9 +266,10 @@ def test_another_model_of_other_sizes_is_traced_once_too():
 
 
 @pytest.mark.slow
-def test_inductor():
+@pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
+def test_inductor(kernel):
     """Pieces compiled by Inductor, three however many layers there are."""
-    pair = Pair(piecewise, layers=4, kernel=BOUNDARY, opaque=True)
+    pair = Pair(piecewise, layers=4, kernel=kernel, opaque=True)
     pair.agree("abc")
     pair.agree("ab")
     pair.agree("a")

@@ -1,0 +1,68 @@
+"""Layers of real models are the same piece to the compiler, one graph to the device, and what they share is worked out once."""
+
+import pytest
+import torch
+
+import attnops
+from attnops.graphs import Buckets, piecewise
+from attnops.graphs.pieces import eager, likeness
+from tests.graphs.standin import StandIn
+
+pytest.importorskip("transformers")
+
+
+def pattern(step):
+    """Pieces in order, each by the number of the first that does the same."""
+    seen = {}
+    [found] = step._method.splits().values()
+    return [seen.setdefault(likeness(part), len(seen)) for part in found.parts if part.compiled]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "want"),
+    [
+        ("llama", 4, [0, 1, 1, 1, 2]),
+        ("qwen3", 4, [0, 1, 1, 1, 2]),
+        ("gpt_oss", 4, [0, 1, 1, 1, 2]),  # windows are arguments of the calls between
+        ("deepseek_v3", 5, [0, 1, 2, 2, 2, 3]),  # a dense layer, then experts
+    ],
+)
+def test_layers_of_hugging_face(name, layers, want):
+    from attnops.hf import tiny
+
+    model = tiny.model(name, num_hidden_layers=layers)
+    attnops.patch(model)
+    compiled = []
+
+    def forward(input_ids, position_ids):
+        return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+    def counted(module, examples):
+        compiled.append(module)
+        return eager(module, examples)
+
+    given = {"batch": None, "tokens": (), "requests": ("input_ids", "position_ids"), "graphs": StandIn(), "inner": counted}
+    step = piecewise(forward, Buckets(decode=(2, 4)), **given)  # with a bucket of 1 transformers' rotation is traced once more for it
+    ids, positions = torch.randint(5, 30, (3, 6)), torch.arange(6).repeat(3, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(step(ids, positions), forward(ids, positions), rtol=2e-5, atol=2e-5)
+    assert pattern(step) == want and len(compiled) == max(want) + 1 == step.report().compiled["decode"] <= 5
+    assert step.report().modes == {"decode": "whole"}
+
+
+def test_a_size_that_is_told_apart_is_known_before_anything_is_compiled():
+    compiled = []
+
+    def counted(module, examples):
+        compiled.append(module)
+        return eager(module, examples)
+
+    def forward(tokens):
+        return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
+
+    given = {"batch": None, "tokens": ("tokens",), "inner": counted}
+    for sizes, times in (((1, 2, 4), (1, 2)), ((2, 4), (1, 1)), ((4,), (1, 1))):
+        step, before = piecewise(forward, Buckets(tokens=sizes), graphs=StandIn(), **given), len(compiled)
+        for rows, count in zip((2, 1), times, strict=True):
+            torch.testing.assert_close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
+            assert len(compiled) - before == count
