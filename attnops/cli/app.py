@@ -112,6 +112,32 @@ def tune(
 
 
 @app.command()
+def bench(
+    suites: Annotated[list[str] | None, typer.Argument(help="Suites; default all. An unknown one lists them.")] = None,
+    model: Annotated[str, typer.Option(help="A bundled shape or tiny model instead of the suite's; an unknown one lists them.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA where there is one.")] = "",
+    layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
+    points: Annotated[str, typer.Option(help="Sizes of steps: requests x tokens before, as 1x1k,8x1k.")] = "",
+    budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would begin later are left out.")] = 400.0,
+    out: Annotated[Path | None, typer.Option(help="A folder for a results file of each suite.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine beside what one would use instead. Exit code 1 when a result is wrong or a case failed."""
+    from attnops.cli import bench as command
+
+    with _errors_end_it():
+        reports = command.run(
+            tables.new_console(stderr=as_json), tuple(suites or ()), model=model, quick=quick, device=device, layers=layers, points=points,
+            budget_s=budget_s, out=out,
+        )  # fmt: skip
+    if as_json:
+        _print_json(reports)
+    if command.wrong(reports):
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(
     as_json: AsJson = False,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 24,
