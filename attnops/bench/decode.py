@@ -40,30 +40,21 @@ POINTS = {
 
 def run(setup: Setup) -> dict[str, Any]:
     """The suite."""
+    kept = models.Kept(setup)
     names = (setup.model,) if setup.model else MODELS[setup.size]
-    built: dict[str, Any] = {}
-
-    def model_of(name: str) -> Any:
-        if name not in built:
-            built.clear()
-            built[name] = models.build(setup, name)
-        return built[name]
-
-    def case(name: str, point: Point) -> list[Row]:
-        return measure(setup, model_of(name), f"{name} {point}", point)
-
     points = setup.points or POINTS[setup.size]
-    return collect(setup, {f"{name} {point}": partial(case, name, point) for name in names for point in points})
+    return collect(setup, {f"{n} {p}": partial(measure, setup, kept, n, p) for n in names for p in points})
 
 
-def measure(setup: Setup, model: Any, case: str, point: Point) -> list[Row]:
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """One model at one point."""
+    model = kept(name)
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, NEW)))
     ways = ways_of(setup, model, prompt, new)
     base = ways["hf_eager"]
     with torch.no_grad():
         want = base.result() if base.result is not None else None
-    rows = judged(case, ways, want, models.budget(model), steps_us, models.distance(model), lambda us: _rates(point, us))
+    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), lambda us: _rates(point, us))
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
 
 

@@ -66,6 +66,20 @@ def _sdpa(made: Any) -> bool:
     return bool(getattr(cls, "_supports_sdpa", False))
 
 
+class Kept:
+    """The model last asked for, so that the cases of a suite share it and no two lie in memory."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._name, self._model = setup, "", None
+
+    def __call__(self, name: str) -> Any:
+        """The model of this name."""
+        if name != self._name:
+            self._model = None
+            self._model, self._name = build(self._setup, name), name
+        return self._model
+
+
 def twin(model: Any) -> Any:
     """The model once more over the same weights, so that one can be patched and the other not."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Setup:
     device: where. quick: smaller sizes, fewer cases. model: a bundled shape or tiny model, "" for those of the suite. layers: of the
     models, 0 for as many as the suite takes. points: sizes of steps, () for those of the suite. until_s: of `time.monotonic`, when no
     further case is begun. tell: is told what is being measured. backend: of torch.compile; another than Inductor measures nothing of use.
+    ceilings: as `attnops.bench.ceilings.measure` found them.
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class Setup:
     points: tuple[Point, ...] = ()
     until_s: float = float("inf")
     backend: str = "inductor"
+    ceilings: Mapping[str, float] = field(default_factory=dict)
     tell: Callable[[str], None] = field(default=_silent, compare=False)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnops.bench import ceilings, decode, overhead
+from attnops.bench import ceilings, decode, kernels, overhead, prefill
 from attnops.bench.report import environment, write
 from attnops.bench.setup import Setup
 from attnops.bench.verdict import why
@@ -16,15 +16,28 @@ from attnops.errors import InvalidInput
 
 
 @dataclass(frozen=True)
+class Picture:
+    """What a plot of a suite shows: a figure of its rows times `scale`, in `unit`. log: its axis. more: is more better?"""
+
+    figure: str
+    unit: str
+    title: str
+    scale: float = 1.0
+    log: bool = False
+    more: bool = True
+
+
+@dataclass(frozen=True)
 class Suite:
     """A part of the measurements. run: returns `rows` (`attnops.bench.verdict.Row`) and what else there is. file: a results file's stem.
 
-    needs: modules it cannot do without, and the extra of attnops that brings them. share: of the time, beside the other suites'.
+    picture: what is plotted. needs: modules it cannot do without, which the extra `hf` brings. share: of the time, beside the others'.
     """
 
     name: str
     about: str
     run: Callable[[Setup], dict[str, Any]]
+    picture: Picture
     file: str = ""
     needs: tuple[str, ...] = ()
     share: float = 1.0
@@ -35,9 +48,17 @@ class Suite:
         return self.file or self.name
 
 
+SPEED = Picture("of_hf_eager", "times the speed of transformers' eager model", "Decode")
+FIRST = Picture("of_hf_eager", "times the speed of transformers' eager model", "Time to the first token")
+HOST = Picture("median_us", "us", "Host time", log=True, more=False)
+
+SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
+
 SUITES: tuple[Suite, ...] = (
-    Suite("decode", "one new token a request, of whole Hugging Face models", decode.run, needs=("transformers",), share=4.0),
-    Suite("overhead", "what a call through attnops costs on the host", overhead.run),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.run, SHARE, "kernel_times", share=2.0),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.run, SPEED, needs=("transformers",), share=4.0),
+    Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.run, FIRST, needs=("transformers",), share=2.0),
+    Suite("overhead", "what a call through attnops costs on the host", overhead.run, HOST),
 )
 
 
@@ -58,15 +79,17 @@ def run(
     a file of each, written as soon as it is done. commit: of the code, "" asks git. A suite that raises has a report that says so.
     """
     began, reports = time.monotonic(), {}
+    setup.tell("ceilings")
+    setup = replace(setup, ceilings=ceilings.measure(setup))
     said = environment(setup.device, commit)
     for i, suite in enumerate(suites):
         setup.tell(suite.name)
         start = time.monotonic()
         part = suite.share / sum(s.share for s in suites[i:])
         mine = replace(setup, until_s=start + part * max(0.0, budget_s - (start - began)), tell=_named(setup, suite))
-        report: dict[str, Any] = {**said, "suite": suite.name, "size": setup.size}
+        report: dict[str, Any] = {**said, "suite": suite.name, "size": setup.size, "ceilings": dict(setup.ceilings)}
         try:
-            report |= {"ceilings": ceilings.measure(mine), **suite.run(mine)}
+            report |= suite.run(mine)
         except Exception as error:  # the other suites stand
             report |= {"rows": [], "failed": {suite.name: why(error)}}
         report["seconds"] = round(time.monotonic() - start, 1)
