@@ -27,6 +27,7 @@ from attnops.ops import OPS
 from attnops.select import select
 from attnops.testing import Call, allowance, oracle
 from attnops.tune import COMPILED, Pool, Stopwatch, build
+from attnops.tune.clock import HostClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 from attnops.tune.timing import runner
 
@@ -57,7 +58,8 @@ class Case:
     def name(self) -> str:
         """Kind and sizes."""
         sizes = f"{self.keys}" if self.queries in (1, self.keys) else f"{self.queries} of {self.keys}"
-        return f"{self.kind} {self.batch}x{sizes}" + (f", {self.remark}" if self.remark else "")
+        remark = f"{self.shape.q_heads} heads" if self.shape.rope_dim else self.remark
+        return f"{self.kind} {self.batch}x{sizes}" + (f", {remark}" if remark else "")
 
     def sized(self, size: str) -> Case:
         """At the size of the run: shorter on a CPU, and in float32."""
@@ -81,7 +83,7 @@ CASES = (
     Case("decode", STEP, 8, 1, 4096),
     Case("prefill", DENSE, 1, 4096, 4096),
     Case("extend", PAGED, 4, 256, 4096),
-    Case("latent decode", replace(MLA, decode=True), 64, 1, 4096, "128 heads"),
+    Case("latent decode", replace(MLA, decode=True), 64, 1, 4096),
     Case("decode", replace(STEP, kv_dtype="float8_e4m3fn"), 8, 1, 4096, "float8 pages"),
     Case("decode", GPT_OSS, 64, 1, 2048, "window and sinks"),
     Case("decode", STEP, 64, 1, 4096),
@@ -89,7 +91,7 @@ CASES = (
     Case("prefill", replace(DENSE, window=1023), 1, 4096, 4096, "window"),
     Case("prefill", DENSE, 1, 2048, 2048, "soft cap", (("softcap", 30.0),)),
     Case("packed prefill", PACKED, 4, 2048, 2048),
-    Case("latent decode", replace(MLA, q_heads=16, decode=True), 64, 1, 4096, "16 heads"),
+    Case("latent decode", replace(MLA, q_heads=16, decode=True), 64, 1, 4096),
     Case("prefill", DENSE, 1, 16384, 16384),
 )
 COUNT = {"toy": 4, "small": 4, "quick": 6, "full": len(CASES)}
@@ -109,7 +111,7 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     ways: dict[str, Way] = {}
     slow = SLOW if setup.on_gpu else SLOW[1:] if setup.size == "toy" else ()
     names = tuple(n for n in kernels_of(call.op) if n not in slow)
-    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=names).candidates(call):
+    for kernel, mine, _ in Stopwatch(HostClock(), names=names).candidates(call):
         if not (setup.size == "toy" and kernel.name in COMPILED):
             ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance)
     chosen = select(call.problem).kernel

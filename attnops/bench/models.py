@@ -16,6 +16,7 @@ from attnops.cli.models import config_of
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 
 LAYERS = {
+    "toy": {"llama": 1},
     "quick": {"llama-3-8b-shape": 4, "qwen3-4b-shape": 4, "gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
     "full": {"gpt-oss-20b-shape": 8, "deepseek-v3-shape": 4},
 }

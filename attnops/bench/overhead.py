@@ -140,7 +140,7 @@ def fa3(setup: Setup) -> dict[str, Any]:
     }  # fmt: skip
     with torch.no_grad():
         # Few calls at a time, so that the queue of launches never fills and what is timed is the host.
-        figures: dict[str, Any] = interleaved_us(calls, repeats=25, inner=20, drain=False)
+        figures: dict[str, Any] = interleaved_us(calls, repeats=25, inner=20, wait=False)
     return {**figures, "promised_over_raw_us": round(figures["promised"]["median_us"] - figures["raw"]["median_us"], 2)}
 
 

@@ -82,7 +82,7 @@ def varlen(setup: Setup, call: Call) -> Run | None:
 
     query, key, value = (a[n].flatten(0, 1) if call.op == "attention" else a[n] for n in ("query", "key", "value"))
     if call.op == "attention":
-        batch, queries, keys = *a["query"].shape[:2], a["key"].shape[1]
+        (batch, queries), keys = a["query"].shape[:2], a["key"].shape[1]
         count = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
         lengths: tuple[Any, ...] = (count * queries, count * keys, queries, keys)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnops.bench import ceilings, decode, kernels, overhead, prefill
+from attnops.bench import ceilings, compile, decode, kernels, overhead, prefill
 from attnops.bench.report import environment, write
 from attnops.bench.setup import Setup
 from attnops.bench.verdict import why
@@ -52,12 +52,14 @@ SPEED = Picture("of_hf_eager", "times the speed of transformers' eager model", "
 FIRST = Picture("of_hf_eager", "times the speed of transformers' eager model", "Time to the first token")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 
+COLD = Picture("median_us", "s", "First call of a decode step", scale=1e-6, log=True, more=False)
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
 SUITES: tuple[Suite, ...] = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.run, SHARE, "kernel_times", share=2.0),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.run, SPEED, needs=("transformers",), share=4.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.run, FIRST, needs=("transformers",), share=2.0),
+    Suite("compile", "cold and warm compilation, graphs and pieces", compile.run, COLD, needs=("transformers",), share=2.0),
     Suite("overhead", "what a call through attnops costs on the host", overhead.run, HOST),
 )
 

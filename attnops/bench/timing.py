@@ -37,26 +37,26 @@ def spread(us: list[float]) -> dict[str, float]:
     return {"median_us": round(statistics.median(us), 2), **known}
 
 
-def wait() -> None:
+def synchronize() -> None:
     """For every device that has work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def interleaved_us(calls: Mapping[str, Call], repeats: int = 15, inner: int = 400, drain: bool = True) -> dict[str, dict[str, float]]:
-    """Microseconds a call of each of `calls`, `inner` of them between two looks at the clock. drain: the device is waited for first."""
+def interleaved_us(calls: Mapping[str, Call], repeats: int = 15, inner: int = 400, wait: bool = True) -> dict[str, dict[str, float]]:
+    """Microseconds a call of each of `calls`, `inner` of them between two looks at the clock. wait: for the device, first."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(20):
             call()
     for _ in range(repeats):
         for name, call in calls.items():
-            wait()
+            synchronize()
             start = time.perf_counter()
             for _ in range(inner):
                 call()
-            if drain:
-                wait()
+            if wait:
+                synchronize()
             taken[name].append((time.perf_counter() - start) / inner * 1e6)
     return {name: spread(us) for name, us in taken.items()}
 
@@ -80,11 +80,11 @@ def steps_us(steps: Mapping[str, Timed], rounds: int = 9, cap_s: float = 2.0) ->
 def _seconds(step: Timed, inner: int) -> float:
     if step.before is not None:
         step.before()
-    wait()
+    synchronize()
     start = time.perf_counter()
     for _ in range(inner):
         step.call()
-    wait()
+    synchronize()
     return time.perf_counter() - start
 
 
