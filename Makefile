@@ -35,7 +35,7 @@ gpu-test: ## tests on a CUDA device, with the system's python3
 gpu-sanitize: ## our own kernels on a CUDA device under compute-sanitizer
 	$(PYTHON) tests/gpu/sanitize.py
 
-gpu-bench: ## measurements on a CUDA device, with the system's python3
+gpu-bench: ## what `attnops bench` measures, on a CUDA device, with the system's python3
 	$(PYTHON) benchmarks/run.py --device cuda
 
 gpu-tune: ## the table of measured times of a CUDA device, and how well it chooses

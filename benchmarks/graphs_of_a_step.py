@@ -14,47 +14,20 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from common import a_pass, environment, interleaved_us, write
-from torch import Tensor, nn
+from torch import Tensor
 
-from attnops.cache import PagedBatch, PagedCache
+from attnops.bench import decoder
+from attnops.bench.decoder import PAGE, Decoder, Dims
+from attnops.cache import PagedCache
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.nn import RotaryEmbedding, SelfAttention
 
-LLAMA_8B = {"hidden": 4096, "heads": 32, "kv_heads": 8, "inner": 14336, "vocab": 128256}
-PAGE = 16
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, inner: int, rope: RotaryEmbedding) -> None:
-        super().__init__()
-        self.before, self.after = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
-        self.attention = SelfAttention(hidden, heads, kv_heads, rope=rope)
-        self.gate_up, self.down = nn.Linear(hidden, 2 * inner, bias=False), nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor, batch: PagedBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        x = x + self.attention(self.before(x), batch=batch, k_pages=k_pages, v_pages=v_pages)
-        gate, up = self.gate_up(self.after(x)).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int) -> None:
-        super().__init__()
-        rope = RotaryEmbedding(hidden // heads)
-        self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList(Block(hidden, heads, kv_heads, inner, rope) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(hidden, eps=1e-5), nn.Linear(hidden, vocab, bias=False)
-
-    def forward(self, tokens: Tensor, batch: PagedBatch, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Tensor:
-        x = self.embed(tokens)
-        for layer, keys, values in zip(self.layers, k_pages, v_pages, strict=True):
-            x = layer(x, batch, keys, values)
-        return self.head(self.norm(x))
+LLAMA_8B = asdict(decoder.LLAMA_8B)
 
 
 def copy_tb_s(device: str, nbytes: int = 1 << 30) -> float:
@@ -63,18 +36,18 @@ def copy_tb_s(device: str, nbytes: int = 1 << 30) -> float:
     return 2 * nbytes / us / 1e6
 
 
-def read_bytes(model: Model, requests: int, context: int) -> int:
+def read_bytes(model: Decoder, requests: int, context: int) -> int:
     weights = sum(p.nbytes for n, p in model.named_parameters() if not n.startswith("embed"))
     attention = model.layers[0].attention.attention
     per_token = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim * 2
     return weights + requests * context * per_token
 
 
-def stock(model: Model) -> Callable[..., Tensor]:
+def stock(model: Decoder) -> Callable[..., Tensor]:
     return torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
 
-def modes(model: Model, cache: PagedCache, buckets: int, graphs: Any) -> dict[str, Callable[..., Tensor]]:
+def modes(model: Decoder, cache: PagedCache, buckets: int, graphs: Any) -> dict[str, Callable[..., Tensor]]:
     given: dict[str, Any] = {"tokens": ("tokens",), "cache": cache, "graphs": graphs}
     sizes = Buckets.up_to(buckets, padding="null")
     return {
@@ -90,10 +63,7 @@ def measure(
     device: str, layers: int, points: list[tuple[int, int]], buckets: int, shape: dict[str, int], graphs: Any = None,
     fresh: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Model(layers, **shape).eval()
-        torch.set_default_dtype(torch.float32)
+    model = decoder.built(layers, Dims(**shape), device, torch.bfloat16)
     report: dict[str, Any] = {"shape": {**shape, "layers": layers}, "copy_tb_s": copy_tb_s(device, 1 << (30 if device == "cuda" else 20))}
     for requests, context in points:
         width = -(-(context + 1) // PAGE)

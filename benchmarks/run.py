@@ -1,8 +1,9 @@
 """Runs suites of measurements, each in a process of its own: one that fails or hangs leaves the others' files.
 
-    python benchmarks/run.py [--suite overhead,direct,regret,data] [--device cpu|cuda]
+    python benchmarks/run.py [--suite bench,direct,regret,data] [--device cpu|cuda]
 
-overhead: what a call through attnops costs. direct: against the vendors' own calls. regret: the automatic choice against the best.
+bench: what `attnops bench` measures. overhead: its suite of that name alone, what a call through attnops costs.
+direct: against the vendors' own calls. regret: the automatic choice against the best.
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
 mla: one attention layer of DeepSeek-V3, see mla.py.
@@ -20,9 +21,11 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240, "graphs": 540}
-FILES = {"triton": "triton_vendors", "graphs": "graphs_of_a_step"}  # a triton.py or graphs.py on the path would hide what has the name
-DEFAULT = {"cuda": "overhead,direct,regret", "cpu": "overhead"}
+LIMITS_S = {"bench": 470, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240, "graphs": 540}
+# A triton.py or graphs.py on the path would hide what has the name.
+FILES = {"overhead": "bench", "triton": "triton_vendors", "graphs": "graphs_of_a_step"}
+ARGUMENTS = {"overhead": ["--suites", "overhead"]}
+DEFAULT = "bench"
 
 
 def main() -> int:
@@ -30,14 +33,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--suite", default="", help=f"some of {', '.join(LIMITS_S)}, with commas")
     given = parser.parse_args()
-    suites = (given.suite or DEFAULT[given.device]).split(",")
+    suites = (given.suite or DEFAULT).split(",")
     if unknown := set(suites) - LIMITS_S.keys():
         parser.error(f"suite: got {', '.join(sorted(unknown))}, want {', '.join(LIMITS_S)}")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     failed = []
     for suite in suites:
         file = FILES.get(suite, suite)
-        command = [sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), "--device", given.device]
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), "--device", given.device, *ARGUMENTS.get(suite, [])]
         if suite == "regret" and "tune" in suites:
             command += ["--table", str(folder_of(given.device) / "table.json")]
         start = time.monotonic()

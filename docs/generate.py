@@ -1,4 +1,5 @@
 """Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops, errors, results, and what explain says.
+The pictures of docs/plots are drawn from the same results.
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale
@@ -27,7 +28,8 @@ from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
-from results import results_full, results_short  # noqa: E402, lies beside this file
+from performance import performance_full, performance_short, stale_plots  # noqa: E402, lies beside this file
+from results import results_full, results_short  # noqa: E402
 
 README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
 
@@ -175,7 +177,14 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/ops.md": {"ops": ops_full},
     "docs/errors.md": {"errors": errors_full},
     "docs/results.md": {"results": results_full},
-    "README.md": {"kernels": kernels_short, "explain": explain_output, "graph": graph_output, "results": results_short},
+    "docs/performance.md": {"performance": performance_full},
+    "README.md": {
+        "kernels": kernels_short,
+        "explain": explain_output,
+        "graph": graph_output,
+        "performance": performance_short,
+        "results": results_short,
+    },
 }
 # Left out of --check, because it compiles; tests/test_docs.py compares it with what the README's block compiles to.
 SLOW = ("graph",)
@@ -203,6 +212,7 @@ def stale(check: bool) -> Iterator[str]:
                     begin = f"<!-- {part}:begin -->\n"
                     text = (ROOT / name).read_text()
                     (ROOT / name).write_text(text.replace(begin + now, begin + new))
+    yield from stale_plots(ROOT, check)
 
 
 def main(arguments: list[str]) -> int:

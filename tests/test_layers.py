@@ -29,6 +29,7 @@ RANKS = {
     "attnops.testing": 4,
     "attnops.hf": 5,
     "attnops.tune": 5,
+    "attnops.bench": 6,
     "attnops.cli": 6,
 }
 FRONT = 6

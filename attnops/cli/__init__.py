@@ -1,4 +1,4 @@
-"""The command `attnops`: `doctor`, `explain`, `tune`, `demo`. Needs the extra `cli` (typer, rich), looked for when it is run."""
+"""The command `attnops`: `doctor`, `explain`, `tune`, `bench`, `demo`. Needs the extra `cli` (typer, rich), looked for when it is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require(packages: tuple[str, ...], extra: str) -> None:
 
 
 def main() -> None:
-    """The entry point. Exit codes: 0 done, 1 the demo's check failed, 2 a wrong argument or a missing package."""
+    """The entry point. Exit codes: 0 done, 1 a check failed, 2 a wrong argument or a missing package."""
     try:
         require(NEEDED, "cli")
     except MissingExtra as error:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attnops.cli import tables
-from attnops.errors import AttnopsError
+from attnops.errors import AttnopsError, InvalidInput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
 
@@ -109,6 +109,48 @@ def tune(
         )  # fmt: skip
     if as_json:
         _print_json(report)
+
+
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None, typer.Argument(help="Suites, default all; an unknown one lists them. With --compare two files.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="A bundled shape or tiny model instead of the suite's; an unknown one lists them.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA where there is one.")] = "",
+    layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
+    points: Annotated[str, typer.Option(help="Sizes of steps: requests x tokens before, as 1x1k,8x1k.")] = "",
+    budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would begin later are left out.")] = 400.0,
+    out: Annotated[Path | None, typer.Option(help="A folder for a results file of each suite.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="A folder for a picture of each suite; needs matplotlib.")] = None,
+    commit: Annotated[str, typer.Option(help="The commit to name in the files; default git's.")] = "",
+    compare: Annotated[bool, typer.Option("--compare", help="Measure nothing: compare the two results files given.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine beside what one would use instead. Exit code 1: a result is wrong, a case failed, or a figure became worse."""
+    from attnops.cli import bench as command
+
+    if compare:
+        with _errors_end_it():
+            files = [Path(name) for name in suites or ()]
+            if len(files) != 2:
+                raise InvalidInput("compare", f"{len(files)} files", "two results files, the older one first")
+            found = command.run_compare(tables.new_console(stderr=as_json), *files)
+        if as_json:
+            _print_json(found)
+        if found["regressions"]:
+            raise typer.Exit(1)
+        return
+    with _errors_end_it():
+        reports = command.run(
+            tables.new_console(stderr=as_json), tuple(suites or ()), model=model, quick=quick, device=device, layers=layers, points=points,
+            budget_s=budget_s, out=out, plots=plots, commit=commit,
+        )  # fmt: skip
+    if as_json:
+        _print_json(reports)
+    if command.wrong(reports):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,109 @@
+"""Results files: what is in them, and how they are written and read."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnops.version
+from attnops.bench.setup import Setup
+from attnops.bench.verdict import Row, why
+from attnops.errors import InvalidInput
+from attnops.kernel import all_kernels
+
+Case = Callable[[], Iterable[Row]]
+HERE = Path(__file__).resolve().parent
+
+
+def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
+    """What figures were made with. commit: that of the code; "" asks git, where the code lies in a checkout of its own."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "commit": commit or _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnops": attnops.version.VERSION,
+        "packages": sorted({v for k in all_kernels() for v in k.versions() if not v.endswith("==None")}),
+    }
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    # Installed into an environment that lies in somebody's repository, the code is not of that repository.
+    return git("rev-parse", "HEAD") if git("ls-files", Path(__file__).name) else "unknown"
+
+
+def collect(setup: Setup, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """What a suite returns: `rows` of all cases, `left_out` where the time was spent before, `failed` with what was raised."""
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for name, case in cases.items():
+        if setup.late:
+            left_out[name] = "the time was spent"
+            continue
+        setup.tell(name)
+        try:
+            rows += [row.as_dict() for row in case()]
+        except Exception as error:  # the other cases stand
+            failed[name] = why(error)
+        _forget()
+    return {"rows": rows, "left_out": left_out, "failed": failed}
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write(report: Mapping[str, Any], path: Path) -> Path:
+    """Write one results file, with the folders it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(report))
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results file. Raises InvalidInput: there is none, or it has no rows."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput("file", f"{path} ({type(error).__name__})", "a results file of attnops bench") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise InvalidInput("file", f"{path}, which has no rows", "a results file of attnops bench")
+    return data
+
+
+def text_of(report: Mapping[str, Any]) -> str:
+    """A results file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
+    lines = []
+    for name, section in sorted(report.items()):
+        brackets = "{}" if isinstance(section, dict) else "[]"
+        if isinstance(section, dict):
+            entries = [f"{json.dumps(key)}: {_dense(value)}" for key, value in sorted(section.items())]
+        else:
+            entries = [_dense(value) for value in section] if isinstance(section, list) else []
+        long = len(_dense(section)) > 120 and entries
+        lines.append(f"{json.dumps(name)}: " + (brackets[0] + "\n" + ",\n".join(entries) + "\n" + brackets[1] if long else _dense(section)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dense(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,116 @@
+"""The generated parts that `attnops bench` fills: tables and pictures of the results files that have rows, one folder a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from results import ROOT, machines, stamp, table
+
+from attnops.bench.plots import digest, svg
+from attnops.bench.suites import SUITES, Picture
+from attnops.cli.bench import rest
+
+NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
+PLOTS = Path("docs") / "plots"
+SPEEDS = {"hf_eager": "transformers", "hf_compiled": "transformers, compiled"}
+
+
+def measured(root: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """(machine, its reports by suite in the order of the suites), of machines that have any."""
+    for name, files in machines(root):
+        shown = {s.name: files[s.stem] for s in SUITES if isinstance(files.get(s.stem, {}).get("rows"), list)}
+        if shown:
+            yield name, shown
+
+
+def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
+    """(file, report, what it shows) of every picture that there should be."""
+    for machine, reports in measured(root):
+        for suite in SUITES:
+            report = reports.get(suite.name)
+            if report is not None and any(row.get(suite.picture.figure) for row in report["rows"]):
+                yield root / PLOTS / f"{machine}-{suite.name}.svg", report, suite.picture
+
+
+def stale_plots(root: Path, check: bool) -> Iterator[str]:
+    """The pictures that do not show what their files hold, or that nothing is shown in; drawn or taken away unless `check`."""
+    wanted = {path: (report, picture) for path, report, picture in pictures(root)}
+    for path, (report, picture) in wanted.items():
+        if not path.exists() or digest(report, picture) not in path.read_text():
+            yield str(path.relative_to(root))
+            if not check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(svg(report, picture))
+    for path in sorted(set((root / PLOTS).glob("*.svg")) - wanted.keys()):
+        yield str(path.relative_to(root))
+        if not check:
+            path.unlink()
+
+
+def performance_full(root: Path = ROOT) -> str:
+    """Every row of every machine."""
+    drawn = {path.name for path, _, _ in pictures(root)}
+    parts = []
+    for machine, reports in measured(root):
+        parts.append(f"## {next(iter(reports.values())).get('device', machine)}")
+        for suite in SUITES:
+            if suite.name not in reports:
+                continue
+            report, picture = reports[suite.name], f"{machine}-{suite.name}.svg"
+            ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
+            text = f"### {suite.name}: {suite.about}\n\n{stamp(report)}." + (f" Ceilings of that run: {ceilings}." if ceilings else "")
+            text += f"\n\n![{suite.picture.title}, {suite.picture.unit}](plots/{picture})" if picture in drawn else ""
+            parts.append(f"{text}\n\n{rows(report)}")
+            if out := {**report.get("left_out", {}), **report.get("failed", {})}:
+                parts.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + ".")
+    return "\n\n".join(parts) or NONE
+
+
+def words(report: dict[str, Any]) -> dict[str, float]:
+    names = {"bandwidth_tb_s": "TB/s of a pass over memory", "matmul_tflop_s": "TFLOP/s of a matrix product"}
+    return {names.get(name, name): value for name, value in report.get("ceilings", {}).items()}
+
+
+def rows(report: dict[str, Any]) -> str:
+    """The rows; what is wrong has no time and says why."""
+    more = list(dict.fromkeys(name for row in report["rows"] for name in rest(row)))
+    out = []
+    for row in report["rows"]:
+        us = "-" if "median_us" not in row else f"{row['median_us']:,.1f}"
+        us += f" ± {row['spread_us']:,.1f}" if "spread_us" in row else ""
+        share = f"{100 * row['error'] / row['budget']:.0f}%" if row.get("budget") and "error" in row else "-"
+        out.append([row["case"], f"`{row['way']}`", row.get("wrong", us), share, *(cell(row.get(name)) for name in more)])
+    return table(["case", "way", "us", "error, of the budget", *more], out)
+
+
+def cell(value: Any) -> str:
+    return "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def performance_short(root: Path = ROOT) -> str:
+    """Milliseconds of whole models, beside transformers': a row a machine and case."""
+    out = []
+    for machine, reports in measured(root):
+        for suite in ("decode", "prefill"):
+            for case, ways in by_case(reports.get(suite, {"rows": []})).items():
+                ours = {way: ms for way, ms in ways.items() if way.startswith("attnops") and way != "attnops_eager"}
+                if not ours:
+                    continue
+                best = min(ours, key=lambda way: ours[way])
+                base = ways.get("hf_compiled")
+                shown = [f"{ways[n]:.2f}" if n in ways else "-" for n in SPEEDS]
+                ratio = f"{base / ours[best]:.2f}x" if base else "-"
+                out.append([machine, f"{suite} {case}", *shown, f"{ours[best]:.2f} (`{best}`)", ratio])
+    head = ["machine", "what", *(f"{name}, ms" for name in SPEEDS.values()), "attnops, compiled, ms", "speed, of transformers compiled"]
+    return table(head, out) if out else NONE
+
+
+def by_case(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Milliseconds by case and way."""
+    found: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        if row.get("median_us"):
+            found.setdefault(row["case"], {})[row["way"]] = row["median_us"] / 1000
+    return found

@@ -1,0 +1,327 @@
+"""`attnops bench`: every suite once at toy size, and what becomes of its figures: verdicts, files, comparisons, pictures, pages."""
+
+import io
+import json
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the extra `cli` brings typer and rich")
+pytest.importorskip("transformers", reason="most suites measure transformers models")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from attnops import kernel as registry
+from attnops.bench import Point, Row, Setup, Way, compile, decode, kernels, plots, suites
+from attnops.bench.compare import compare
+from attnops.bench.report import collect, environment, read, text_of
+from attnops.bench.timing import Timed, spread, steps_us
+from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
+from attnops.cli import bench as command
+from attnops.cli.app import app
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from attnops.tune import Pool
+from tests.helpers import ROOT
+
+CPU = torch.device("cpu")
+TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
+FILES = {"bandwidth_tb_s", "matmul_tflop_s"}
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory) -> Any:
+    """(reports of all suites, what was printed, the folder of files and pictures). Dynamo hands graphs to itself: nothing is timed well."""
+    folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
+    reports = command.run(console, quick=True, device="cpu", out=folder, plots=folder, backend="eager", commit="c0ffee")
+    return reports, console.export_text(), folder
+
+
+def attnops(*arguments):
+    return CliRunner().invoke(app, ["bench", *(str(a) for a in arguments)])
+
+
+# Suites ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_suite_measures(measured):
+    reports, printed, _ = measured
+    assert list(reports) == [suite.name for suite in suites.SUITES]
+    for name, report in reports.items():
+        assert report["rows"] and not report["failed"] and not report["left_out"], (name, report["failed"], report["left_out"])
+        assert report["commit"] == "c0ffee" and report["size"] == "toy" and set(report["ceilings"]) == FILES
+        assert all(value > 0 for value in report["ceilings"].values())
+        for row in report["rows"]:
+            assert "wrong" not in row, row
+            assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
+        assert name in printed
+    assert command.wrong(reports) == []
+
+
+def ways(report):
+    found: dict[str, dict[str, Any]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["case"], {})[row["way"]] = row
+    return found
+
+
+def test_whole_models_are_beside_their_peers(measured):
+    [step] = ways(measured[0]["decode"]).values()
+    assert {"hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged"} <= set(step)
+    [prompt] = ways(measured[0]["prefill"]).values()
+    assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
+    for row in (*step.values(), *prompt.values()):
+        assert row["budget"] < 1e-4, "that of float32"
+        base = step if row["way"] in step and row is step[row["way"]] else prompt
+        if row["way"] != "hf_eager":
+            assert row["of_hf_eager"] == pytest.approx(base["hf_eager"]["median_us"] / row["median_us"], rel=1e-3)
+
+
+def test_kernels_are_beside_torch(measured):
+    cases = ways(measured[0]["kernels"])
+    assert [name.partition(" ")[0] for name in cases] == ["decode", "prefill", "extend", "latent"]
+    assert {"sdpa", "reference", "automatic", "torch.sdpa"} <= set(cases["decode 2x32"]) & set(cases["prefill 1x32"])
+    for rows in cases.values():
+        assert rows["automatic"]["kernel"] in rows
+        for row in rows.values():
+            assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"]) > 0
+
+
+def test_compilation_is_counted(measured):
+    found = ways(measured[0]["compile"])
+    assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(found["llama, generate"]) == set(compile.WAYS)
+    for row in found["llama, generate"].values():
+        assert row["calls"] == 2 and row["graphs"] - row["recompiles"] >= 1 and "median_us" not in row
+    assert found["pieces of 4 layers"]["attnops_piecewise"]["unique_pieces"] == 3
+    assert found["pieces of 4 layers"]["attnops_piecewise"]["pieces"] == 5
+
+
+def test_overhead_is_in_order(measured):
+    report = measured[0]["overhead"]
+    eager = report["eager"]
+    assert eager["plain"]["median_us"] < eager["function"]["median_us"] and report["fa3"] == {"skipped": "fa3 is not usable here"}
+    assert {row["case"] for row in report["rows"]} == {"eager call of a kernel that does nothing", "compiled graph", "import"}
+    assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_kernel_has_no_speed(monkeypatch):
+    """Half a percent off, which float32 allows no kernel; one that leaves something unwritten; and one that raises."""
+    sdpa = kernels_of("attention")["sdpa"]
+    flash = kernels_of("attention")["aten_flash"]
+
+    def off(*args, **kwargs):
+        output, lse = sdpa.run(*args, **kwargs)
+        return output * 1.005, lse
+
+    def raises(*args, **kwargs):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off))
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "aten_flash", replace(flash, run=raises))
+    paged = kernels_of("paged_attention")["sdpa"]
+    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(paged, run=lambda *a, **k: None))
+    decode_case, prefill = (case.sized("toy") for case in kernels.CASES[:2])
+    found = {row.way: row.as_dict() for row in kernels.measure(TOY, Pool("cpu"), prefill)}
+    assert "median_us" not in found["sdpa"] and found["sdpa"]["wrong"].startswith("wrong: off by 0.00")
+    assert found["sdpa"]["error"] > 10 * found["sdpa"]["budget"] and "of_flops" not in found["sdpa"]
+    assert found["aten_flash"]["wrong"] == "RuntimeError: no such luck"
+    assert found["reference"]["median_us"] > 0 and found["torch.sdpa"]["median_us"] > 0
+    found = {row.way: row.as_dict() for row in kernels.measure(TOY, Pool("cpu"), decode_case)}
+    assert found["sdpa"]["wrong"] == "wrong: not finite, or of another shape" and "error" not in found["sdpa"]
+    console = Console(width=150, record=True, file=io.StringIO())
+    report = {**environment("cpu"), "suite": "kernels", "seconds": 0.0, "rows": list(found.values())}
+    command.show(report, console)
+    [line] = [line for line in console.export_text().splitlines() if " sdpa " in line]
+    assert "not finite" in line and not any(c.isdigit() for c in line.replace("2x32", "")), "no speed is printed"
+    assert command.wrong({"kernels": report}) == ["decode 2x32: sdpa: wrong: not finite, or of another shape"]
+
+
+def test_a_wrong_model_has_no_speed(monkeypatch):
+    """A patched model whose attention is a percent off."""
+    sdpa = kernels_of("attention")["sdpa"]
+
+    def off(*args, **kwargs):
+        output, lse = sdpa.run(*args, **kwargs)
+        return output * 1.01, lse
+
+    import attnops.hf
+
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off))
+    patch = attnops.hf.patch
+    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
+    prefill = import_module("attnops.bench.prefill")
+    found = {row.way: row.as_dict() for row in prefill.measure(TOY, decode.models.Kept(TOY), "llama", Point(2, 12))}
+    assert {way for way, row in found.items() if "median_us" in row} == {"hf_eager", "hf_compiled"}
+    assert all("wrong" in found[way] for way in ("attnops_eager", "attnops_compiled"))
+
+
+def test_errors_are_measured_as_said():
+    want = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    assert largest_error(want + torch.tensor([[0.0, 0.5], [0.0, 0.0]]), want) == 0.5
+    assert largest_error(want[:1], want) == largest_error(want * float("nan"), want) == float("inf")
+    off = want + torch.tensor([[0.0, 0.0], [0.1, 0.0]])
+    assert relative_error(off, want) == pytest.approx(0.1) and relative_error(off, want, 0.5) == 0.0
+    both = {"a": Way(Timed(lambda: want)), "b": Way(Timed(lambda: off))}
+    rows = judged("case", both, want, 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps})
+    assert [row.way for row in rows if row.median_us] == ["a"] and rows[1].error == 0.1
+    rows = ratio_to([Row("c", "a", 2.0), Row("c", "b", 4.0), Row("d", "b", 4.0)], "a", "of")
+    assert [row.more.get("of") for row in rows] == [None, 0.5, None]
+
+
+def test_times_are_medians_in_turn():
+    made: list[str] = []
+    steps = {n: Timed(lambda n=n: made.append(n), before=lambda n=n: made.append(n.upper()), per=2) for n in "ab"}
+    found = steps_us(steps, rounds=4)
+    assert "".join(made).endswith("AaBb" * 4) and set(found["a"]) == {"median_us", "spread_us"}
+    assert spread([5.0]) == {"median_us": 5.0} and spread([4.0, 6.0]) == {"median_us": 5.0, "spread_us": 1.0}
+    assert spread([1.0, 2.0, 3.0, 4.0, 100.0])["median_us"] == 3.0
+
+
+def test_a_spent_budget_cuts_and_says_so(tmp_path):
+    done: list[str] = []
+
+    def case(name):
+        done.append(name)
+        return [Row(name, "way", 1.0)]
+
+    late = replace(TOY, until_s=0.0)
+    assert collect(late, {"a": lambda: case("a")}) == {"rows": [], "left_out": {"a": "the time was spent"}, "failed": {}} and not done
+    found = collect(TOY, {"a": lambda: case("a"), "b": lambda: 1 // 0, "c": lambda: case("c")})
+    assert [row["case"] for row in found["rows"]] == ["a", "c"] and found["failed"]["b"].startswith("ZeroDivisionError")
+    reports = suites.run(suites.named(("kernels", "decode")), replace(TOY, until_s=0.0), budget_s=1e-9, out=tmp_path)
+    assert set(reports["decode"]["left_out"]) == {"llama 2x12"} and len(reports["kernels"]["left_out"]) == 4
+    assert read(tmp_path / "decode.json")["left_out"] == reports["decode"]["left_out"]
+
+
+# Files and their comparison -------------------------------------------------------------------------------------------
+
+
+def test_files_hold_what_was_measured(measured):
+    reports, _, folder = measured
+    for suite in suites.SUITES:
+        assert read(folder / f"{suite.stem}.json") == json.loads(text_of(reports[suite.name]))
+    with pytest.raises(InvalidInput, match="results file"):
+        read(folder / "none.json")
+    (folder / "other.json").write_text('{"cases": {}}')
+    with pytest.raises(InvalidInput, match="no rows"):
+        read(folder / "other.json")
+
+
+def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
+    def report(*rows):
+        return {"rows": [row.as_dict() for row in rows]}
+
+    before = report(
+        Row("a", "x", 100.0, 5.0), Row("b", "x", 100.0, 5.0), Row("c", "x", 100.0, 5.0), Row("d", "x", 100.0), Row("e", "x", 10.0, 0.1),
+        Row("f", "x", more={"recompiles": 1}), Row("g", "x", 3.0, 1.0), Row("h", "x", wrong="wrong: off"),
+    )  # fmt: skip
+    after = report(
+        Row("a", "x", 109.0, 5.0), Row("b", "x", 111.0, 5.0), Row("c", "x", 89.0, 5.0), Row("d", "x", 500.0, 1.0),
+        Row("e", "x", wrong="wrong: off"), Row("f", "x", more={"recompiles": 2}), Row("h", "x", 1.0, 0.1), Row("i", "x", 1.0, 0.1),
+    )  # fmt: skip
+    changes = {c.case: c for c in compare(before, after)}
+    assert {case: c.verdict for case, c in changes.items()} == {
+        "a": "same", "b": "slower", "c": "faster", "d": "unknown", "e": "wrong", "f": "more", "g": "gone", "h": "right", "i": "new",
+    }  # fmt: skip
+    assert {case for case, c in changes.items() if c.worse} == {"b", "e", "f"} and changes["b"].ratio == 1.11
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, data in zip(files, (before, after), strict=True):
+        path.write_text(text_of(data))
+    result = attnops("--compare", *files, "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["regressions"] == 3
+    assert json.loads(result.stdout)["changes"][1]["ratio"] == 1.11
+    result = attnops("--compare", files[0], files[0])
+    assert result.exit_code == 0 and "0 of 8 figures are worse" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["speed"], "suites: got 'speed', want kernels | decode"),
+        (["decode", "--model", "nope"], "model: got 'nope'"),
+        (["decode", "--points", "8"], "points: got '8'"),
+        (["decode", "--points", "0x12"], "points: got '0x12'"),
+        (["decode", "--device", "tpu"], "device: got 'tpu'"),
+        (["decode", "--budget-s", 0], "budget_s: got 0"),
+        (["decode", "--layers", -1], "layers: got -1"),
+        (["--compare", "a.json"], "compare: got 1 files"),
+        (["--compare", "a.json", "b.json"], "file: got a.json"),
+    ],
+    ids=lambda x: "_".join(map(str, x)) if isinstance(x, list) else "",
+)
+def test_wrong_arguments(arguments, said):
+    result = attnops(*arguments)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_no_cuda_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = attnops("decode", "--device", "cuda")
+    assert result.exit_code == 2 and "finds no CUDA device" in result.stderr
+
+
+def test_points_and_models():
+    assert Point.parse("8x1k") == Point(8, 1024) == Point.parse(" 8X1024")
+    assert [str(Point(*sizes)) for sizes in ((8, 1024), (1, 100), (1, 1500))] == ["8x1k", "1x100", "1x1500"]
+    config = decode.models.config(Setup(CPU, layers=5), "gpt-oss-20b-shape")
+    assert config.num_hidden_layers == len(config.layer_types) == 5
+    assert decode.models.config(Setup(CPU), "llama-8b-shape").num_hidden_layers == 32
+
+
+# Pictures and pages ---------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_small_and_the_same_again(measured):
+    reports, _, folder = measured
+    for suite in suites.SUITES:
+        drawn = (folder / f"{suite.stem}.svg").read_text()
+        assert drawn == plots.svg(reports[suite.name], suite.picture) and len(drawn) < 40_000
+        root = ElementTree.fromstring(drawn)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        words = {"".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")}
+        shown = {row["way"] for row in reports[suite.name]["rows"] if suite.picture.figure in row}
+        assert shown <= words, "text is text"
+        assert "date" not in drawn.lower() and plots.digest(reports[suite.name], suite.picture) in drawn
+
+
+def test_a_picture_of_nothing():
+    assert plots.svg({"rows": [{"case": "a", "way": "b", "wrong": "wrong", "of_hf_eager": 2.0}]}, suites.SPEED) == ""
+
+
+def test_pages_are_made_of_the_files(measured, tmp_path, monkeypatch):
+    reports, _, _ = measured
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = import_module("performance")
+    assert page.performance_full(tmp_path) == page.performance_short(tmp_path) == page.NONE and not list(page.stale_plots(tmp_path, True))
+    folder = tmp_path / "benchmarks" / "results" / "toy"
+    folder.mkdir(parents=True)
+    wrong = {"case": "llama 2x12", "way": "attnops_new", "wrong": "wrong: off by 3", "budget": 1.0}
+    (folder / "decode.json").write_text(text_of({**reports["decode"], "rows": [*reports["decode"]["rows"], wrong]}))
+    (folder / "kernels.json").write_text('{"numerics": {}}')
+    text = page.performance_full(tmp_path)
+    assert "### decode" in text and "![Decode, " in text and "(plots/toy-decode.svg)" in text and "### kernels" not in text
+    [line] = [line for line in text.splitlines() if "`attnops_new`" in line]
+    assert line.startswith("| llama 2x12 | `attnops_new` | wrong: off by 3 | - |")
+    short = page.performance_short(tmp_path)
+    assert "| toy | decode llama 2x12 |" in short and "attnops_new" not in short
+    assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"] == list(page.stale_plots(tmp_path, False))
+    assert not list(page.stale_plots(tmp_path, True))
+    changed = json.loads((folder / "decode.json").read_text())
+    changed["rows"][1]["of_hf_eager"] += 1.0
+    (folder / "decode.json").write_text(text_of(changed))
+    assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"]
+    (folder / "decode.json").unlink()
+    assert list(page.stale_plots(tmp_path, False)) == ["docs/plots/toy-decode.svg"] and not list((tmp_path / "docs" / "plots").iterdir())
+
+
+def test_the_command_prints_json():
+    result = attnops("kernels", "--quick", "--device", "cpu", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["kernels"]["rows"]
