@@ -173,7 +173,6 @@ class Compiled:
 
     def prepare(self, kind: Kind, values: Values) -> None:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
-        began = time.perf_counter()
         # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
         ours: weakref.ref[Compiled] = weakref.ref(self)
         self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
@@ -184,15 +183,18 @@ class Compiled:
             self._open.add(kind)
             self.traces[kind] = 0
             self.plain(kind, values)
-        self.compile_seconds += time.perf_counter() - began
 
     def plain(self, kind: Kind, values: Values) -> Any:
         """The compiled pieces and what lies between them."""
         from torch._dynamo.exc import Unsupported, UserError
 
+        began, before = time.perf_counter(), sum(self.traces.values())
         try:
             with _tracing():
-                return self._compiled[kind](*self._given(kind, values))
+                out = self._compiled[kind](*self._given(kind, values))
+            if sum(self.traces.values()) != before:
+                self.compile_seconds += time.perf_counter() - began
+            return out
         except ConstraintViolationError as e:
             if kind in self._open:
                 lines = [line.strip() for line in str(e).splitlines()]

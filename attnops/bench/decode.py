@@ -2,13 +2,21 @@
 
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
+`attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU.
 All are fed the same random tokens, and the logits of a few steps are compared with those of `hf_eager`.
+
+`first_s`: the first steps, compilation and capture among them, every way with an empty folder for what is compiled. `of_bandwidth`: bytes a
+step has to read, weights without the embedding and cached keys and values (or latents), over its time, as a share of the rate of a pass
+over a large tensor in the same run. `us_...`: where the time goes, see `attnops.bench.profile`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,9 +24,10 @@ from torch import Tensor
 
 import attnops.hf
 from attnops.bench import models
+from attnops.bench.profile import profiled
 from attnops.bench.report import collect
 from attnops.bench.setup import Point, Setup
-from attnops.bench.timing import Timed, steps_us
+from attnops.bench.timing import Timed, steps_us, synchronize
 from attnops.bench.verdict import Row, Way, judged, ratio_to
 
 NEW = 4
@@ -50,16 +59,51 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     """One model at one point."""
     model = kept(name)
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, NEW)))
-    ways = ways_of(setup, model, prompt, new)
+    ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
     base = ways["hf_eager"]
     with torch.no_grad():
         want = base.result() if base.result is not None else None
-    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), lambda us: _rates(point, us))
+    rates = partial(_rates, setup, read, point)
+    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), rates)
+    if setup.on_gpu:
+        rows = [_with_profile(row, ways[row.way]) for row in rows]
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
 
 
-def _rates(point: Point, us: float) -> dict[str, float]:
-    return {"tokens_s": round(point.batch / us * 1e6, 1)}
+def _rates(setup: Setup, read: int, point: Point, us: float) -> dict[str, float]:
+    found = {"tokens_s": round(point.batch / us * 1e6, 1)}
+    if read and (rate := setup.ceilings.get("bandwidth_tb_s")):
+        found["of_bandwidth"] = round(read / us * 1e-6 / rate, 4)
+    return found
+
+
+def _with_profile(row: Row, way: Way) -> Row:
+    if row.median_us is None or row.way == "hf_eager":
+        return row
+    with torch.no_grad():
+        if way.timed.before is not None:
+            way.timed.before()
+        found = profiled(way.timed.call, way.timed.per, 1)
+    return replace(row, more={**row.more, **found})
+
+
+def bytes_of(model: Any, point: Point) -> int:
+    """What a step has to read: weights without the embedding, and what is cached of `point.context` tokens of each request.
+
+    A window's layers have no more than the window. Of a mixture of experts a token reads some: not counted, so 0, which is no share.
+    """
+    config = model.config
+    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None):
+        return 0
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    weights = sum(p.nbytes for p in model.parameters() if p is not embedding or tied)
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or point.context
+    seen = sum(min(point.context, window) if kind == "sliding_attention" else point.context for kind in kinds)
+    return int(weights + point.batch * seen * 2 * heads * dim * embedding.element_size())
 
 
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Way]:
@@ -85,7 +129,24 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         "attnops_hf": lambda: stepping(ours, compiled(ours), static(ours), prompt, new),
         "attnops_paged": lambda: stepping(paged, compiled(paged), handle.new_cache(prompt.shape[0], length), prompt, new),
     }
+    if setup.size == "full":
+        del makers["attnops_hf"]  # it takes as long to compile as the others, and is none that anybody would choose
+    if setup.on_gpu:
+        makers |= {f"attnops_{mode}": partial(_in_graphs, model, mode, length, prompt, new) for mode in ("piecewise", "breakable")}
     return {name: _made(make) for name, make in makers.items()}
+
+
+def _in_graphs(model: Any, mode: Any, length: int, prompt: Tensor, new: Tensor) -> Way:
+    one = models.twin(model)
+    handle = attnops.hf.patch(one, cache="paged", decode=mode)
+    cache = handle.new_cache(prompt.shape[0], length)
+
+    def told() -> dict[str, Any]:
+        assert handle.graphs is not None
+        report = handle.graphs.report()
+        return {"pieces": report.parts.get("decode", 0), "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"]}
+
+    return stepping(one, lambda tokens, **_: SimpleNamespace(logits=handle.step(tokens, cache)), cache, prompt, new, told)
 
 
 def _made(make: Callable[[], Way]) -> Way:
@@ -102,8 +163,11 @@ def _made(make: Callable[[], Way]) -> Way:
         return Way(Timed(raise_it), raise_it)
 
 
-def stepping(model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, new: Tensor) -> Way:
-    """The tokens of `new` one after the other behind `prompt`, from the same place each time."""
+def stepping(
+    model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, new: Tensor, told: Callable[[], dict[str, Any]] = dict
+) -> Way:  # fmt: skip
+    """The tokens of `new` one after the other behind `prompt`, from the same place each time. told: what there is to say afterwards."""
+    more: dict[str, Any] = {}
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     rewind = _rewind(cache, new.shape[1])
 
@@ -118,12 +182,30 @@ def stepping(model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, n
 
     def logits() -> Tensor:
         # The first times compile and capture: what is timed later is what is compared.
+        synchronize()
+        began = time.perf_counter()
         for _ in range(3):
             rewind()
             found = [one(at).clone() for at in range(new.shape[1])]
+            synchronize()
+            more.setdefault("first_s", round(time.perf_counter() - began, 2))
+        more.update(told())
         return torch.cat(found, 1)
 
-    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits)
+    with_own_folder = logits if new.device.type == "cpu" else _from_empty(logits)
+    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), with_own_folder, more=more)
+
+
+def _from_empty(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Nothing that was compiled before is found again."""
+
+    def inside() -> Tensor:
+        from torch._inductor.utils import fresh_cache
+
+        with fresh_cache():
+            return run()
+
+    return inside
 
 
 def _rewind(cache: Any, steps: int) -> Callable[[], None]:

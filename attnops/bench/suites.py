@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnops.bench import ceilings, compile, decode, kernels, overhead, prefill
+from attnops.bench import ceilings, compile, decode, graphs, kernels, overhead, prefill
 from attnops.bench.report import environment, write
 from attnops.bench.setup import Setup
 from attnops.bench.verdict import why
@@ -53,6 +53,7 @@ FIRST = Picture("of_hf_eager", "times the speed of transformers' eager model", "
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 
 COLD = Picture("median_us", "s", "First call of a decode step", scale=1e-6, log=True, more=False)
+CAPTURE = Picture("median_us", "s", "Capture of all buckets", scale=1e-6, log=True, more=False)
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
 SUITES: tuple[Suite, ...] = (
@@ -60,6 +61,7 @@ SUITES: tuple[Suite, ...] = (
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.run, SPEED, needs=("transformers",), share=4.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.run, FIRST, needs=("transformers",), share=2.0),
     Suite("compile", "cold and warm compilation, graphs and pieces", compile.run, COLD, needs=("transformers",), share=2.0),
+    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.run, CAPTURE, needs=("transformers",), share=1.0),
     Suite("overhead", "what a call through attnops costs on the host", overhead.run, HOST),
 )
 

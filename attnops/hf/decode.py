@@ -20,9 +20,10 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.errors import InvalidInput
-from attnops.graphs import Buckets, Graphed, breakable, piecewise
+from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
+from attnops.graphs.graphed import Progress
 from attnops.graphs.pieces import INNER, Inner
 from attnops.hf.mask import current_generation
 from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
@@ -103,6 +104,19 @@ class Decoder:
                 live = torch.ones(batch, dtype=torch.int64, device=input_ids.device)
             logits: Tensor = self.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=cached)
             return logits
+        finally:
+            self._lock.release()
+
+    def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
+        """Capture every bucket up to the cache's rows now. Its tokens stay. None: others are at the graphs. Raises as `Graphed`."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if (cached := self._of(cache.state)) is None:
+                return None
+            assert self.graphed is not None
+            rows = torch.zeros((1, 1), dtype=torch.int64, device=cache.state.pages.seen.device)
+            return self.graphed.capture(input_ids=rows, position_ids=rows, live=rows[0], cache=cached, progress=progress)
         finally:
             self._lock.release()
 

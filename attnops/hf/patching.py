@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from attnops.errors import InvalidInput, PatchError
 from attnops.graphs import Graphed
+from attnops.graphs import Report as GraphReport
+from attnops.graphs.graphed import Progress
 from attnops.hf import latent
-from attnops.hf.decode import Decode
+from attnops.hf.decode import Decode, Decoder
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.mask import Mode, growing
 from attnops.hf.match import Match, Site, match
@@ -121,12 +123,29 @@ class Patched:
             step failed; or graphs are in use by another cache that lives, or another thread. One token too many is an assertion on
             the device.
         """
-        if self._paged is None or not self.active or self.decode.mode == "hf":
-            raise PatchError("step: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
-        logits = self._paged.decoder().step(input_ids, cache, position_ids)
+        logits = self._decoder("step").step(input_ids, cache, position_ids)
         if logits is None:
-            raise InvalidInput("past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
+            raise _elsewhere()
         return logits
+
+    def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> GraphReport:
+        """Compile and capture decode steps of every number of rows up to the cache's now, so that none of it happens at a first request.
+
+        Args:
+            cache: from `new_cache`; its tokens stay. progress: told after every bucket; `attnops.graphs.bar()` draws one.
+
+        Raises:
+            PatchError, InvalidInput: as `step`. OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
+        """
+        report = self._decoder("capture").capture(cache, progress)
+        if report is None:
+            raise _elsewhere()
+        return report
+
+    def _decoder(self, what: str) -> Decoder:
+        if self._paged is None or not self.active or self.decode.mode == "hf":
+            raise PatchError(f"{what}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
+        return self._paged.decoder()
 
     @property
     def graphs(self) -> Graphed | None:
@@ -172,6 +191,10 @@ class Patched:
     def _set(self, name: str) -> None:
         for config, _ in self._switched:
             config._attn_implementation_internal = name
+
+
+def _elsewhere() -> InvalidInput:
+    return InvalidInput("past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:

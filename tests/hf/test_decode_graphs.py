@@ -151,6 +151,19 @@ def test_steps_by_hand():
         assert handle.graphs.report().compared == 3
 
 
+def test_all_captured_beforehand():
+    model, told = tiny.model("llama"), []
+    want = generated(model, 3, 9, 4)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache = handle.new_cache(3, 30)
+        report = handle.capture(cache, lambda done, of, bucket: told.append((done, of, bucket)))
+        assert [str(row.bucket) for row in report.rows] == ["decode x3", "decode x2", "decode x1"]
+        assert told == [(1, 3, "decode x3"), (2, 3, "decode x2"), (3, 3, "decode x1")]
+        assert int(cache.get_seq_length()) == 0
+        assert torch.equal(generated(model, 3, 9, 4, past_key_values=cache), want)
+        assert len(handle.graphs.report().rows) == 3
+
+
 def test_what_a_step_refuses():
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
