@@ -47,10 +47,10 @@ def piecewise(
     graphs: Device | None = None,
     state: Sequence[Tensor] = (),
 ) -> Graphed:
-    """`model` compiled once and captured once a bucket, cut where a kernel may not be captured. One graph a step where none is in the way.
+    """`model` compiled once and captured once a bucket. One graph a step, ended only where a kernel may not be captured.
 
     The model is traced whole, once for decode steps and once for all others. The kernel of every call is chosen then, for all sizes of
-    the kind, and forced. Pieces that do the same are compiled once, and weights are their inputs.
+    the kind, and forced. What lies between calls of attention is compiled, pieces that do the same once; weights are their inputs.
 
     Args:
         model: a module or function. Its arguments and results may be structures.

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attnops.graphs.boundary import DATA, Break, break_of, is_cut, kernel_of, pinned
+from attnops.graphs.once import make_once
 from attnops.kernel import Kernel
 
 # What starts no kernel may stand on either side of a boundary, and an allocation before it.
@@ -98,7 +99,8 @@ def starts_work(module: fx.GraphModule) -> bool:
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
-    """Cut `gm`, which is changed: kernels decided for here are forced on their calls, and allocations move before the boundaries.
+    """Cut `gm`, which is changed: kernels decided for here are forced on their calls, metadata are made once, and allocations move before
+    the boundaries.
 
     Args:
         gm: a graph as Dynamo hands it to a backend, with fake values.
@@ -118,6 +120,9 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
             breaks[node] = found
         elif kernel is not None and is_cut(kernel):
             calls[node] = f"{kernel.op}.{kernel.name}"
+    for node in reversed(make_once(gm.graph, value_of)):
+        breaks.pop(node, None)
+        gm.graph.erase_node(node)
     _raise_allocations(gm.graph, breaks)
     where = _partition(gm.graph, breaks, calls)
     _repeat_numbers(gm.graph, where)

@@ -17,7 +17,7 @@ from attnops.graphs import Buckets, Graphed, breakable, piecewise
 from attnops.kernel import kernels_of
 from attnops.ops import PagedSpec
 from attnops.problem import Target
-from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, boundary, decoder, paged_cache
+from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, Decaying, boundary, decoder, paged_cache
 
 D, PAGE, LAYERS = 64, 16, 3
 BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(64, 256), requests=8)
@@ -93,7 +93,27 @@ def test_tokens_are_those_of_eager_over_changing_batches(mode: str, kernel: str 
     if mode != "inductor":
         modes = pair.graphed.report().modes
         assert set(modes.values()) == {"piecewise" if kernel else "whole"}, modes
+        if mode == "piecewise":
+            # First, middle and last, also where the step is one graph.
+            assert set(pair.graphed.report().compiled.values()) == {3}, pair.graphed.report()
         found.setdefault("graphs", {})[f"{mode}_{'split' if kernel else 'whole'}"] = str(pair.graphed.report())
+
+
+@pytest.mark.parametrize("mode", [piecewise, breakable])
+def test_state_beside_the_pages(mode: Callable[..., Graphed]) -> None:
+    """A capture leaves it as it was, and every step changes it once."""
+    model = Decaying().cuda()
+    model.state = model.state.cuda()
+    want, given = model.state.clone(), torch.randn(4, 3, device="cuda")
+    step = mode(model, Buckets(tokens=(2, 4)), batch=None, tokens=("x",), state=(model.state, model.steps), check_every=2)
+    step.capture(given)
+    assert torch.equal(model.state, want) and int(model.steps) == 0
+    for steps in range(1, 5):
+        want = want * 0.5 + given
+        torch.testing.assert_close(step(given), want + steps)
+        torch.testing.assert_close(model.state, want)
+        assert int(model.steps) == steps
+    assert step.report().compared == 2
 
 
 @pytest.mark.parametrize("padding", ["absent", "null"])

@@ -39,6 +39,23 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
+class Decaying(nn.Module):
+    """A state for every row, and a count of steps in a buffer. fails: called on the rows."""
+
+    def __init__(self, rows=4, fails=None):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.state, self.fails, self.scale = torch.randn(rows, 3), fails, 1.0
+
+    def forward(self, x):
+        self.steps.add_(1)
+        rows = self.state[: x.shape[0]]
+        rows.mul_(0.5).add_(x)
+        if self.fails is not None:
+            x = self.fails(x)
+        return rows * self.scale + self.steps + x * 0
+
+
 def decoder(layers=3, **more):
     torch.manual_seed(0)
     return Decoder(layers, **more).eval()
