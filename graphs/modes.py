@@ -39,6 +39,7 @@ def piecewise(
     prepare: Prepare | None = None,
     eager: Mapping[Kind, Sequence[str]] | None = None,
     inner: str | Inner = "inductor",
+    passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
     budget_bytes: int | None = None,
     over_budget: Literal["raise", "drop"] = "raise",
     check_every: int = 0,
@@ -63,6 +64,7 @@ def piecewise(
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
         inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
+        passes: functions that change the traced module in place before it is cut, e.g. `attnops.lowering.fuse_linears`.
         budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
         check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
         tolerance: of that comparison, relative to the largest number; default by dtype.
@@ -74,7 +76,7 @@ def piecewise(
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager))
+    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes))
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
     return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs)
 
@@ -147,6 +149,7 @@ class Compiled:
     buckets: Buckets
     inner: Inner
     eager: Mapping[str, tuple[str, ...]]
+    passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
@@ -247,6 +250,8 @@ class Compiled:
         return rest, tables, padded, prefix
 
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
+        for change in self.passes:
+            change(gm)
         program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1
