@@ -40,6 +40,7 @@ def piecewise(
     eager: Mapping[Kind, Sequence[str]] | None = None,
     inner: str | Inner = "inductor",
     one_differs: bool = False,
+    passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
     budget_bytes: int | None = None,
     over_budget: Literal["raise", "drop"] = "raise",
     check_every: int = 0,
@@ -68,6 +69,7 @@ def piecewise(
         inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
         one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself
             from the start; to find it out costs a compilation that is thrown away.
+        passes: functions that change the traced module in place before it is cut, e.g. `attnops.lowering.fuse_linears`.
         budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
         check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
         tolerance: of that comparison, relative to the largest number; default by dtype.
@@ -81,7 +83,7 @@ def piecewise(
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager))
+    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes))
     method.told_apart(one_differs)
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
     return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
@@ -156,6 +158,7 @@ class Compiled:
     buckets: Buckets
     inner: Inner
     eager: Mapping[str, tuple[str, ...]]
+    passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
@@ -266,6 +269,8 @@ class Compiled:
     def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
         if kind not in self._open and (told := _outside_of(self.buckets.span(kind)[0])):
             raise _SizeToldApart(told)
+        for change in self.passes:
+            change(gm)
         program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
         self.programs[kind] = program
         self.traces[kind] = self.traces.get(kind, 0) + 1

@@ -27,6 +27,7 @@ from attnops.graphs.graphed import Progress
 from attnops.graphs.pieces import INNER, Inner
 from attnops.hf.mask import current_generation
 from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
+from attnops.lowering import fuse_linears
 
 _STOP = "attnops: a step of rows that the step before had not, or a cache that is full"
 _TAKEN = ("input_ids", "position_ids", "past_key_values")
@@ -38,11 +39,13 @@ _KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache
 class Decode:
     """How decode steps of `generate()` run. The other fields are arguments of `attnops.graphs.piecewise`, where they are described.
 
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU.
+    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. pack: of piecewise
+    steps, lay weights of linears that share an input together, so that they are one matrix product (docs/linears.md).
     """
 
     mode: Literal["hf", "piecewise", "breakable"] = "hf"
     inner: str | Inner = "inductor"
+    pack: bool = True
     budget_bytes: int | None = None
     over_budget: Literal["raise", "drop"] = "raise"
     check_every: int = 0
@@ -171,7 +174,7 @@ class Decoder:
         buckets = Buckets(decode=decode_sizes(cache.max_batch))
         step = _step_of(self._forward)
         # Positions of one row are broadcast over, those of several are not.
-        traced: dict[str, Any] = {"inner": how.inner, "one_differs": True}
+        traced: dict[str, Any] = {"inner": how.inner, "one_differs": True, "passes": (fuse_linears,) if how.pack else ()}
         self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
         self._cache = cache
 

@@ -29,6 +29,7 @@ from attnops.hf.on_pages import hand_over, where
 from attnops.hf.other_layers import other_layers
 from attnops.hf.paged_cache import PagedModelCache, Returned, holds
 from attnops.nn.absorb import HELD
+from attnops.nn.packed import Packed, pack_linears
 
 _PREPARE = "_prepare_cache_for_generation"
 _SLOT = "_attnops_pages"
@@ -87,6 +88,7 @@ class PagedMode:
             raise PatchError(f"patch: got {got}; want decode='hf', or a model that takes position_ids")
         self._decoder: Decoder | None = None
         self._own_forward: Any = None
+        self.packed: Packed | None = None
         self._hooks: list[RemovableHandle] = []
         self._own_prepare: Any = None
         self._free: list[AnyPages] = []
@@ -116,6 +118,8 @@ class PagedMode:
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
         self._owner.__dict__[_SLOT] = self
+        if self.decode.mode == "piecewise" and self.decode.pack:
+            self.packed = pack_linears(self._owner)
         if self.decode.mode != "hf":
             self._own_forward = self._owner.__dict__.get("forward")
             self._owner.__dict__["forward"] = Forward(self._owner, functools.partial(_decoder_of, self._owner), self._own_forward)
@@ -147,6 +151,9 @@ class PagedMode:
                 self._owner.__dict__["forward"] = self._own_forward
         if self._decoder is not None:
             self._decoder.free()
+        if self.packed is not None:
+            self.packed.unpack()
+            self.packed = None
         self._free = []  # another list: what is still lent shall not come back to this one
 
     def elsewhere(self) -> str | None:

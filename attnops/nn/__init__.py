@@ -11,5 +11,7 @@ from attnops.nn.latent import attend_latents as attend_latents
 from attnops.nn.latent_attention import LatentAttention as LatentAttention
 from attnops.nn.latent_float8 import attend_float8 as attend_float8
 from attnops.nn.multihead import MultiheadAttention as MultiheadAttention
+from attnops.nn.packed import Packed as Packed
+from attnops.nn.packed import pack_linears as pack_linears
 from attnops.nn.rotary import RotaryEmbedding as RotaryEmbedding
 from attnops.nn.self_attention import SelfAttention as SelfAttention

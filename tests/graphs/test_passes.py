@@ -1,0 +1,66 @@
+"""`piecewise(passes=)`: what changes the trace before it is cut; with linears over packed weights made one."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attnops.graphs import piecewise
+from attnops.lowering import fuse_linears
+from attnops.nn import pack_linears
+from tests.graphs.helpers import Pair
+from tests.graphs.models import BOUNDARY, boundary, decoder
+
+
+@pytest.fixture(autouse=True)
+def _boundary():
+    boundary()
+
+
+def linears(pair, kind):
+    """How many each part holds."""
+    parts = pair.step._method.splits()[kind].parts
+    return [sum(n.target is F.linear for n in part.module.graph.nodes) for part in parts if part.captured]
+
+
+@pytest.mark.parametrize(("kernel", "fused", "apart"), [(None, [7], [11]), (BOUNDARY, [1, 3, 3], [3, 5, 3])], ids=["whole", "split"])
+def test_fused_steps_agree(kernel, fused, apart):
+    model = decoder(2, kernel=kernel)
+    pack_linears(model)
+    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair.agree("abc", [5, 3, 7])
+    pair.agree("abc")
+    pair.agree("ab")
+    pair.agree("dbc", [4, 1, 1])
+    assert linears(pair, "decode") == linears(pair, "mixed") == fused
+    plain = Pair(piecewise, model=model)
+    plain.agree("a")
+    assert linears(plain, "decode") == apart
+
+
+def test_pieces_are_still_compiled_once():
+    model = decoder(4, kernel=BOUNDARY)
+    pack_linears(model)
+    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair.agree("ab")
+    assert pair.step._method.pieces()["decode"] == (3, 5)
+
+
+def test_a_bucket_captured_after_a_weight_moved():
+    model = decoder(1)
+    pack_linears(model)
+    pair = Pair(piecewise, model=model, passes=(fuse_linears,))
+    pair.agree("ab")
+    weight = model.layers[0].k_proj.weight
+    weight.data = torch.randn_like(weight)
+    pair.step.free()  # what is captured reads the old weights, as of any model
+    pair.agree("ab")
+    assert linears(pair, "decode") == [6] and pair.step._method.traces["decode"] == 2
+
+
+def test_passes_run_in_order_once_a_trace():
+    seen = []
+    pair = Pair(piecewise, passes=(lambda gm: seen.append("first"), lambda gm: seen.append("second")))
+    pair.agree("ab")
+    pair.agree("ab")
+    pair.agree("abc", [1, 1, 2])
+    assert seen == ["first", "second"] * 2
