@@ -163,6 +163,26 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
     assert all("wrong" in found[way] for way in ("attnops_eager", "attnops_compiled"))
 
 
+def test_the_budget_of_a_model_tells_rounding_from_error():
+    """In bfloat16, where the budget is widest: another order of operations is within it, attention that is 5% off is not."""
+    import transformers
+
+    dims = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(num_hidden_layers=3, **dims)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    distance, allowed = decode.models.distance(model), decode.models.budget(model)
+    prompt = torch.randint(3, 128, (2, 24))
+    with torch.no_grad():
+        want = model(prompt).logits
+        model.set_attn_implementation("eager")
+        assert 0 < distance(model(prompt).logits, want) < allowed
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0] * 1.05,))
+        assert distance(model(prompt).logits, want) > allowed
+
+
 def test_errors_are_measured_as_said():
     want = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     assert largest_error(want + torch.tensor([[0.0, 0.5], [0.0, 0.0]]), want) == 0.5

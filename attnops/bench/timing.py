@@ -61,7 +61,7 @@ def interleaved_us(calls: Mapping[str, Call], repeats: int = 15, inner: int = 40
     return {name: spread(us) for name, us in taken.items()}
 
 
-def steps_us(steps: Mapping[str, Timed], rounds: int = 9, cap_s: float = 2.0) -> dict[str, dict[str, float]]:
+def steps_us(steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0) -> dict[str, dict[str, float]]:
     """Microseconds of each of `steps`, made in turn; they have been called before.
 
     rounds: at most. cap_s: no further round is begun once a round of all would take longer in all; three are made at least.
