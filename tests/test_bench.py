@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from attnops import kernel as registry
 from attnops.bench import Point, Row, Setup, Way, compile, decode, kernels, plots, suites
 from attnops.bench.compare import compare
-from attnops.bench.report import collect, environment, read, text_of
+from attnops.bench.report import bad, collect, environment, read, text_of
 from attnops.bench.timing import Timed, spread, steps_us
 from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
 from attnops.cli import bench as command
@@ -60,7 +60,7 @@ def test_every_suite_measures(measured):
             assert "wrong" not in row, row
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
         assert name in printed
-    assert command.wrong(reports) == []
+    assert bad(reports) == []
 
 
 def ways(report):
@@ -90,6 +90,12 @@ def test_kernels_are_beside_torch(measured):
         assert rows["automatic"]["kernel"] in rows
         for row in rows.values():
             assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"]) > 0
+
+
+def test_every_kind_of_call_is_compared_with_the_exact_result():
+    for case in (case.sized("toy") for case in kernels.CASES):
+        for row in kernels.measure(TOY, Pool("cpu"), case):
+            assert not row.wrong and row.error is not None and 0 < row.error < row.budget, (row, row.wrong)
 
 
 def test_compilation_is_counted(measured):
@@ -141,7 +147,7 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     command.show(report, console)
     [line] = [line for line in console.export_text().splitlines() if " sdpa " in line]
     assert "not finite" in line and not any(c.isdigit() for c in line.replace("2x32", "")), "no speed is printed"
-    assert command.wrong({"kernels": report}) == ["decode 2x32: sdpa: wrong: not finite, or of another shape"]
+    assert bad({"kernels": report}) == ["decode 2x32: sdpa: wrong: not finite, or of another shape"]
 
 
 def test_a_wrong_model_has_no_speed(monkeypatch):
