@@ -11,6 +11,7 @@ import os
 from common import default_device, folder_of
 
 from attnops.bench import Point, Setup, device_of
+from attnops.bench.report import bad
 from attnops.bench.suites import named, run
 from attnops.cli.explain import quiet_transformers
 
@@ -32,14 +33,12 @@ def main() -> int:
     )  # fmt: skip
     with quiet_transformers():
         reports = run(suites, setup, budget_s=given.budget_s, out=folder_of(given.device), commit=os.environ.get("COMMIT", ""))
-    bad = 0
     for name, report in reports.items():
         print(f"== {name}, {report['seconds']:.0f} s, ceilings {report['ceilings']}")
         for row in report["rows"]:
             print("  ", *(f"{value}" if key in ("case", "way") else f"{key} {value}" for key, value in row.items()))
         print("   left out:", report.get("left_out", {}), "failed:", report.get("failed", {}), flush=True)
-        bad += len(report.get("failed", {})) + sum(row.get("wrong", "").startswith("wrong") for row in report["rows"])
-    return 1 if bad else 0
+    return 1 if bad(reports) else 0
 
 
 if __name__ == "__main__":

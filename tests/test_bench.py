@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from attnops import kernel as registry
 from attnops.bench import Point, Row, Setup, Way, compile, decode, kernels, plots, suites
 from attnops.bench.compare import compare
-from attnops.bench.report import collect, environment, read, text_of
+from attnops.bench.report import bad, collect, environment, read, text_of
 from attnops.bench.timing import Timed, spread, steps_us
 from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
 from attnops.cli import bench as command
@@ -31,14 +32,16 @@ from tests.helpers import ROOT
 
 CPU = torch.device("cpu")
 TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
-FILES = {"bandwidth_tb_s", "matmul_tflop_s"}
+needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="the extra `bench` brings matplotlib")
+CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory) -> Any:
     """(reports of all suites, what was printed, the folder of files and pictures). Dynamo hands graphs to itself: nothing is timed well."""
     folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
-    reports = command.run(console, quick=True, device="cpu", out=folder, plots=folder, backend="eager", commit="c0ffee")
+    drawn = folder if find_spec("matplotlib") else None
+    reports = command.run(console, quick=True, device="cpu", out=folder, plots=drawn, backend="eager", commit="c0ffee")
     return reports, console.export_text(), folder
 
 
@@ -54,13 +57,13 @@ def test_every_suite_measures(measured):
     assert list(reports) == [suite.name for suite in suites.SUITES]
     for name, report in reports.items():
         assert report["rows"] and not report["failed"] and not report["left_out"], (name, report["failed"], report["left_out"])
-        assert report["commit"] == "c0ffee" and report["size"] == "toy" and set(report["ceilings"]) == FILES
+        assert report["commit"] == "c0ffee" and report["size"] == "toy" and set(report["ceilings"]) == CEILINGS
         assert all(value > 0 for value in report["ceilings"].values())
         for row in report["rows"]:
             assert "wrong" not in row, row
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
         assert name in printed
-    assert command.wrong(reports) == []
+    assert bad(reports) == []
 
 
 def ways(report):
@@ -90,6 +93,12 @@ def test_kernels_are_beside_torch(measured):
         assert rows["automatic"]["kernel"] in rows
         for row in rows.values():
             assert row["of_ceiling"] == max(row["of_bandwidth"], row["of_flops"]) > 0
+
+
+def test_every_kind_of_call_is_compared_with_the_exact_result():
+    for case in (case.sized("toy") for case in kernels.CASES):
+        for row in kernels.measure(TOY, Pool("cpu"), case):
+            assert not row.wrong and row.error is not None and 0 < row.error < row.budget, (row, row.wrong)
 
 
 def test_compilation_is_counted(measured):
@@ -141,7 +150,7 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     command.show(report, console)
     [line] = [line for line in console.export_text().splitlines() if " sdpa " in line]
     assert "not finite" in line and not any(c.isdigit() for c in line.replace("2x32", "")), "no speed is printed"
-    assert command.wrong({"kernels": report}) == ["decode 2x32: sdpa: wrong: not finite, or of another shape"]
+    assert bad({"kernels": report}) == ["decode 2x32: sdpa: wrong: not finite, or of another shape"]
 
 
 def test_a_wrong_model_has_no_speed(monkeypatch):
@@ -161,6 +170,26 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
     found = {row.way: row.as_dict() for row in prefill.measure(TOY, decode.models.Kept(TOY), "llama", Point(2, 12))}
     assert {way for way, row in found.items() if "median_us" in row} == {"hf_eager", "hf_compiled"}
     assert all("wrong" in found[way] for way in ("attnops_eager", "attnops_compiled"))
+
+
+def test_the_budget_of_a_model_tells_rounding_from_error():
+    """In bfloat16, where the budget is widest: another order of operations is within it, attention that is 5% off is not."""
+    import transformers
+
+    dims = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(num_hidden_layers=3, **dims)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    distance, allowed = decode.models.distance(model), decode.models.budget(model)
+    prompt = torch.randint(3, 128, (2, 24))
+    with torch.no_grad():
+        want = model(prompt).logits
+        model.set_attn_implementation("eager")
+        assert 0 < distance(model(prompt).logits, want) < allowed
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0] * 1.05,))
+        assert distance(model(prompt).logits, want) > allowed
 
 
 def test_errors_are_measured_as_said():
@@ -279,6 +308,7 @@ def test_points_and_models():
 # Pictures and pages ---------------------------------------------------------------------------------------------------
 
 
+@needs_matplotlib
 def test_pictures_are_small_and_the_same_again(measured):
     reports, _, folder = measured
     for suite in suites.SUITES:
@@ -296,6 +326,7 @@ def test_a_picture_of_nothing():
     assert plots.svg({"rows": [{"case": "a", "way": "b", "wrong": "wrong", "of_hf_eager": 2.0}]}, suites.SPEED) == ""
 
 
+@needs_matplotlib
 def test_pages_are_made_of_the_files(measured, tmp_path, monkeypatch):
     reports, _, _ = measured
     monkeypatch.syspath_prepend(ROOT / "docs")

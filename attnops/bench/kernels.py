@@ -35,6 +35,7 @@ ROWS = 32
 REQUESTS = 3
 """What is compared: the last queries of the first requests. All of them would be more work than what is timed."""
 
+PAGES = ("k_pages", "v_pages", "latent_pages")
 SLOW = ("reference", "flex")
 """Not on a GPU, where a plain body needs the scores of all pairs at once; nor is what compiles for seconds timed at toy size."""
 
@@ -186,7 +187,8 @@ def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
     given |= {"cu_seqlens_q": ends * queries, "max_seqlen_q": queries}
     if "page_table" in a:
         table = a["page_table"][:batch]
-        given |= {n: a[n][table.flatten().long()] for n in ("k_pages", "v_pages", "latent_pages") if n in a}
+        # As bytes: not every torch picks rows of float8 numbers.
+        given |= {n: a[n].view(torch.uint8)[table.flatten().long()].view(a[n].dtype) for n in PAGES if n in a}
         order = torch.arange(table.numel(), device=table.device, dtype=table.dtype)
         given |= {"page_table": order.view(table.shape), "seq_lens": a["seq_lens"][:batch]}
     else:

@@ -14,7 +14,7 @@ import torch
 
 import attnops.version
 from attnops.bench.setup import Setup
-from attnops.bench.verdict import Row, why
+from attnops.bench.verdict import WRONG, Row, why
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
 
@@ -71,6 +71,12 @@ def _forget() -> None:
     torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for every result that is wrong and every case that failed. A peer that cannot run here is neither."""
+    rows = [f"{r['case']}: {r['way']}: {r['wrong']}" for x in reports.values() for r in x["rows"] if r.get("wrong", "").startswith(WRONG)]
+    return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
 
 
 def write(report: Mapping[str, Any], path: Path) -> Path:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def interleaved_us(calls: Mapping[str, Call], repeats: int = 15, inner: int = 40
     return {name: spread(us) for name, us in taken.items()}
 
 
-def steps_us(steps: Mapping[str, Timed], rounds: int = 9, cap_s: float = 2.0) -> dict[str, dict[str, float]]:
+def steps_us(steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0) -> dict[str, dict[str, float]]:
     """Microseconds of each of `steps`, made in turn; they have been called before.
 
     rounds: at most. cap_s: no further round is begun once a round of all would take longer in all; three are made at least.
@@ -88,15 +87,10 @@ def _seconds(step: Timed, inner: int) -> float:
     return time.perf_counter() - start
 
 
-@cache
-def _graph_clock(device: torch.device) -> Any:
-    from attnops.tune.clock import GraphClock
-
-    return GraphClock(device)
-
-
 def kernels_us(device: torch.device, calls: Mapping[str, Call], rounds: int = 25, cap_s: float = 2.0) -> dict[str, dict[str, float]]:
     """Microseconds of each of `calls` on the device; they have been called before. On a GPU the L2 cache is flushed before each."""
     if device.type == "cuda":
-        return {name: spread(us) for name, us in _graph_clock(device).in_turn(calls, rounds).items()}
+        from attnops.tune.clock import GraphClock
+
+        return {name: spread(us) for name, us in GraphClock(device).in_turn(calls, rounds).items()}
     return steps_us({name: Timed(call) for name, call in calls.items()}, rounds=rounds, cap_s=cap_s)

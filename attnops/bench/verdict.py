@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench.timing import Call, Timed
+from attnops.bench.timing import Timed
+
+WRONG = "wrong: "
+"""How `Row.wrong` begins where a result was made and is wrong."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def judged(
             rows[name] = Row(case, name, error=_digits(error), budget=_digits(allowed), more=way.more)
         else:
             finite = error < float("inf")
-            text = f"wrong: off by {error:.3g}, allowed {allowed:.3g}" if finite else "wrong: not finite, or of another shape"
+            text = f"{WRONG}off by {error:.3g}, allowed {allowed:.3g}" if finite else f"{WRONG}not finite, or of another shape"
             rows[name] = Row(case, name, error=_digits(error) if finite else None, budget=_digits(allowed), wrong=text, more=way.more)
             continue
         right[name] = way.timed
@@ -137,6 +140,3 @@ def ratio_to(rows: list[Row], peer: str, field: str) -> list[Row]:
         ratio = {field: round(of / row.median_us, 4)} if of and row.median_us and row.way != peer else {}
         out.append(Row(**{**vars(row), "more": {**row.more, **ratio}}))
     return out
-
-
-__all__ = ["Call", "Row", "Way", "judged", "largest_error", "ratio_to", "relative_error", "why"]

@@ -129,6 +129,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine beside what one would use instead. Exit code 1: a result is wrong, a case failed, or a figure became worse."""
+    from attnops.bench.report import bad
     from attnops.cli import bench as command
 
     if compare:
@@ -149,7 +150,7 @@ def bench(
         )  # fmt: skip
     if as_json:
         _print_json(reports)
-    if command.wrong(reports):
+    if bad(reports):
         raise typer.Exit(1)
 
 

@@ -136,11 +136,3 @@ FORM = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
 def rest(row: dict[str, Any]) -> dict[str, Any]:
     """What a row has besides what all rows have."""
     return {name: value for name, value in row.items() if name not in FORM}
-
-
-def wrong(reports: dict[str, dict[str, Any]]) -> list[str]:
-    """What has no time because it is wrong or failed."""
-    rows = [f"{r['case']}: {r['way']}: {r['wrong']}" for report in reports.values() for r in report["rows"] if "wrong" in r]
-    return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
-
-
