@@ -54,12 +54,12 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     base = ways["hf_eager"]
     with torch.no_grad():
         want = base.result() if base.result is not None else None
-    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), lambda us: _rates(point, us))
+    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), lambda us: _more(model, point, us))
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
 
 
-def _rates(point: Point, us: float) -> dict[str, float]:
-    return {"tokens_s": round(point.batch / us * 1e6, 1)}
+def _more(model: Any, point: Point, us: float) -> dict[str, float]:
+    return {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
 
 
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Way]:
