@@ -86,7 +86,9 @@ def rows(report: dict[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def performance_short(root: Path = ROOT) -> str:

@@ -63,15 +63,15 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     base = ways["hf_eager"]
     with torch.no_grad():
         want = base.result() if base.result is not None else None
-    rates = partial(_rates, setup, read, point)
+    rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
     rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), rates)
     if setup.on_gpu:
         rows = [_with_profile(row, ways[row.way]) for row in rows]
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
 
 
-def _rates(setup: Setup, read: int, point: Point, us: float) -> dict[str, float]:
-    found = {"tokens_s": round(point.batch / us * 1e6, 1)}
+def _rates(setup: Setup, layers: int, read: int, point: Point, us: float) -> dict[str, float]:
+    found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": layers}
     if read and (rate := setup.ceilings.get("bandwidth_tb_s")):
         found["of_bandwidth"] = round(read / us * 1e-6 / rate, 4)
     return found

@@ -12,15 +12,17 @@ from torch import Tensor
 from attnops.bench.setup import Setup
 from attnops.bench.verdict import relative_error
 from attnops.cli.models import config_of
+from attnops.cli.shapes import SHAPES
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 
 LAYERS = {
-    "toy": {"llama": 1},
-    "quick": {"llama-3-8b-shape": 4, "qwen3-4b-shape": 4, "gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
+    "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
+    "small": dict.fromkeys(SHAPES, 1),
+    "quick": dict.fromkeys(SHAPES, 4),
     "full": {"gpt-oss-20b-shape": 8, "deepseek-v3-shape": 4},
 }
-"""By size of the run: how many layers are built, where not all are."""
+"""By size of the run: how many layers are built, where not all are. One of a published shape is what a laptop's memory holds."""
 
 def config(setup: Setup, name: str) -> Any:
     """The config of a bundled name, with as many layers as the setup has. Raises InvalidInput for an unknown name."""

@@ -53,7 +53,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     clock = partial(steps_us, cap_s=6.0)
     rows = judged(
         f"{name} {point}", ways, want, models.budget(model), clock, models.distance(model),
-        lambda us: {"tokens_s": round(point.batch * point.context / us * 1e6, 1)},
+        lambda us: {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers},
     )  # fmt: skip
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
 
