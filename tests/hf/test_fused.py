@@ -110,3 +110,21 @@ def test_a_decode_step_copies_no_slice():
              or line.strip().startswith("cpp_fused")]  # fmt: skip
     kinds = ["kernel" if c.startswith("cpp_fused") else c for c in calls]
     assert kinds == ["kernel", "mm", "kernel", "sdpa", "mm", "kernel", "mm", "kernel", "mm", "kernel", "mm", "kernel"]
+
+
+def test_generation_over_pages_gives_the_same_tokens():
+    model = tiny.model("qwen3", num_hidden_layers=1).eval()
+    attnops.patch(model, cache="paged")
+    ids, told = torch.arange(10, 20).view(2, 5), []
+    more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+
+    def backend(gm, inputs):
+        told.append([f.left for f in fuse_linears(gm)])
+        return gm.forward
+
+    with torch.no_grad():
+        want = model.generate(ids, **more)
+        pack_linears(model)
+        model.forward = torch.compile(model.forward, backend=backend)
+        assert torch.equal(model.generate(ids, **more), want)
+    assert told == [["", ""]] * len(told) and told
