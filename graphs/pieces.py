@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from attnops.errors import AttnopsError, NotCapturable
 from attnops.graphs.boundary import Break
+from attnops.graphs.cached_guards import whole_guards
 from attnops.graphs.device import Device
 from attnops.graphs.split import Name, Part, Split, starts_work, value_of
 
@@ -26,7 +27,8 @@ def inductor(module: fx.GraphModule, examples: list[Any]) -> Piece:
     """Through Inductor, with the symbolic sizes of the trace that it is called in."""
     from torch._inductor import standalone_compile
 
-    return standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
+    with whole_guards():
+        return standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
 
 
 def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:

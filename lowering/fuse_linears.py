@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.nn.functional import linear
 
 from attnops.lowering.beside import ALIGNED, Row, can_guard, guard, source_of
@@ -176,7 +177,8 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
     mode = _fake(calls[0].x).fake_mode
     for node in made:
         node.meta = {k: v for k, v in first.meta.items() if k != VALUE}
-        with mode:
+        # As Dynamo does: the C++ of some ops would ask symbolic sizes for their values.
+        with mode, enable_python_dispatcher():
             args = [_fake(a) if isinstance(a, fx.Node) else a for a in node.args]
             node.meta[VALUE] = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
     after = follow({c.node: _fake(s) for c, s in zip(calls, slices, strict=True)})

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 VALUE = "example_value"
@@ -36,7 +37,7 @@ def follow(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
         if node.op == "output":
             return "it is returned, or a view of it"
         try:
-            with mode:
+            with mode, enable_python_dispatcher():
                 value = _run(node, found)
         except Exception as e:
             return f"{node.name} does not take it: {(str(e).strip() or type(e).__name__).splitlines()[0]}"

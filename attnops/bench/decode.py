@@ -81,10 +81,7 @@ def _with_profile(row: Row, way: Way) -> Row:
     if row.median_us is None or row.way == "hf_eager":
         return row
     with torch.no_grad():
-        if way.timed.before is not None:
-            way.timed.before()
-        found = profiled(way.timed.call, way.timed.per, 1)
-    return replace(row, more={**row.more, **found})
+        return replace(row, more={**row.more, **profiled(way.timed)})
 
 
 def bytes_of(model: Any, point: Point) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from attnops.bench.timing import Timed
 
 KINDS = (
     ("matmul", re.compile(r"gemm|gemv|nvjet|splitk|cublas|cutlass(?!.*flash)|_mm_|triton_tem", re.IGNORECASE)),
@@ -49,17 +50,16 @@ def shares(kernels: list[Ran]) -> dict[str, float]:
     return found
 
 
-def profiled(call: Callable[[], Any], per: int = 1, repeats: int = 3) -> dict[str, float]:
-    """`us_matmul`, `us_attention`, `us_glue`, `us_gaps` and `kernels` of a call, over `per`, as torch's profiler saw them on a GPU."""
+def profiled(step: Timed) -> dict[str, float]:
+    """`us_matmul`, `us_attention`, `us_glue`, `us_gaps` and `kernels` of a step, as torch's profiler saw them on a GPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    call()
+    if step.before is not None:
+        step.before()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(repeats):
-            call()
+        step.call()
         torch.cuda.synchronize()
     events: Any = seen.events()
     kernels = [Ran(e.name, e.time_range.start, e.time_range.end) for e in events if str(e.device_type).endswith("CUDA")]
-    steps = per * repeats
-    return {f"us_{kind}": round(us / steps, 1) for kind, us in shares(kernels).items()} | {"kernels": round(len(kernels) / steps)}
+    return {f"us_{kind}": round(us / step.per, 1) for kind, us in shares(kernels).items()} | {"kernels": round(len(kernels) / step.per)}

@@ -196,7 +196,6 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
         state.rows = Rows(torch.where(real, begun, pages.seen), real)
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
         state.rows = None
-        pages.pad[:rows].copy_(torch.where(real, pages.pad[:rows], EMPTY))
         logits: Tensor = out.logits
         return logits
 

@@ -143,7 +143,8 @@ def count_seen(pages: Pages, start: Tensor, count: int) -> None:
     """What `advance` does to `seen` and `pad`."""
     # A row that this step has not will lack its tokens: it may come back only as one whose padding reaches so far.
     pages.pad.fill_(EMPTY)
-    pages.pad[: start.shape[0]].copy_(start)
+    # Not into a slice, of which Inductor of torch 2.13 asks whether it is as long as the whole.
+    pages.pad.index_copy_(0, torch.arange(start.shape[0], device=start.device), start)
     pages.seen.add_(count)
 
 
@@ -370,6 +371,6 @@ class PagedModelCache(Cache):
         views = pages.views(Tokens(before, positions, owner, cu_seqlens_q, count, heads, fresh))
         # Whoever runs the model on fake tensors, as `explain` does, has stored nothing.
         if torch.compiler.is_compiling() or not isinstance(positions, FakeTensor):
-            pages.advance(start, count)
+            pages.advance(start if self.state.rows is None else torch.where(self.state.rows.real, start, EMPTY), count)
             self.state.filled, self.state.unfinished = True, count
         return Step(views, fresh)

@@ -1,0 +1,79 @@
+"""Code that torch's compilers find in their caches comes with guards on sizes, as Python: `min(3, L['t0']) == L['t0']`.
+
+They are evaluated with symbolic sizes, to hold from then on. Python's `min` asks which is the less and goes on with that one, and `or` asks
+for the truth of its left side: either makes a guard of a part where the whole was meant, and a trace of many sizes becomes one of a
+single size, but only where its code was cached (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def whole_guards() -> Iterator[None]:
+    """Within the block the shape environment of the trace at hand takes guards from caches as they are meant."""
+    from torch._guards import TracingContext
+
+    found = TracingContext.try_get()
+    env: Any = None if found is None or found.fake_mode is None else found.fake_mode.shape_env
+    if env is None:
+        yield
+        return
+    own = env.evaluate_guards_expression
+    env.evaluate_guards_expression = lambda code, args: own(whole(code), args)
+    try:
+        yield
+    finally:
+        del env.evaluate_guards_expression
+
+
+def whole(code: str) -> str:
+    """The expression without Python's short cuts: `|`, `&` and functions of torch for `or`, what is in it, and min and max.
+
+    Of an `and` at the top all has to be true, so that stays.
+    """
+    return ast.unparse(_Top().visit(ast.parse(code, mode="eval")))
+
+
+class _Calls(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id not in ("min", "max"):
+            return node
+        return functools.reduce(functools.partial(_call, f"sym_{node.func.id}"), node.args)
+
+
+class _Top(_Calls):
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        return self.generic_visit(node) if isinstance(node.op, ast.And) else _Inside().visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        return _Inside().visit(node)
+
+
+class _Inside(_Calls):
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return _call("sym_not", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        sides = [node.left, *node.comparators]
+        return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
+
+
+def _call(name: str, *given: ast.expr) -> ast.expr:
+    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), name, ast.Load()), list(given), [])
+
+
+def _joined(op: ast.operator, parts: Sequence[ast.expr]) -> ast.expr:
+    return functools.reduce(lambda a, b: ast.BinOp(a, op, b), parts)
