@@ -45,15 +45,18 @@ class _Calls(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id not in ("min", "max"):
             return node
-        return functools.reduce(functools.partial(_call, f"sym_{node.func.id}"), node.args)
+        name = f"sym_{node.func.id}"
+        return functools.reduce(lambda a, b: _call(name, a, b), node.args)
 
 
 class _Top(_Calls):
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        return self.generic_visit(node) if isinstance(node.op, ast.And) else _Inside().visit(node)
+        found: ast.AST = self.generic_visit(node) if isinstance(node.op, ast.And) else _Inside().visit(node)
+        return found
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        return _Inside().visit(node)
+        found: ast.AST = _Inside().visit(node)
+        return found
 
 
 class _Inside(_Calls):
