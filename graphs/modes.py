@@ -246,8 +246,11 @@ class Compiled:
         def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
-            if differs and several:
-                bounds = {} if kind in self._open else {"min": least + more, "max": most + more}
+            # A size that is told apart is one to the compiler too, where others that are equal to it would stay symbols beside it.
+            alone = kind in self._open and tensor.shape[0] == 1 + more
+            if differs and several and not alone:
+                # One more than the largest: else "at least the largest" is a guard on a single size, and what is cached is bound to it.
+                bounds = {} if kind in self._open else {"min": least + more, "max": most + 1 + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
