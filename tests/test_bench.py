@@ -71,6 +71,14 @@ def test_every_suite_measures(measured):
     assert bad(reports) == []
 
 
+def test_only_the_ways_asked_for():
+    chosen = replace(TOY, ways=("attnops_hf",))
+    rows = decode.measure(chosen, decode.models.Kept(chosen), "llama", Point(2, 12))
+    assert [row.way for row in rows] == ["hf_eager", "attnops_hf"] and all(row.median_us for row in rows)
+    with pytest.raises(InvalidInput, match="ways: got fastest, want some of hf_eager, hf_compiled"):
+        decode.measure(replace(TOY, ways=("fastest",)), decode.models.Kept(TOY), "llama", Point(2, 12))
+
+
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
     found = graphs.run(TOY, StandIn())
