@@ -45,8 +45,8 @@ class Setup:
 
     device: where. quick: smaller sizes, fewer cases. model: a bundled shape or tiny model, "" for those of the suite. layers: of the
     models, 0 for as many as the suite takes. points: sizes of steps, ways: of doing them, () for those of the suite. until_s: of
-    `time.monotonic`, when no further case is begun. tell: is told what is being measured. backend: of torch.compile; another than Inductor measures nothing of use.
-    ceilings: as `attnops.bench.ceilings.measure` found them.
+    `time.monotonic`, when no further case is begun. tell: is told what is being measured. backend: of torch.compile; another than
+    Inductor measures nothing of use. ceilings: as `attnops.bench.ceilings.measure` found them.
     """
 
     device: torch.device
