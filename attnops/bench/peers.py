@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,8 @@ def varlen(setup: Setup, call: Call) -> Run | None:
         lengths = tuple(a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
     window, grouped = (a.get("window_left", -1), 0), query.shape[1] != key.shape[1]
     more: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    if not more.keys() <= inspect.signature(varlen_attn).parameters.keys():
+        return None
     return lambda: varlen_attn(query, key, value, *lengths, scale=a["scale"], window_size=window, **more)
 
 
