@@ -11,26 +11,33 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
-from attnops.problem import Problem
+from attnops.problem import Problem, surely
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """`[B, S, H, D]` in and out."""
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if q.numel() == 0 or k.numel() == 0:
+    if surely(query.numel() == 0) or surely(key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and query.device.type != "cpu":
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    cpu, group = query.device.type == "cpu", query.shape[2] // key.shape[2]
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-    if query.shape[2] != key.shape[2] and query.device.type == "cpu" and query.shape[1] == 1 and mask is None:
-        # One query token: a group's heads are rows of one head's query, and no key is repeated.
+    if cpu and group >= MANY and surely(query.shape[1] == 1):
+        # One query token: a group's heads are rows of one head's query, and its keys are read once for all of them.
         b, _, hq, d = query.shape
-        rows = query.reshape(b, key.shape[2], hq // key.shape[2], d)
-        return scaled_dot_product_attention(rows, k, v, scale=scale).reshape(b, 1, hq, value.shape[3])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[2] != key.shape[2])
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask.reshape(mask.shape[0], key.shape[2], group, mask.shape[3])
+        rows = query.reshape(b, key.shape[2], group, d)
+        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(b, 1, hq, value.shape[3])
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
     return compact(out.transpose(1, 2).to(query.dtype))
+
+
+MANY = 4
+"""Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""
 
 
 def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -49,7 +56,7 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
 
 def _silence(output: Tensor, mask: Tensor | None) -> Tensor:
     """A query that sees no key gives 0; SDPA's backends differ there. output `[B, S, H, D]`, mask `[B, H, S, K]`."""
-    if mask is None:
+    if mask is None or output.device.type == "cpu":  # whose two backends give 0 by themselves
         return output
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return output.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
@@ -78,9 +85,9 @@ def attention(
     """See `attnops.attention`."""
     windowed = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0
     ranged = kv_start is not None or kv_end is not None
-    if causal and query.shape[1] == 1 and not windowed and not ranged:
+    if causal and not windowed and not ranged and surely(query.shape[1] == 1):
         causal = False  # one query at the last key sees them all
-    if mask is None and not windowed and not ranged and (not causal or query.shape[1] == key.shape[1]):
+    if mask is None and not windowed and not ranged and (not causal or surely(query.shape[1] == key.shape[1])):
         return _sdpa(query, key, value, None, scale, causal), no_lse(query)
     see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap, attention_chunk))
     joined = _join(see, mask, query.dtype)
@@ -182,6 +189,6 @@ COMMON: tuple[Need, ...] = (dtypes(*FLOATS), *without("softcap", "sinks", "kv_sc
 
 
 ABOUT = "torch scaled_dot_product_attention"
-register(Kernel("sdpa", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
+register(Kernel("sdpa", "attention", attention, needs=COMMON, inline_on=("cpu",), cost_us=_cost_us, about=ABOUT))
 register(Kernel("sdpa", "varlen_attention", varlen_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", requests padded"))
 register(Kernel("sdpa", "paged_attention", paged_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", pages gathered"))
