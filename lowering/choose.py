@@ -25,7 +25,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 
         values = node_values(V.graph.current_node)
         kernel = decide(op, *values)
-        if _in_place(kernel, values):
+        if kernel.inline or _in_place(op, kernel, *values):
             return _inline(op, kernel, values, args, kwargs)
         return _call(op, kernel, args, kwargs)
 
@@ -53,16 +53,15 @@ def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _in_place(kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Are the kernel's own torch ops lowered here, and not a call of it?"""
-    if kernel.inline or not kernel.inline_on:
-        return kernel.inline
+def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Are the torch ops of a kernel that may be called as well lowered here?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    found = [x for x in pytree.tree_leaves(values) if isinstance(x, (torch.Tensor, torch.SymInt))]
-    # torch's own ops ask for sizes that nobody knows before the call; the kernel's call does not.
-    known = not any(free_unbacked_symbols(x) for x in found)
-    return known and next(x.device.type for x in found if isinstance(x, torch.Tensor)) in kernel.inline_on
+    if kernel.inline_when is None or not kernel.inline_when(op.problem(*args, **{n: x for n, x in kwargs.items() if n != "policy"})):
+        return False
+    # They ask for sizes that nobody knows before the call, where there are some; the kernel's call does not.
+    sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]
+    return not any(map(free_unbacked_symbols, sizes))
 
 
 def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

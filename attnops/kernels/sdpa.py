@@ -21,7 +21,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     if surely(query.numel() == 0) or surely(key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    cpu, group = query.device.type == "cpu", query.shape[2] // key.shape[2]
+    cpu, group = query.device.type == "cpu", int(query.shape[2]) // int(key.shape[2])
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
@@ -159,6 +159,7 @@ def paged_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -167,11 +168,18 @@ def paged_attention(
     """See `attnops.paged_attention`."""
     ends = seq_lens.long()
     keys = page_table.shape[1] * k_pages.shape[1]
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
-    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
+    # One token of each request: nothing is padded, and the token sees what is there.
+    alone = not padded and surely(max_seqlen_q == 1) and surely(query.shape[0] == page_table.shape[0])
+    before = ends - 1 if alone else ends - lengths_of(cu_seqlens_q)
+    rules = Rules(scale, causal and not alone, window_left, window_right, softcap, attention_chunk)
+    see = visible(max_seqlen_q, keys, before, None, ends, rules)
     key = _drop_unseen(gather_pages(k_pages, page_table), None, ends)
     value = _drop_unseen(gather_pages(v_pages, page_table), None, ends)
+    if alone:
+        joined = _join(see, None if mask is None else mask[:, None, None, :keys], query.dtype)
+        output.copy_(_silence(_sdpa(query[:, None], key, value, joined, scale, False), joined)[:, 0])
+        return
+    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
     out = _silence(_sdpa(pad(query, cu_seqlens_q, max_seqlen_q), key, value, joined, scale, False), joined)
     output.copy_(unpad(out, cu_seqlens_q, query.shape[0]))
 
@@ -188,7 +196,18 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMMON: tuple[Need, ...] = (dtypes(*FLOATS), *without("softcap", "sinks", "kv_scales", "lse"))
 
 
+def _on_cpu(p: Problem) -> bool:
+    return p.target.device == "cpu"
+
+
+def _one_token_on_cpu(p: Problem) -> bool:
+    return p.target.device == "cpu" and p.queries.hi == 1 and not p.padded
+
+
 ABOUT = "torch scaled_dot_product_attention"
-register(Kernel("sdpa", "attention", attention, needs=COMMON, inline_on=("cpu",), cost_us=_cost_us, about=ABOUT))
-register(Kernel("sdpa", "varlen_attention", varlen_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", requests padded"))
-register(Kernel("sdpa", "paged_attention", paged_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", pages gathered"))
+for _op, _run, _where, _more in (
+    ("attention", attention, _on_cpu, ""),
+    ("varlen_attention", varlen_attention, None, ", requests padded"),
+    ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
+):
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, about=ABOUT + _more))
