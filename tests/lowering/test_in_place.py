@@ -56,6 +56,35 @@ def test_decode_on_a_cpu_is_torchs_own_attention_and_the_glue_is_fused(heads, ma
     assert code.count(FLASH) == 2 and "torch.ops.attnops." not in code
 
 
+def test_every_form_of_a_mask_is_lowered_in_place_and_equals_the_reference():
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, D, generator=make) for n, h in ((5, 4), (9, HKV), (9, HKV)))
+    bias, narrow = torch.randn(2, 4, 5, 9, generator=make), v[..., :8].contiguous()
+    start, end = torch.tensor([0, 3]), torch.tensor([9, 6])
+    outside = (torch.arange(9)[None] < start[:, None]) | (torch.arange(9)[None] >= end[:, None])
+    hidden = [x.masked_fill(outside[..., None, None], torch.nan) for x in (k, v)]
+    one, _, _, _, *pages = given(4)
+    tree = torch.rand(B, W * PAGE, generator=make) < 0.7
+
+    def calls(kernel=None):
+        yield attnops.attention(q, k, v, causal=True, kernel=kernel)
+        yield attnops.attention(q, k, v, causal=True, window=(2, -1), kernel=kernel)
+        yield attnops.attention(q, k, v, attention_chunk=4, causal=True, kernel=kernel)
+        yield attnops.attention(q, k, v, mask=bias, kernel=kernel)
+        yield attnops.attention(q, k, narrow, causal=True, kernel=kernel)
+        yield attnops.attention(q, *hidden, kv_start=start, kv_end=end, causal=True, kernel=kernel)
+        yield attnops.paged_attention(one, *pages, max_seqlen_q=1, padded=False, window=(3, -1), mask=tree, kernel=kernel)
+
+    with torch.no_grad():
+        want, eager = tuple(calls("reference")), tuple(calls("sdpa"))
+        got, code = compiled_code(lambda: torch.compile(lambda: tuple(calls()), fullgraph=True)())
+    unit = torch.finfo(torch.float32).eps
+    for exact, found, compiled in zip(want, eager, got, strict=True):
+        torch.testing.assert_close(found, exact, rtol=8 * unit, atol=8 * unit)
+        torch.testing.assert_close(compiled, exact, rtol=8 * unit, atol=8 * unit)
+    assert "torch.ops.attnops." not in code and code.count(FLASH) == len(want) - 1, "a narrower value takes torch's plain way"
+
+
 def test_requests_that_may_be_padded_are_left_to_the_kernel():
     arguments = given(4)
     with torch.no_grad():
