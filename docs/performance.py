@@ -65,7 +65,16 @@ def performance_full(root: Path = ROOT) -> str:
             parts.append(f"{text}\n\n{rows(report)}")
             if out := {**report.get("left_out", {}), **report.get("failed", {})}:
                 parts.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + ".")
+            for stem, other in further(root, machine, suite.stem):
+                ceilings = ", ".join(f"{value:g} {name}" for name, value in words(other).items())
+                parts.append(f"Another run ({stem}.json): {stamp(other)}. Ceilings of that run: {ceilings}.\n\n{rows(other)}")
     return "\n\n".join(parts) or NONE
+
+
+def further(root: Path, machine: str, stem: str) -> list[tuple[str, dict[str, Any]]]:
+    """Other runs of a suite, e.g. decode_tuned.json beside decode.json: what is compared is in one file."""
+    files = dict(machines(root))[machine]
+    return [(name, data) for name, data in files.items() if name.startswith(f"{stem}_") and isinstance(data.get("rows"), list)]
 
 
 def words(report: dict[str, Any]) -> dict[str, float]:

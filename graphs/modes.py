@@ -66,7 +66,8 @@ def piecewise(
         cache: the cache that the model's batches come from. Its pages may then not move, and captured page tables are as wide as its own.
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
-        inner: what compiles a piece: "inductor", "eager" for not at all, or a function of a module and fake inputs.
+        inner: what compiles a piece: "inductor"; "tuned", which takes longer and is for steps of one row; "eager" for not at all; or a
+            function of a module and fake inputs.
         one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself
             from the start; to find it out costs a compilation that is thrown away.
         passes: functions that change the traced module in place before it is cut, e.g. `attnops.lowering.fuse_linears`.
@@ -240,14 +241,18 @@ class Compiled:
     def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
         """The values, with the sizes that differ by bucket marked."""
         least, most = self.buckets.span(kind)
-        # Of one size only nothing is dynamic.
-        several = len(self.buckets.decode if kind == "decode" else self.buckets.tokens) > 1
+        # Of one size only nothing is dynamic: a symbol that is no other but 2 is a constant to whoever looks at its range.
+        sizes = self.buckets.decode if kind == "decode" else self.buckets.tokens
+        several = len([size for size in sizes if size > 1 or kind not in self._open]) > 1
 
         def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
-            if differs and several:
-                bounds = {} if kind in self._open else {"min": least + more, "max": most + more}
+            # A size that is told apart is one to the compiler too, where others that are equal to it would stay symbols beside it.
+            alone = kind in self._open and tensor.shape[0] == 1 + more
+            if differs and several and not alone:
+                # One more than the largest: else "at least the largest" is a guard on a single size, and what is cached is bound to it.
+                bounds = {} if kind in self._open else {"min": least + more, "max": most + 1 + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 

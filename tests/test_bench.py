@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Row, Setup, Way, compile, decode, kernels, plots, suites
+from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, plots, suites
 from attnops.bench.compare import compare
 from attnops.bench.report import bad, collect, environment, read, text_of
 from attnops.bench.timing import Timed, spread, steps_us
@@ -28,6 +28,7 @@ from attnops.cli.app import app
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.tune import Pool
+from tests.graphs.standin import StandIn
 from tests.helpers import ROOT
 
 CPU = torch.device("cpu")
@@ -55,7 +56,11 @@ def attnops(*arguments):
 def test_every_suite_measures(measured):
     reports, printed, _ = measured
     assert list(reports) == [suite.name for suite in suites.SUITES]
+    without = reports["graphs"]
+    assert not without["rows"] and set(without["left_out"].values()) == {"there are no CUDA graphs on a CPU"}
     for name, report in reports.items():
+        if name == "graphs":
+            continue
         assert report["rows"] and not report["failed"] and not report["left_out"], (name, report["failed"], report["left_out"])
         assert report["commit"] == "c0ffee" and report["size"] == "toy" and set(report["ceilings"]) == CEILINGS
         assert all(value > 0 for value in report["ceilings"].values())
@@ -64,6 +69,25 @@ def test_every_suite_measures(measured):
             assert row.get("median_us", 1.0) > 0 and row.get("error", 0.0) <= row.get("budget", 0.0)
         assert name in printed
     assert bad(reports) == []
+
+
+def test_only_the_ways_asked_for():
+    chosen = replace(TOY, ways=("attnops_hf",))
+    rows = decode.measure(chosen, decode.models.Kept(chosen), "llama", Point(2, 12))
+    assert [row.way for row in rows] == ["hf_eager", "attnops_hf"] and all(row.median_us for row in rows)
+    with pytest.raises(InvalidInput, match="ways: got fastest, want some of hf_eager, hf_compiled"):
+        decode.measure(replace(TOY, ways=("fastest",)), decode.models.Kept(TOY), "llama", Point(2, 12))
+
+
+def test_graphs_are_captured_and_counted():
+    """On a stand-in for the device."""
+    found = graphs.run(TOY, StandIn())
+    assert not found["failed"]
+    rows = {(row["case"], row["way"]): row for row in found["rows"]}
+    assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
+    for mode in graphs.MODES:
+        row = rows["llama, buckets", f"attnops_{mode}"]
+        assert (row["buckets"], row["mode"]) == (3, "whole") and row["graph_bytes"] > 0
 
 
 def ways(report):
@@ -181,15 +205,16 @@ def test_the_budget_of_a_model_tells_rounding_from_error():
         torch.manual_seed(0)
         config = transformers.LlamaConfig(num_hidden_layers=3, **dims)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    distance, allowed = decode.models.distance(model), decode.models.budget(model)
+    distance = decode.models.distance(model)
     prompt = torch.randint(3, 128, (2, 24))
+    want = decode.models.exactly(model, prompt)
     with torch.no_grad():
-        want = model(prompt).logits
+        allowed = decode.models.budget(model, distance(model(prompt).logits[:, -1:], want))
         model.set_attn_implementation("eager")
-        assert 0 < distance(model(prompt).logits, want) < allowed
+        assert 0 < distance(model(prompt).logits[:, -1:], want) < allowed
         for layer in model.model.layers:
             layer.self_attn.o_proj.register_forward_pre_hook(lambda module, given: (given[0] * 1.05,))
-        assert distance(model(prompt).logits, want) > allowed
+        assert distance(model(prompt).logits[:, -1:], want) > allowed
 
 
 def test_errors_are_measured_as_said():
@@ -311,7 +336,7 @@ def test_points_and_models():
 @needs_matplotlib
 def test_pictures_are_small_and_the_same_again(measured):
     reports, _, folder = measured
-    for suite in suites.SUITES:
+    for suite in (s for s in suites.SUITES if reports[s.name]["rows"]):
         drawn = (folder / f"{suite.stem}.svg").read_text()
         assert drawn == plots.svg(reports[suite.name], suite.picture) and len(drawn) < 40_000
         root = ElementTree.fromstring(drawn)

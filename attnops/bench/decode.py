@@ -2,8 +2,10 @@
 
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
-`attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU.
-All are fed the same random tokens, and the logits of a few steps are compared with those of `hf_eager`.
+`attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU. `hf_tuned` and
+`attnops_tuned`: of one row, as `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent.
+All are fed the same random tokens. The logits of a few steps are compared with the same model's in a wider dtype, from which they may be
+half as far again as those of `hf_eager`.
 
 `first_s`: the first steps, compilation and capture among them, every way with an empty folder for what is compiled. `of_bandwidth`: bytes a
 step has to read, weights without the embedding and cached keys and values (or latents), over its time, as a share of the rate of a pass
@@ -29,9 +31,14 @@ from attnops.bench.report import collect
 from attnops.bench.setup import Point, Setup
 from attnops.bench.timing import Timed, steps_us, synchronize
 from attnops.bench.verdict import Row, Way, judged, ratio_to
+from attnops.errors import InvalidInput
+from attnops.hf import Decode
 
-NEW = 4
-"""Tokens of a run. Pages of a window let fewer than 32 be taken back."""
+NEW, NEW_ON_GPU = 4, 16
+"""Tokens of a run. On a GPU the host is ahead after the first. Pages of a window let fewer than 32 be taken back."""
+
+TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+"""What torch.compile is told for `hf_tuned`: CUDA graphs as in reduce-overhead, and what `Decode(inner="tuned")` turns on."""
 
 MODELS = {
     "toy": ("llama",),
@@ -57,14 +64,17 @@ def run(setup: Setup) -> dict[str, Any]:
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """One model at one point."""
-    model = kept(name)
-    prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, NEW)))
+    model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
+    prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
     base = ways["hf_eager"]
+    assert base.result is not None
+    distance = models.distance(model)
     with torch.no_grad():
-        want = base.result() if base.result is not None else None
+        want = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT])
+        allowed = models.budget(model, distance(base.result(), want))
     rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
-    rows = judged(f"{name} {point}", ways, want, models.budget(model), steps_us, models.distance(model), rates)
+    rows = judged(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
     if setup.on_gpu:
         rows = [_with_profile(row, ways[row.way]) for row in rows]
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
@@ -126,16 +136,22 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         "attnops_hf": lambda: stepping(ours, compiled(ours), static(ours), prompt, new),
         "attnops_paged": lambda: stepping(paged, compiled(paged), handle.new_cache(prompt.shape[0], length), prompt, new),
     }
-    if setup.size == "full":
-        del makers["attnops_hf"]  # it takes as long to compile as the others, and is none that anybody would choose
     if setup.on_gpu:
-        makers |= {f"attnops_{mode}": partial(_in_graphs, model, mode, length, prompt, new) for mode in ("piecewise", "breakable")}
-    return {name: _made(make) for name, make in makers.items()}
+        of_graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
+        makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in of_graphs.items()}
+        makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
+    if unknown := set(setup.ways) - makers.keys():
+        raise InvalidInput("ways", ", ".join(sorted(unknown)), f"some of {', '.join(makers)}")
+    # Tuning is for one row. The last takes as long to compile as the others, and is none that anybody would choose on a GPU.
+    left = {"hf_tuned", "attnops_tuned"} if prompt.shape[0] > 1 else set()
+    left |= {"attnops_hf"} if setup.size == "full" else set()
+    chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left
+    return {name: _made(make) for name, make in makers.items() if name in chosen}
 
 
-def _in_graphs(model: Any, mode: Any, length: int, prompt: Tensor, new: Tensor) -> Way:
+def _in_graphs(model: Any, how: Decode, length: int, prompt: Tensor, new: Tensor) -> Way:
     one = models.twin(model)
-    handle = attnops.hf.patch(one, cache="paged", decode=mode)
+    handle = attnops.hf.patch(one, cache="paged", decode=how)
     cache = handle.new_cache(prompt.shape[0], length)
 
     def told() -> dict[str, Any]:

@@ -16,6 +16,9 @@ from attnops.cli.shapes import SHAPES
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 
+EXACT = 2
+"""Rows that are compared with what is exact: all would take their time, and rows are independent."""
+
 LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
     "small": dict.fromkeys(SHAPES, 1),
@@ -92,23 +95,46 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
 
 
 def distance(model: Any) -> Callable[[Tensor, Tensor], float]:
-    """Of two logits. Of a model with experts that of the median row: where two experts are all but equal, rounding chooses."""
+    """Of logits from others, of which there may be the first rows alone.
+
+    Of a model with experts that of the median row: where two experts are all but equal, rounding chooses.
+    """
     experts = any(getattr(model.config, n, 0) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
-    return lambda got, want: relative_error(got, want, 0.5 if experts else 1.0)
+    return lambda got, want: relative_error(got[: want.shape[0]], want, 0.5 if experts else 1.0)
 
 
-def budget(model: Any) -> float:
-    """How far logits may lie apart, as `distance` has it.
+MORE = 1.5
+"""Times the error of the base: another order of sums, or fewer roundings where kernels are fused, may be so much further off by chance."""
 
-    gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of the dtype, and of the float32 in which
-    products are added up. 4 + sqrt(L): the roundings of a layer, and one more of the residual stream a layer, which add up as random
-    ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so does what they are off by.
-    Bfloat16 models of 4 to 16 layers were seen at half of it, and at twice where attention was 5% off.
+
+def budget(model: Any, base: float) -> float:
+    """How far logits may lie from those of `exactly`, as `distance` has it. base: how far those of transformers' eager model do.
+
+    MORE * base + gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of float32, and of the float32 in
+    which products are added up. 4 + sqrt(L): the roundings of a layer, and one more of the residual stream a layer, which add up as
+    random ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so does what they are off by.
     """
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
-    u, a = (torch.finfo(dtype).eps / 2 for dtype in (model.dtype, torch.float32))
+    u = torch.finfo(torch.float32).eps / 2
     gain = max(1.0, getattr(model.config, "initializer_range", 0.02) * width**0.5)
-    return float(gain**2 * (u + a * (width**0.5 + 4)) * (4 + layers**0.5))
+    return float(MORE * base + gain**2 * (u + u * (width**0.5 + 4)) * (4 + layers**0.5))
+
+
+@torch.no_grad()
+def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
+    """Logits of a step for every token of `new` `[B, N]` behind `prompt`; None: of the prompt's last token. `[B, N or 1, V]`.
+
+    By transformers' own model in float64, where this one is of float32, else in float32. That needs as much memory again, or twice.
+    """
+    from transformers import DynamicCache
+
+    wide = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    cache = DynamicCache(config=wide.config)
+    found = [wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
+    if new is None:
+        only: Tensor = found[0]
+        return only
+    return torch.cat([wide(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(new.shape[1])], 1)
 
 
 class Rewound:

@@ -48,11 +48,13 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         "hf_eager": first_token(model, prompt), "hf_compiled": first_token(setup.compiled(model.forward), prompt),
         "attnops_eager": first_token(patched, prompt), "attnops_compiled": first_token(setup.compiled(patched.forward), prompt),
     }  # fmt: skip
+    distance = models.distance(model)
     with torch.no_grad():
-        want = ways["hf_eager"].timed.call()
+        want = models.exactly(model, prompt[: models.EXACT])
+        allowed = models.budget(model, distance(ways["hf_eager"].timed.call(), want))
     clock = partial(steps_us, cap_s=6.0)
     rows = judged(
-        f"{name} {point}", ways, want, models.budget(model), clock, models.distance(model),
+        f"{name} {point}", ways, want, allowed, clock, distance,
         lambda us: {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers},
     )  # fmt: skip
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")

@@ -44,9 +44,9 @@ class Setup:
     """What a suite measures, and how long it may take.
 
     device: where. quick: smaller sizes, fewer cases. model: a bundled shape or tiny model, "" for those of the suite. layers: of the
-    models, 0 for as many as the suite takes. points: sizes of steps, () for those of the suite. until_s: of `time.monotonic`, when no
-    further case is begun. tell: is told what is being measured. backend: of torch.compile; another than Inductor measures nothing of use.
-    ceilings: as `attnops.bench.ceilings.measure` found them.
+    models, 0 for as many as the suite takes. points: sizes of steps, ways: of doing them, () for those of the suite. until_s: of
+    `time.monotonic`, when no further case is begun. tell: is told what is being measured. backend: of torch.compile; another than
+    Inductor measures nothing of use. ceilings: as `attnops.bench.ceilings.measure` found them.
     """
 
     device: torch.device
@@ -54,6 +54,7 @@ class Setup:
     model: str = ""
     layers: int = 0
     points: tuple[Point, ...] = ()
+    ways: tuple[str, ...] = ()
     until_s: float = float("inf")
     backend: str = "inductor"
     ceilings: Mapping[str, float] = field(default_factory=dict)
@@ -77,6 +78,8 @@ class Setup:
     def compiled(self, function: Callable[..., Any], *, mode: str = "", **more: Any) -> Callable[..., Any]:
         """`function` through torch.compile with the backend of the run. mode: of Inductor."""
         options: dict[str, Any] = {"mode": mode} if mode and self.backend == "inductor" else {}
+        if self.backend != "inductor":
+            more.pop("options", None)
         made: Callable[..., Any] = torch.compile(function, backend=self.backend, **options, **more)
         return made
 

@@ -121,6 +121,7 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA where there is one.")] = "",
     layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
     points: Annotated[str, typer.Option(help="Sizes of steps: requests x tokens before, as 1x1k,8x1k.")] = "",
+    ways: Annotated[str, typer.Option(help="Only these ways of the suite decode, as hf_compiled,attnops_piecewise.")] = "",
     budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would begin later are left out.")] = 400.0,
     out: Annotated[Path | None, typer.Option(help="A folder for a results file of each suite.")] = None,
     plots: Annotated[Path | None, typer.Option(help="A folder for a picture of each suite; needs matplotlib.")] = None,
@@ -146,7 +147,7 @@ def bench(
     with _errors_end_it():
         reports = command.run(
             tables.new_console(stderr=as_json), tuple(suites or ()), model=model, quick=quick, device=device, layers=layers, points=points,
-            budget_s=budget_s, out=out, plots=plots, commit=commit,
+            ways=ways, budget_s=budget_s, out=out, plots=plots, commit=commit,
         )  # fmt: skip
     if as_json:
         _print_json(reports)

@@ -30,6 +30,7 @@ def run(
     device: str = "",
     layers: int = 0,
     points: str = "",
+    ways: str = "",
     budget_s: float = 400.0,
     out: Path | None = None,
     plots: Path | None = None,
@@ -38,8 +39,9 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Measure, with progress and tables on `console`. Returns the reports by suite.
 
-    suites: names, () for all. model: a bundled name. device: cpu, cuda or "". layers: 0 for the suite's. points: `1x1k,8x1k`. budget_s: in
-    all. out: a folder for a results file of each suite, plots: for a picture of each. commit: of the code. backend: as Setup has it.
+    suites: names, () for all. model: a bundled name. device: cpu, cuda or "". layers: 0 for the suite's. points: `1x1k,8x1k`. ways: names
+    in a suite's results, with commas, "" for all. budget_s: in all. out: a folder for a results file of each suite, plots: for a picture
+    of each. commit: of the code. backend: as Setup has it.
     Raises InvalidInput: no such suite, device, model or point, or no number that makes sense. MissingExtra: a suite's package is missing.
     """
     if not budget_s > 0:
@@ -63,7 +65,7 @@ def run(
         def tell(what: str) -> None:
             progress.update(task, description=escape(what))
 
-        setup = Setup(device_of(device), quick, model, layers, places, backend=backend, tell=tell)
+        setup = Setup(device_of(device), quick, model, layers, places, tuple(filter(None, ways.split(","))), backend=backend, tell=tell)
         reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit)
     for report in reports.values():
         show(report, console)
