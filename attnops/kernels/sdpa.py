@@ -25,15 +25,18 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-    if cpu and group >= MANY and surely(query.shape[1] == 1):
-        # One query token: a group's heads are rows of one head's query, and its keys are read once for all of them.
-        b, _, hq, d = query.shape
+    if not (cpu and surely(query.shape[1] == 1)):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
+        return compact(out.transpose(1, 2).to(query.dtype))
+    b, _, hq, d = query.shape
+    if group < MANY:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group != 1)
+    else:
+        # A group's heads are rows of one head's query, and its keys are read once for all of them.
         if mask is not None and mask.shape[1] != 1:
             mask = mask.reshape(mask.shape[0], key.shape[2], group, mask.shape[3])
-        rows = query.reshape(b, key.shape[2], group, d)
-        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(b, 1, hq, value.shape[3])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
-    return compact(out.transpose(1, 2).to(query.dtype))
+        out = scaled_dot_product_attention(query.reshape(b, key.shape[2], group, d), k, v, attn_mask=mask, scale=scale)
+    return out.reshape(b, 1, hq, value.shape[3]).to(query.dtype)
 
 
 MANY = 4
