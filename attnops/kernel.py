@@ -135,6 +135,7 @@ class Kernel:
     rounded_sums: its lse adds up weights already rounded to the query's dtype.
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    inline_when: the Problems for which that is done although the kernel is called, and timed, like any other elsewhere.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
         The caller zeroes it once. None: the kernel asks for none.
     core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
@@ -162,6 +163,7 @@ class Kernel:
     rounded_sums: bool = False
     batch_invariant: bool = False
     inline: bool = False
+    inline_when: Callable[[Problem], bool] | None = None
     workspace_bytes: Callable[[Problem], int] | None = None
     core: Core | None = None
     plan_sizes: Callable[..., tuple[int, int]] | None = None

@@ -27,6 +27,15 @@ class Refusal:
         return f"{self.field}={_short(self.got)} (wants {self.want})"
 
 
+def surely(condition: Any) -> bool:
+    """Is it known to be true? Of what holds for some sizes only it is not, and no guard is installed."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 @dataclass(frozen=True)
 class Extent:
     """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value.

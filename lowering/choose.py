@@ -25,7 +25,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 
         values = node_values(V.graph.current_node)
         kernel = decide(op, *values)
-        if kernel.inline:
+        if kernel.inline or _in_place(op, kernel, *values):
             return _inline(op, kernel, values, args, kwargs)
         return _call(op, kernel, args, kwargs)
 
@@ -53,6 +53,17 @@ def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
+def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Are the torch ops of a kernel that may be called as well lowered here?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if kernel.inline_when is None or not kernel.inline_when(op.problem(*args, **{n: x for n, x in kwargs.items() if n != "policy"})):
+        return False
+    # They ask for sizes that nobody knows before the call, where there are some; the kernel's call does not.
+    sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]
+    return not any(map(free_unbacked_symbols, sizes))
+
+
 def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
@@ -75,6 +86,7 @@ def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import NodeSource
 
     # By name: Inductor fills in the defaults that the graph leaves out.
     schema = op.packet.default._schema.arguments
@@ -88,7 +100,12 @@ def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any
         # torch 2.11 takes an output of None for a missing output node.
         return () if (out := kernel.run(*by_place, **filled)) is None else out
 
+    # The code's comments say where its parts are from.
+    source = NodeSource(V.graph.current_node, "attnops")
+    source.node_info = NodeSource.NodeInfo(f"attnops.{kernel.op}.{kernel.name}", str(op.packet), id(V.graph.current_node.graph))
     with V.fake_mode:
         graph = make_fx(run, decomposition_table=select_decomp_table())(*[given[n] for n in dynamic])
+    for node in graph.graph.nodes:
+        node.meta["from_node"] = [source]
     out = inline_subgraph_to_ir_nodes(graph, [lowered[n] for n in dynamic], f"attnops_{kernel.op}")
     return None if out == () else out

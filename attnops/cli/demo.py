@@ -25,6 +25,8 @@ MODELS = ("llama-small", "gpt-oss-small")
 MACHINES = {"": torch.float32, "sm90": torch.bfloat16, "sm100": torch.bfloat16}
 BATCH, PROMPT, LAYERS = 2, 40, 2
 LINE_WIDTH = 110
+OURS = r"torch\.ops\.attnops\.\w+\.\w+\(.*"
+TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 
 @dataclass
@@ -143,12 +145,20 @@ def _loaded() -> set[str]:
 
 
 def kernel_lines(before: set[str]) -> dict[str, int]:
-    """Calls of attnops in the code Inductor has loaded since `before`, shortened and without buffer numbers: how often each."""
+    """Calls of attnops in the code Inductor has loaded since `before`, shortened and without buffer numbers: how often each.
+
+    Of a kernel whose torch ops stand in its place: torch's own call, behind the kernel's name, which the comment above it gives.
+    """
     found: dict[str, int] = {}
     for file in sorted(_loaded() - before):
+        name = ""
         for line in Path(file).read_text().splitlines():
-            if match := re.search(r"torch\.ops\.attnops\.\w+\.\w+\(.*", line):
+            if "Source Nodes: [" in line:
+                within = re.search(r"attnops\.\w*attention\.\w+", line)
+                name = f"{within[0]}: " if within else ""
+            elif match := re.search(OURS, line) or (name and re.search(TORCHS, line)):
                 call = re.sub(r"\b(buf|arg|primals_)\d+(_\d+)?\b", r"\1*", match[0])
+                call = call if call.startswith("torch.ops.attnops") else name + call
                 call = call if len(call) <= LINE_WIDTH else call[:LINE_WIDTH] + " ..."
                 found[call] = found.get(call, 0) + 1
     return found

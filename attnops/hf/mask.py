@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from attnops.hf import descriptor
@@ -88,6 +89,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
                 exact, mask = _compact(call, pattern)
                 if exact:
                     return mask
+        if mode != "explicit" and allow_is_causal_skip and torch.compiler.is_compiling() and _says_nothing(call, local_size):
+            return None
         skip = not _must_not_wait(call)
         return sdpa_mask(  # type: ignore[no-any-return]
             batch_size=batch_size,
@@ -107,6 +110,17 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         )
 
     return attnops_mask
+
+
+def _says_nothing(call: Call, local_size: int | None) -> bool:
+    """Is it plainly causal, as far as sizes alone tell? transformers writes every mask out while a compiler traces."""
+    if call.padding is not None or isinstance(call.q_offset, Tensor):
+        return False
+    if local_size is not None and not statically_known_true(call.keys < local_size):
+        return False
+    if not statically_known_true(call.q_offset + call.queries == call.kv_offset + call.keys):
+        return False
+    return statically_known_true(call.queries == call.keys) or statically_known_true(call.queries == 1)
 
 
 # Is it a pattern a descriptor can say? --------------------------------------------------------------------------------

@@ -11,26 +11,36 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
-from attnops.problem import Problem
+from attnops.problem import Problem, surely
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """`[B, S, H, D]` in and out."""
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if q.numel() == 0 or k.numel() == 0:
+    if surely(query.numel() == 0) or surely(key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and query.device.type != "cpu":
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    cpu, group = query.device.type == "cpu", int(query.shape[2]) // int(key.shape[2])
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-    if query.shape[2] != key.shape[2] and query.device.type == "cpu" and query.shape[1] == 1 and mask is None:
-        # One query token: a group's heads are rows of one head's query, and no key is repeated.
-        b, _, hq, d = query.shape
-        rows = query.reshape(b, key.shape[2], hq // key.shape[2], d)
-        return scaled_dot_product_attention(rows, k, v, scale=scale).reshape(b, 1, hq, value.shape[3])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[2] != key.shape[2])
-    return compact(out.transpose(1, 2).to(query.dtype))
+    if not (cpu and surely(query.shape[1] == 1)):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
+        return compact(out.transpose(1, 2).to(query.dtype))
+    b, _, hq, d = query.shape
+    if group < MANY:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group != 1)
+    else:
+        # A group's heads are rows of one head's query, and its keys are read once for all of them.
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask.reshape(mask.shape[0], key.shape[2], group, mask.shape[3])
+        out = scaled_dot_product_attention(query.reshape(b, key.shape[2], group, d), k, v, attn_mask=mask, scale=scale)
+    return out.reshape(b, 1, hq, value.shape[3]).to(query.dtype)
+
+
+MANY = 4
+"""Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""
 
 
 def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -49,7 +59,7 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
 
 def _silence(output: Tensor, mask: Tensor | None) -> Tensor:
     """A query that sees no key gives 0; SDPA's backends differ there. output `[B, S, H, D]`, mask `[B, H, S, K]`."""
-    if mask is None:
+    if mask is None or output.device.type == "cpu":  # whose two backends give 0 by themselves
         return output
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return output.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
@@ -78,9 +88,9 @@ def attention(
     """See `attnops.attention`."""
     windowed = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0
     ranged = kv_start is not None or kv_end is not None
-    if causal and query.shape[1] == 1 and not windowed and not ranged:
+    if causal and not windowed and not ranged and surely(query.shape[1] == 1):
         causal = False  # one query at the last key sees them all
-    if mask is None and not windowed and not ranged and (not causal or query.shape[1] == key.shape[1]):
+    if mask is None and not windowed and not ranged and (not causal or surely(query.shape[1] == key.shape[1])):
         return _sdpa(query, key, value, None, scale, causal), no_lse(query)
     see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap, attention_chunk))
     joined = _join(see, mask, query.dtype)
@@ -152,6 +162,7 @@ def paged_attention(
     window_right: int = -1,
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -160,11 +171,18 @@ def paged_attention(
     """See `attnops.paged_attention`."""
     ends = seq_lens.long()
     keys = page_table.shape[1] * k_pages.shape[1]
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
-    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
+    # One token of each request: nothing is padded, and the token sees what is there.
+    alone = not padded and surely(max_seqlen_q == 1) and surely(query.shape[0] == page_table.shape[0])
+    before = ends - 1 if alone else ends - lengths_of(cu_seqlens_q)
+    rules = Rules(scale, causal and not alone, window_left, window_right, softcap, attention_chunk)
+    see = visible(max_seqlen_q, keys, before, None, ends, rules)
     key = _drop_unseen(gather_pages(k_pages, page_table), None, ends)
     value = _drop_unseen(gather_pages(v_pages, page_table), None, ends)
+    if alone:
+        joined = _join(see, None if mask is None else mask[:, None, None, :keys], query.dtype)
+        output.copy_(_silence(_sdpa(query[:, None], key, value, joined, scale, False), joined)[:, 0])
+        return
+    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
     out = _silence(_sdpa(pad(query, cu_seqlens_q, max_seqlen_q), key, value, joined, scale, False), joined)
     output.copy_(unpad(out, cu_seqlens_q, query.shape[0]))
 
@@ -181,7 +199,18 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMMON: tuple[Need, ...] = (dtypes(*FLOATS), *without("softcap", "sinks", "kv_scales", "lse"))
 
 
+def _on_cpu(p: Problem) -> bool:
+    return p.target.device == "cpu"
+
+
+def _one_token_on_cpu(p: Problem) -> bool:
+    return p.target.device == "cpu" and p.queries.hi == 1 and not p.padded
+
+
 ABOUT = "torch scaled_dot_product_attention"
-register(Kernel("sdpa", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
-register(Kernel("sdpa", "varlen_attention", varlen_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", requests padded"))
-register(Kernel("sdpa", "paged_attention", paged_attention, needs=COMMON, cost_us=_cost_us, about=ABOUT + ", pages gathered"))
+for _op, _run, _where, _more in (
+    ("attention", attention, _on_cpu, ""),
+    ("varlen_attention", varlen_attention, None, ", requests padded"),
+    ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
+):
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, about=ABOUT + _more))

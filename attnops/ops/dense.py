@@ -12,7 +12,7 @@ from attnops.errors import NoGradient
 from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct
 from attnops.ops._op import Op, define, target_of
-from attnops.problem import Extent, Problem
+from attnops.problem import Extent, Problem, surely
 from attnops.reference import attention as reference
 from attnops.select import key_for
 
@@ -128,7 +128,7 @@ def _problem(
         kv_scales=k_scale is not None or v_scale is not None,
         lse=return_lse,
         last_dim_contiguous=_packed_last(query) and _packed_last(key) and _packed_last(value),
-        sizes_equal=_same(queries, keys),
+        sizes_equal=surely(queries == keys),
         tokens=Extent.of(batch * queries),
         batch=Extent.of(batch),
         queries=Extent.of(queries),
@@ -140,15 +140,6 @@ def _problem(
 def _packed_last(x: Any) -> bool:
     stride = x.stride(-1)
     return isinstance(stride, int) and stride == 1
-
-
-def _same(a: Any, b: Any) -> bool:
-    equal = a == b
-    if isinstance(equal, bool):
-        return equal
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(equal)
 
 
 class _Attention(torch.autograd.Function):

@@ -136,6 +136,43 @@ def test_a_mask_shorter_than_the_text(static, queries):
     assert torch.equal(shown(make("compact", **common), queries, common["kv_length"], 2), want)
 
 
+def test_while_a_compiler_traces_a_plain_mask_without_padding_is_none(monkeypatch):
+    """Sizes tell; transformers writes it out all the same. One that must be found every time, and `explicit`, stay tensors."""
+    none = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        queries, keys, q_offset, kv_offset, window = case(rng)
+        rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
+        common = {"batch_size": 3, "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset}
+        common |= {"mask_function": rule, **({"local_size": window} if window else {})}
+        want = written_out(allow_is_causal_skip=False, **common)[:, 0].expand(3, queries, keys)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+            ours = make("auto", **common)
+            for mode, more in (("auto", {"allow_is_causal_skip": False}), ("explicit", {})):
+                assert make(mode, **common, **more) is not None
+            assert make("auto", attention_mask=torch.ones(3, int(q_offset) + queries, dtype=torch.bool), **common) is not None
+        none += ours is None
+        assert torch.equal(shown(ours, queries, keys, 3), want)
+    assert none > 20
+
+
+def test_a_compiled_prompt_is_attended_to_without_a_mask():
+    model, ids, graphs = tiny.model("llama", num_hidden_layers=1), tokens(), []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.no_grad():
+        want = model(ids).logits
+        attnops.patch(model)
+        got = torch.compile(model, fullgraph=True, backend=backend)(ids).logits
+    assert relative(got, want) < LIMIT
+    [call] = [n for gm in graphs for n in gm.graph.nodes if "attnops.attention" in str(n.target)]
+    assert call.args[3] is None and call.kwargs["causal"] is True
+
+
 def test_both_kinds_occur():
     """The random cases above are worth something only if neither kind of mask is rare."""
     made = {"descriptor": 0, "bool": 0, "none": 0}

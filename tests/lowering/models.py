@@ -93,6 +93,13 @@ def compiled_code(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def kernel_calls(code: str) -> list[str]:
-    """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place, of its core."""
-    calls = re.findall(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default)?\(", code)
-    return [".".join(c.removesuffix(".default").split("__")) for c in calls]
+    """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place, of its core, or of torch's attention."""
+    found, within = [], []
+    for line in code.splitlines():
+        if "Source Nodes: [" in line:
+            within = re.findall(r"attnops\.(\w*attention\.\w+)", line.partition("Source Nodes: [")[2].partition("]")[0])
+        elif call := re.search(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default)?\(", line):
+            found.append(".".join(call[1].removesuffix(".default").split("__")))
+        elif within and re.search(r"torch\.ops\.aten\._scaled_dot_product\w+(\.default)?\(", line):
+            found += within
+    return found

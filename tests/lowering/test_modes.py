@@ -86,11 +86,13 @@ def test_export_keeps_the_op_and_compiles_to_the_kernel():
 
 @pytest.mark.slow
 def test_aot_inductor_packages_the_kernel(tmp_path):
-    model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
+    """A kernel that is called by its name, one that is lowered in place as what it is made of."""
+    model, x = torch.nn.Sequential(Dense(5.0), Dense()).eval(), torch.randn(2, 8, HQ * D)
     with torch.no_grad():
         program = torch.export.export(model, (x,))
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
         torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), model(x))
     with zipfile.ZipFile(path) as archive:
         text = "".join(archive.read(n).decode(errors="ignore") for n in archive.namelist() if n.endswith((".json", ".cpp")))
-    assert "attnops::attention.sdpa" in text
+    assert "attnops::attention.reference" in text
+    assert "attnops::attention.sdpa" not in text and "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu" in text
