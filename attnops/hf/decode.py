@@ -25,6 +25,7 @@ from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.pieces import INNER, Inner
+from attnops.hf.circumstances import circumstances
 from attnops.hf.mask import current_generation
 from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
 from attnops.lowering import fuse_linears
@@ -67,15 +68,17 @@ class Decoder:
     plain_steps: how many went without.
     """
 
-    def __init__(self, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
+    def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         if "position_ids" not in inspect.signature(forward).parameters:
             raise InvalidInput("decode", how.mode, "'hf' for a model that takes no position_ids: it counts positions by its masks")
         self.how = how
-        self._forward, self._make = forward, make
+        self._model, self._forward, self._make = model, forward, make
         self.graphed: Graphed | None = None
         self.plain_steps = 0
         self._cache: PagedModelCache | None = None
         self._user: Callable[[], State | None] = lambda: None
+        self._given: tuple[Any, ...] = ()
+        self._look = True
         # Graphs have one set of buffers. Who comes while another thread is at them goes without.
         self._lock = threading.Lock()
 
@@ -123,6 +126,10 @@ class Decoder:
         finally:
             self._lock.release()
 
+    def prompted(self) -> None:
+        """The model ran without graphs, as it does on every prompt. Between two of them weights may be replaced."""
+        self._look = True
+
     def serves(self, kwargs: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache, and nothing besides?"""
         ids, positions, cache = (kwargs.get(name) for name in _TAKEN)
@@ -157,6 +164,12 @@ class Decoder:
         user = self._user()
         if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
             return None
+        if self._look or user is not state:
+            given = circumstances(self._model)
+            if given != self._given:
+                self._forget()
+                captured = None
+            self._given, self._look = given, False
         if captured is not state.pages:
             self._renew(state.pages)
         if user is not state:
@@ -205,8 +218,10 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
 class Forward:
     """What stands for the forward of a patched model: graphs for the decode steps of its `generate()`, the model's own for all else."""
 
-    def __init__(self, owner: Any, decoder: Callable[[], Decoder], own: Callable[..., Any] | None) -> None:
-        self.owner, self.decoder, self.own = owner, decoder, own
+    def __init__(
+        self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None
+    ) -> None:
+        self.owner, self.decoder, self.prompted, self.own = owner, decoder, prompted, own
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -216,14 +231,19 @@ class Forward:
     def _own(self) -> Callable[..., Any]:
         return functools.partial(type(self.owner).forward, self.owner) if self.own is None else self.own
 
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.prompted()
+        return self._own()(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or args or (generation := current_generation()) is None or torch.is_grad_enabled():
-            return self._own()(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         cache: Any = kwargs.get("past_key_values")
         decoder = self.decoder()
         # The prompt's mask was looked at, and generate() only appends ones to it.
         if not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
-            return self._own()(**kwargs)
+            return self._plain(*args, **kwargs)
         logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
         if logits is None:
             decoder.plain_steps += 1

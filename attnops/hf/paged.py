@@ -122,14 +122,15 @@ class PagedMode:
             self.packed = pack_linears(self._owner)
         if self.decode.mode != "hf":
             self._own_forward = self._owner.__dict__.get("forward")
-            self._owner.__dict__["forward"] = Forward(self._owner, functools.partial(_decoder_of, self._owner), self._own_forward)
+            told = (functools.partial(what, self._owner) for what in (_decoder_of, _prompted))
+            self._owner.__dict__["forward"] = Forward(self._owner, *told, self._own_forward)
 
     def decoder(self) -> Decoder:
         """The graphs of decode steps, made at their first use."""
         if self._decoder is None:
             own = self._own_forward
             forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
-            self._decoder = Decoder(self.decode, forward, functools.partial(self._over, filled=True))
+            self._decoder = Decoder(self._owner, self.decode, forward, functools.partial(self._over, filled=True))
         return self._decoder
 
     def undo(self) -> None:
@@ -221,6 +222,12 @@ class PagedMode:
 def _decoder_of(owner: Any) -> Decoder:
     mode: PagedMode = owner.__dict__[_SLOT]
     return mode.decoder()
+
+
+def _prompted(owner: Any) -> None:
+    mode: PagedMode | None = owner.__dict__.get(_SLOT)
+    if mode is not None and mode._decoder is not None:
+        mode._decoder.prompted()
 
 
 def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:
