@@ -241,8 +241,10 @@ class Forward:
             return self._plain(*args, **kwargs)
         cache: Any = kwargs.get("past_key_values")
         decoder = self.decoder()
-        # The prompt's mask was looked at, and generate() only appends ones to it.
-        if not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
+        # The prompt's mask was looked at, and generate() only appends ones to it. Of a prompt in chunks each brings more of its mask.
+        mask, prompt = kwargs.get("attention_mask"), generation.prompt
+        whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
+        if not whole or not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
             return self._plain(*args, **kwargs)
         logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
         if logits is None:

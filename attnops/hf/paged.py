@@ -122,8 +122,8 @@ class PagedMode:
             self.packed = pack_linears(self._owner)
         if self.decode.mode != "hf":
             self._own_forward = self._owner.__dict__.get("forward")
-            told = (functools.partial(what, self._owner) for what in (_decoder_of, _prompted))
-            self._owner.__dict__["forward"] = Forward(self._owner, *told, self._own_forward)
+            decoder, prompted = functools.partial(_decoder_of, self._owner), functools.partial(_prompted, self._owner)
+            self._owner.__dict__["forward"] = Forward(self._owner, decoder, prompted, self._own_forward)
 
     def decoder(self) -> Decoder:
         """The graphs of decode steps, made at their first use."""

@@ -74,6 +74,32 @@ def test_tokens_of_changing_batches(mode, name, nan_pages):
     assert "forward" not in vars(model)
 
 
+def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(nan_pages):
+    """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or counts."""
+    model = tiny.model("llama")
+    want = generated(model, *CALLS[1])
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        assert torch.equal(generated(model, *CALLS[1], prefill_chunk_size=1), want)
+        assert replays(handle) == CALLS[1][2] - 1
+
+
+@pytest.mark.parametrize("far", [("cuda",), ("cuda", "cpu")])
+def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
+    """The first of all, and that of a conversation that goes on with the one token whose keys the last turn has not stored."""
+    # Devices that the host runs ahead of.
+    monkeypatch.setattr("attnops.hf.mask._FAR", far)
+    model, start = tiny.model("llama"), torch.full((2, 1), 7)
+    more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    want = model.generate(start, attention_mask=torch.ones_like(start), **more)
+    want = model.generate(want, attention_mask=torch.ones_like(want), **more)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache, text = handle.new_cache(2, 20), start
+        for turn in (1, 2):
+            text = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **more)
+            assert replays(handle) == 3 * turn
+        assert torch.equal(text, want)
+
+
 def test_identical_layers_are_compiled_once():
     model = tiny.model("llama", num_hidden_layers=6)
     with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
