@@ -90,12 +90,14 @@ class Decoder:
             cache: of this model, with a first step behind it, of as many rows.
 
         Raises:
-            InvalidInput: an argument is of another shape, or the cache is empty or half written. What `Graphed` raises.
+            InvalidInput: an argument is of another shape or dtype, or the cache is empty or half written. What `Graphed` raises.
         """
-        state = cache.state
-        batch, most = input_ids.shape[0], cache.max_batch
-        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= batch <= most:
-            raise InvalidInput("input_ids", list(input_ids.shape), f"[B, 1] with B of at most {most}, the rows of the cache")
+        state, most = _state_of(cache), cache.max_batch
+        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
+            raise InvalidInput("input_ids", _told(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+        batch = input_ids.shape[0]
+        if position_ids is not None and (position_ids.shape, position_ids.dtype) != (input_ids.shape, torch.int64):
+            raise InvalidInput("position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
             raise InvalidInput("past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         if not self._lock.acquire(blocking=False):
@@ -111,19 +113,22 @@ class Decoder:
             logits: Tensor = self.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=cached)
             return logits
         finally:
+            self._settle()
             self._lock.release()
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
         """Capture every bucket up to the cache's rows now. Its tokens stay. None: others are at the graphs. Raises as `Graphed`."""
+        state = _state_of(cache)
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if (cached := self._of(cache.state)) is None:
+            if (cached := self._of(state)) is None:
                 return None
             assert self.graphed is not None
-            rows = torch.zeros((1, 1), dtype=torch.int64, device=cache.state.pages.seen.device)
+            rows = torch.zeros((1, 1), dtype=torch.int64, device=state.pages.seen.device)
             return self.graphed.capture(input_ids=rows, position_ids=rows, live=rows[0], cache=cached, progress=progress)
         finally:
+            self._settle()
             self._lock.release()
 
     def prompted(self) -> None:
@@ -135,7 +140,7 @@ class Decoder:
         ids, positions, cache = (kwargs.get(name) for name in _TAKEN)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(cache, PagedModelCache):
             return False
-        if positions is not None and positions.shape != ids.shape:
+        if ids.dtype != torch.int64 or (positions is not None and (positions.shape, positions.dtype) != (ids.shape, ids.dtype)):
             return False
         asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
         plain = all(value is None or value is False for value in asked.values())
@@ -152,6 +157,11 @@ class Decoder:
             user = self._user()
             if self._cache is not None and (user is None or user.pages is not self._cache.state.pages):
                 self._forget()
+
+    def _settle(self) -> None:
+        # A capture that failed half way is of nobody's tokens.
+        if self._cache is not None:
+            self._cache.state.end_step()
 
     def _forget(self) -> None:
         if self.graphed is not None:
@@ -190,6 +200,16 @@ class Decoder:
         traced: dict[str, Any] = {"inner": how.inner, "one_differs": True, "passes": (fuse_linears,) if how.pack else ()}
         self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
         self._cache = cache
+
+
+def _state_of(cache: Any) -> State:
+    if not isinstance(cache, PagedModelCache):
+        raise InvalidInput("past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
+    return cache.state
+
+
+def _told(given: Tensor) -> str:
+    return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
 
 
 def counters_of(pages: Any) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput
@@ -133,3 +134,52 @@ def test_offloaded_weights_are_refused():
         with pytest.raises(InvalidInput, match=r"decode: got graphs over Linear\.weight, which is on meta"):
             generated(model, *CALL)
         assert replays(handle) == CALL[2] - 1
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):
+    """In the first layer of the first run, and of the one that is captured: neither tokens nor what the next capture needs are gone."""
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    runs = []
+
+    @torch.library.custom_op("attnops_tests::out_of_memory", mutates_args=())
+    def out_of_memory(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == failing:
+            raise torch.OutOfMemoryError("attnops: a test's")
+        return x.clone()
+
+    out_of_memory.register_fake(torch.empty_like)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+        ours, other = handle.new_cache(2, 20), handle.new_cache(2, 20)
+        for cache in (ours, other):
+            model(ids, past_key_values=cache)
+        want = model(ids[:, :1], past_key_values=other).logits
+        model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out_of_memory(out))
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.step(ids[:, :1], ours)
+        assert int(ours.get_seq_length()) == 6 and ours.state.unfinished == 0
+        assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
+
+
+def test_what_is_no_step_is_told():
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache = handle.new_cache(2, 20)
+        model(ids, past_key_values=cache)
+        one = ids[:, :1]
+        for given, text in (
+            ((one[0, 0], cache), r"input_ids: got int64 \[\]"),
+            ((one.float(), cache), r"input_ids: got float32 \[2, 1\]"),
+            ((one, DynamicCache()), "past_key_values: got DynamicCache"),
+            ((one, cache, one[:, 0]), r"position_ids: got int64 \[2\]"),
+            ((one, cache, one[:1]), r"position_ids: got int64 \[1, 1\]"),
+        ):
+            with pytest.raises(InvalidInput, match=text):
+                handle.step(*given)
+        with pytest.raises(InvalidInput, match="past_key_values: got DynamicCache"):
+            handle.capture(DynamicCache())
+        assert handle.graphs is None
