@@ -12,6 +12,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -108,7 +109,9 @@ class PagedMode:
         return latent.form(True) if self.latents else keyed.form(self._windows[at])
 
     def apply(self) -> None:
-        """Set the hooks and the methods."""
+        """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
+        if self.decode.mode == "piecewise" and self.decode.pack:
+            self.packed = pack_linears(self._owner)
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
@@ -118,8 +121,6 @@ class PagedMode:
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
         self._owner.__dict__[_SLOT] = self
-        if self.decode.mode == "piecewise" and self.decode.pack:
-            self.packed = pack_linears(self._owner)
         if self.decode.mode != "hf":
             self._own_forward = self._owner.__dict__.get("forward")
             decoder, prompted = functools.partial(_decoder_of, self._owner), functools.partial(_prompted, self._owner)
@@ -153,7 +154,8 @@ class PagedMode:
         if self._decoder is not None:
             self._decoder.free()
         if self.packed is not None:
-            self.packed.unpack()
+            # What lay together before was packed by someone else.
+            replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
             self.packed = None
         self._free = []  # another list: what is still lent shall not come back to this one
 
