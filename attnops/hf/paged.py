@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 import weakref
 from dataclasses import replace
@@ -37,6 +38,9 @@ _SLOT = "_attnops_pages"
 
 MOST_FOR_BOTH = 2
 """Pages that fit two calls of generate() may be so many times those of the larger call."""
+
+# Not of a model, whose copies and pickles would hold it.
+_MAKING = threading.Lock()
 
 AnyPages = LatentPages | KeyPages
 AnySizes = LatentSizes | KeySizes
@@ -128,11 +132,12 @@ class PagedMode:
 
     def decoder(self) -> Decoder:
         """The graphs of decode steps, made at their first use."""
-        if self._decoder is None:
-            own = self._own_forward
-            forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
-            self._decoder = Decoder(self._owner, self.decode, forward, functools.partial(self._over, filled=True))
-        return self._decoder
+        with _MAKING:
+            if self._decoder is None:
+                own = self._own_forward
+                forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
+                self._decoder = Decoder(self._owner, self.decode, forward, functools.partial(self._over, filled=True))
+            return self._decoder
 
     def undo(self) -> None:
         """Take them away again."""

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import threading
+import time
 
 import pytest
 import torch
@@ -304,3 +305,24 @@ def test_what_patch_refuses(name, given, text):
 def test_decode_says_what_is_wrong():
     with pytest.raises(InvalidInput, match=r"decode\.inner: got 'fast'"):
         Decode("piecewise", inner="fast")
+
+
+def test_threads_that_begin_together_share_one_decoder(monkeypatch):
+    """Else graphs of two would be captured at once, of which the handle knows one."""
+    model, made = tiny.model("llama"), []
+    real = paged.Decoder
+
+    class Slow(real):
+        def __init__(self, *given):
+            made.append(self)
+            time.sleep(0.05)
+            super().__init__(*given)
+
+    monkeypatch.setattr(paged, "Decoder", Slow)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        threads = [threading.Thread(target=handle._paged.decoder) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 1
