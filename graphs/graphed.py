@@ -18,7 +18,7 @@ from attnops.cache.paged import Pages, ordinary
 from attnops.errors import InvalidInput, OverBudget, StaleGraph
 from attnops.graphs.buckets import Bucket, Buckets, Kind
 from attnops.graphs.device import CudaGraphs, Device
-from attnops.graphs.guard import Guard, compare
+from attnops.graphs.guard import Guard, compare, uncached_casts
 from attnops.graphs.inputs import Inputs, Roles, Values, sizes
 from attnops.graphs.pieces import Recorded
 from attnops.graphs.report import Report, Row
@@ -260,8 +260,8 @@ class Graphed:
             self._guard = Guard(fixed, watched, len(values) - len(fixed))
         device = self._device
         fixed = self._roles.fixed(values)
-        # Whatever mode the caller is in, what is traced and captured is not of it.
-        with self._forgotten_on_error(), device.session(), ordinary(), unchanged(self._state):
+        # Whatever mode of gradients the caller is in, what is traced and captured is not of it.
+        with self._forgotten_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
             if bucket.kind not in self._prepared:
                 largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
                 self._method.prepare(bucket.kind, self._static(largest, fixed)[0])

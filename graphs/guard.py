@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Guard:
-    """The circumstances of a capture: the arguments that are not copied, further tensors that the model reads, and the policy.
+    """The circumstances of a capture: the arguments that are not copied, further tensors that the model reads, the policy and autocast.
 
     The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too. So are lists and
     dicts at every call, whose contents may be others in the same object.
@@ -24,7 +25,7 @@ class Guard:
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
-        self.policy = active_policy()
+        self.policy, self.casting = active_policy(), casting()
         self._fixed = dict(fixed)
         self._leaves = {n: _leaves(v) for n, v in fixed.items()}
         # What else holds something may be given other things to hold, and is looked into at every call.
@@ -42,6 +43,8 @@ class Guard:
         """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
         if active_policy() != self.policy:
             raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
+        if casting() != self.casting:
+            raise StaleGraph("autocast", casting() or "off", self.casting or "off")
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
         for name, value, frozen in self._items:
@@ -69,6 +72,22 @@ class Guard:
                     raise StaleGraph(f"{name}{path}", _told(got), _told(want))
             elif type(want) is not type(got) or want != got:
                 raise StaleGraph(f"{name}{path}", repr(got), repr(want))
+
+
+def casting() -> tuple[tuple[str, torch.dtype], ...]:
+    """What autocast casts to, by type of device; nothing where it is off."""
+    return tuple((on, torch.get_autocast_dtype(on)) for on in ("cuda", "cpu") if torch.is_autocast_enabled(on))
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block autocast casts a weight where it is used. What it keeps is freed when it ends, and graphs would go on reading it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _leaves(value: Any) -> list[tuple[str, Any]]:

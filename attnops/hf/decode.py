@@ -25,6 +25,7 @@ from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.pieces import INNER, Inner
+from attnops.hf.circumstances import circumstances
 from attnops.hf.mask import current_generation
 from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
 from attnops.lowering import fuse_linears
@@ -67,15 +68,17 @@ class Decoder:
     plain_steps: how many went without.
     """
 
-    def __init__(self, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
+    def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
         if "position_ids" not in inspect.signature(forward).parameters:
             raise InvalidInput("decode", how.mode, "'hf' for a model that takes no position_ids: it counts positions by its masks")
         self.how = how
-        self._forward, self._make = forward, make
+        self._model, self._forward, self._make = model, forward, make
         self.graphed: Graphed | None = None
         self.plain_steps = 0
         self._cache: PagedModelCache | None = None
         self._user: Callable[[], State | None] = lambda: None
+        self._given: tuple[Any, ...] = ()
+        self._look = True
         # Graphs have one set of buffers. Who comes while another thread is at them goes without.
         self._lock = threading.Lock()
 
@@ -87,12 +90,14 @@ class Decoder:
             cache: of this model, with a first step behind it, of as many rows.
 
         Raises:
-            InvalidInput: an argument is of another shape, or the cache is empty or half written. What `Graphed` raises.
+            InvalidInput: an argument is of another shape or dtype, or the cache is empty or half written. What `Graphed` raises.
         """
-        state = cache.state
-        batch, most = input_ids.shape[0], cache.max_batch
-        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= batch <= most:
-            raise InvalidInput("input_ids", list(input_ids.shape), f"[B, 1] with B of at most {most}, the rows of the cache")
+        state, most = _state_of(cache), cache.max_batch
+        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
+            raise InvalidInput("input_ids", _told(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+        batch = input_ids.shape[0]
+        if position_ids is not None and (position_ids.shape, position_ids.dtype) != (input_ids.shape, torch.int64):
+            raise InvalidInput("position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
             raise InvalidInput("past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         if not self._lock.acquire(blocking=False):
@@ -108,27 +113,34 @@ class Decoder:
             logits: Tensor = self.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=cached)
             return logits
         finally:
+            self._settle()
             self._lock.release()
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
         """Capture every bucket up to the cache's rows now. Its tokens stay. None: others are at the graphs. Raises as `Graphed`."""
+        state = _state_of(cache)
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if (cached := self._of(cache.state)) is None:
+            if (cached := self._of(state)) is None:
                 return None
             assert self.graphed is not None
-            rows = torch.zeros((1, 1), dtype=torch.int64, device=cache.state.pages.seen.device)
+            rows = torch.zeros((1, 1), dtype=torch.int64, device=state.pages.seen.device)
             return self.graphed.capture(input_ids=rows, position_ids=rows, live=rows[0], cache=cached, progress=progress)
         finally:
+            self._settle()
             self._lock.release()
+
+    def prompted(self) -> None:
+        """The model ran without graphs, as it does on every prompt. Between two of them weights may be replaced."""
+        self._look = True
 
     def serves(self, kwargs: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache, and nothing besides?"""
         ids, positions, cache = (kwargs.get(name) for name in _TAKEN)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(cache, PagedModelCache):
             return False
-        if positions is not None and positions.shape != ids.shape:
+        if ids.dtype != torch.int64 or (positions is not None and (positions.shape, positions.dtype) != (ids.shape, ids.dtype)):
             return False
         asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
         plain = all(value is None or value is False for value in asked.values())
@@ -146,6 +158,11 @@ class Decoder:
             if self._cache is not None and (user is None or user.pages is not self._cache.state.pages):
                 self._forget()
 
+    def _settle(self) -> None:
+        # A capture that failed half way is of nobody's tokens.
+        if self._cache is not None:
+            self._cache.state.end_step()
+
     def _forget(self) -> None:
         if self.graphed is not None:
             self.graphed.free()
@@ -157,6 +174,12 @@ class Decoder:
         user = self._user()
         if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
             return None
+        if self._look or user is not state:
+            given = circumstances(self._model)
+            if given != self._given:
+                self._forget()
+                captured = None
+            self._given, self._look = given, False
         if captured is not state.pages:
             self._renew(state.pages)
         if user is not state:
@@ -177,6 +200,16 @@ class Decoder:
         traced: dict[str, Any] = {"inner": how.inner, "one_differs": True, "passes": (fuse_linears,) if how.pack else ()}
         self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
         self._cache = cache
+
+
+def _state_of(cache: Any) -> State:
+    if not isinstance(cache, PagedModelCache):
+        raise InvalidInput("past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
+    return cache.state
+
+
+def _told(given: Tensor) -> str:
+    return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
 
 
 def counters_of(pages: Any) -> tuple[Tensor, ...]:
@@ -205,8 +238,10 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
 class Forward:
     """What stands for the forward of a patched model: graphs for the decode steps of its `generate()`, the model's own for all else."""
 
-    def __init__(self, owner: Any, decoder: Callable[[], Decoder], own: Callable[..., Any] | None) -> None:
-        self.owner, self.decoder, self.own = owner, decoder, own
+    def __init__(
+        self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None
+    ) -> None:
+        self.owner, self.decoder, self.prompted, self.own = owner, decoder, prompted, own
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -216,14 +251,21 @@ class Forward:
     def _own(self) -> Callable[..., Any]:
         return functools.partial(type(self.owner).forward, self.owner) if self.own is None else self.own
 
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.prompted()
+        return self._own()(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or args or (generation := current_generation()) is None or torch.is_grad_enabled():
-            return self._own()(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         cache: Any = kwargs.get("past_key_values")
         decoder = self.decoder()
-        # The prompt's mask was looked at, and generate() only appends ones to it.
-        if not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
-            return self._own()(**kwargs)
+        # The prompt's mask was looked at, and generate() only appends ones to it. Of a prompt in chunks each brings more of its mask.
+        mask, prompt = kwargs.get("attention_mask"), generation.prompt
+        whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
+        if not whole or not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
+            return self._plain(*args, **kwargs)
         logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
         if logits is None:
             decoder.plain_steps += 1

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -36,6 +38,9 @@ _SLOT = "_attnops_pages"
 
 MOST_FOR_BOTH = 2
 """Pages that fit two calls of generate() may be so many times those of the larger call."""
+
+# Not of a model, whose copies and pickles would hold it.
+_MAKING = threading.Lock()
 
 AnyPages = LatentPages | KeyPages
 AnySizes = LatentSizes | KeySizes
@@ -108,7 +113,9 @@ class PagedMode:
         return latent.form(True) if self.latents else keyed.form(self._windows[at])
 
     def apply(self) -> None:
-        """Set the hooks and the methods."""
+        """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
+        if self.decode.mode == "piecewise" and self.decode.pack:
+            self.packed = pack_linears(self._owner)
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
@@ -118,19 +125,19 @@ class PagedMode:
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
         self._owner.__dict__[_SLOT] = self
-        if self.decode.mode == "piecewise" and self.decode.pack:
-            self.packed = pack_linears(self._owner)
         if self.decode.mode != "hf":
             self._own_forward = self._owner.__dict__.get("forward")
-            self._owner.__dict__["forward"] = Forward(self._owner, functools.partial(_decoder_of, self._owner), self._own_forward)
+            decoder, prompted = functools.partial(_decoder_of, self._owner), functools.partial(_prompted, self._owner)
+            self._owner.__dict__["forward"] = Forward(self._owner, decoder, prompted, self._own_forward)
 
     def decoder(self) -> Decoder:
         """The graphs of decode steps, made at their first use."""
-        if self._decoder is None:
-            own = self._own_forward
-            forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
-            self._decoder = Decoder(self.decode, forward, functools.partial(self._over, filled=True))
-        return self._decoder
+        with _MAKING:
+            if self._decoder is None:
+                own = self._own_forward
+                forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
+                self._decoder = Decoder(self._owner, self.decode, forward, functools.partial(self._over, filled=True))
+            return self._decoder
 
     def undo(self) -> None:
         """Take them away again."""
@@ -152,7 +159,8 @@ class PagedMode:
         if self._decoder is not None:
             self._decoder.free()
         if self.packed is not None:
-            self.packed.unpack()
+            # What lay together before was packed by someone else.
+            replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
             self.packed = None
         self._free = []  # another list: what is still lent shall not come back to this one
 
@@ -221,6 +229,12 @@ class PagedMode:
 def _decoder_of(owner: Any) -> Decoder:
     mode: PagedMode = owner.__dict__[_SLOT]
     return mode.decoder()
+
+
+def _prompted(owner: Any) -> None:
+    mode: PagedMode | None = owner.__dict__.get(_SLOT)
+    if mode is not None and mode._decoder is not None:
+        mode._decoder.prompted()
 
 
 def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:

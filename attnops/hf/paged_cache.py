@@ -175,6 +175,10 @@ class State:
         # Set while a step in graphs is traced or captured (attnops.hf.decode).
         self.rows: Rows | None = None
 
+    def end_step(self) -> None:
+        """No step is under way: its last layer has written, or nothing of it counts."""
+        self.step, self.rows, self.unfinished = None, None, 0
+
 
 class PagedLayer(CacheLayerMixin):
     """One layer's view of the cache. number: which of the pools is its own; all layers share one length, which the first one keeps."""

@@ -87,7 +87,9 @@ def _padding(call: Call, known: Tensor) -> Tensor:
         start = torch.minimum(length - (shown * (length - columns)).amax(-1), high)
         run = (shown.sum(-1) == high - start) & (high <= length)
     same = torch.where(known >= seen, start >= seen, start == known)
-    if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device)):
+    # A prompt of one token is looked at as any other: all steps after it rely on that.
+    first = generation is not None and generation.checked is not own
+    if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device) and not first):
         torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
         return start
     run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()

@@ -48,11 +48,11 @@ class Patched:
         self.active = False
 
     def _apply(self) -> None:
+        if self._paged is not None:
+            self._paged.apply()
         for config, _ in self._switched:
             config._attn_implementation_internal = self.implementation
         self._owner.__dict__[_HANDLE] = self
-        if self._paged is not None:
-            self._paged.apply()
         if self._wraps:
             self._own_generate = self._owner.__dict__.get("generate")
             # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
@@ -119,9 +119,9 @@ class Patched:
             Logits `[B, 1, V]`, in memory that the next step writes.
 
         Raises:
-            PatchError: the model is patched otherwise, or not any more. InvalidInput: another shape, an empty cache, or one whose last
-            step failed; or graphs are in use by another cache that lives, or another thread. One token too many is an assertion on
-            the device.
+            PatchError: the model is patched otherwise, or not any more. InvalidInput: another shape or dtype, an empty cache, or one
+            whose last step failed; or graphs are in use by another cache that lives, or another thread; or weights are offloaded.
+            StaleGraph: policy or autocast are others than after the prompt. One token too many is an assertion on the device.
         """
         logits = self._decoder("step").step(input_ids, cache, position_ids)
         if logits is None:
@@ -222,7 +222,8 @@ def patch(
         model = torch.compile(model)
 
     A module is patched when its code asks transformers' attention interface for the function to call; there is no list of
-    models. The model's weights, state_dict, hooks and saved config stay as they are. Modules that hold the same config object
+    models. The model's state_dict, hooks and saved config stay as they are, and so do its weights, which decode="piecewise" gives other
+    addresses until `unpatch()` (docs/linears.md). Modules that hold the same config object
     switch together, those of other models included (the report says so). In training mode a layer whose attention dropout is
     above 0 is computed in plain torch; everything else goes through the op and its gradient.
 
@@ -242,11 +243,12 @@ def patch(
             more to set.
 
     Returns:
-        The handle: `report()`, `verify(...)`, `new_cache(...)`, `unpatch()`. A second call on the same model returns the same handle.
+        The handle: `report()`, `verify(...)`, `new_cache(...)`, `step(...)`, `capture(...)`, `unpatch()`. A second call on the same model
+        returns the same handle.
 
     Raises:
         PatchError: there is nothing to patch (the text has every reason), or the model is patched with other options.
-        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode or cache.
+        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode, cache or way to decode.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(f"patch: got {type(model).__name__}, want a transformers model")

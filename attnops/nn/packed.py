@@ -49,18 +49,28 @@ class Packed:
         return sum(g.nbytes for g in self.groups if g.moved)
 
     def holds(self) -> bool:
-        """Do all groups lie together still? `model.to(dtype)`, an assigned weight and `load_state_dict(assign=True)` end it."""
-        return all(_lies_together(row) for g in self.groups for row in self._rows(g))
+        """Do all groups lie together still? `model.to(dtype)`, an assigned weight and `load_state_dict(assign=True)` end it, and so does
+        another module in the place of a linear."""
+        return all(len(row) == len(g.linears) and _lies_together(row) for g in self.groups for row in self._rows(g))
 
     def unpack(self) -> None:
-        """Give each weight and bias memory of its own again, a group at a time. Idempotent."""
+        """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
         for group in self.groups:
             for row in self._rows(group):
                 _apart(row)
 
     def _rows(self, group: PackedGroup) -> list[list[Tensor]]:
-        found: list[Any] = [self.model.get_submodule(name) for name in group.linears]
-        return [row for row in ([m.weight for m in found], [m.bias for m in found]) if all(t is not None for t in row)]
+        """Weights, and biases if any, of those linears that are still there."""
+        found = [_module(self.model, name) for name in group.linears]
+        weights, biases = ([t for m in found if isinstance(t := getattr(m, name, None), Tensor)] for name in ("weight", "bias"))
+        return [weights, biases] if biases else [weights]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def pack_linears(model: nn.Module) -> Packed:

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import threading
+import time
 
 import pytest
 import torch
@@ -72,6 +73,32 @@ def test_tokens_of_changing_batches(mode, name, nan_pages):
         assert set(handle.graphs.report().modes.values()) == ({"whole"})
     assert handle.graphs is None
     assert "forward" not in vars(model)
+
+
+def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(nan_pages):
+    """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or counts."""
+    model = tiny.model("llama")
+    want = generated(model, *CALLS[1])
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        assert torch.equal(generated(model, *CALLS[1], prefill_chunk_size=1), want)
+        assert replays(handle) == CALLS[1][2] - 1
+
+
+@pytest.mark.parametrize("far", [("cuda",), ("cuda", "cpu")])
+def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
+    """The first of all, and that of a conversation that goes on with the one token whose keys the last turn has not stored."""
+    # Devices that the host runs ahead of.
+    monkeypatch.setattr("attnops.hf.mask._FAR", far)
+    model, start = tiny.model("llama"), torch.full((2, 1), 7)
+    more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    want = model.generate(start, attention_mask=torch.ones_like(start), **more)
+    want = model.generate(want, attention_mask=torch.ones_like(want), **more)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache, text = handle.new_cache(2, 20), start
+        for turn in (1, 2):
+            text = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **more)
+            assert replays(handle) == 3 * turn
+        assert torch.equal(text, want)
 
 
 def test_identical_layers_are_compiled_once():
@@ -172,9 +199,9 @@ def test_what_a_step_refuses():
         with pytest.raises(InvalidInput, match="empty or half written"):
             handle.step(ids[:2, :1], cache)
         model(ids[:2], past_key_values=cache)
-        with pytest.raises(InvalidInput, match=r"input_ids: got \[3, 1\]"):
+        with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[3, 1\]"):
             handle.step(ids[:, :1], cache)
-        with pytest.raises(InvalidInput, match=r"input_ids: got \[2, 2\]"):
+        with pytest.raises(InvalidInput, match=r"input_ids: got int64 \[2, 2\]"):
             handle.step(ids[:2, :2], cache)
         handle.step(ids[:2, :1], cache)
         handle.step(ids[:1, :1], cache)
@@ -278,3 +305,24 @@ def test_what_patch_refuses(name, given, text):
 def test_decode_says_what_is_wrong():
     with pytest.raises(InvalidInput, match=r"decode\.inner: got 'fast'"):
         Decode("piecewise", inner="fast")
+
+
+def test_threads_that_begin_together_share_one_decoder(monkeypatch):
+    """Else graphs of two would be captured at once, of which the handle knows one."""
+    model, made = tiny.model("llama"), []
+    real = paged.Decoder
+
+    class Slow(real):
+        def __init__(self, *given):
+            made.append(self)
+            time.sleep(0.05)
+            super().__init__(*given)
+
+    monkeypatch.setattr(paged, "Decoder", Slow)
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        threads = [threading.Thread(target=handle._paged.decoder) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 1

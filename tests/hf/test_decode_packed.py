@@ -1,0 +1,73 @@
+"""What `decode="piecewise"` does to the weights, and that it is undone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import attnops
+from attnops.hf import tiny
+from attnops.nn import pack_linears
+from tests.hf.test_decode_graphs import generated, how
+
+CALL = (2, 9, 3)
+
+
+def storages(model):
+    """Bytes of all storages that weights lie in."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}.values())
+
+
+def test_weights_lie_together_while_patched():
+    model = tiny.model("llama")
+    before, bytes_before = copy.deepcopy(model.state_dict()), storages(model)
+    q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    with attnops.patch(model, cache="paged", decode=how("piecewise")):
+        assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        generated(model, *CALL)
+    assert q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() and storages(model) == bytes_before
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    for other in (how("breakable"), how("piecewise", pack=False)):
+        with attnops.patch(model, cache="paged", decode=other):
+            assert storages(model) == bytes_before and q.untyped_storage().nbytes() == q.nbytes
+
+
+def test_what_was_packed_before_stays_packed():
+    model = tiny.model("llama")
+    packed = pack_linears(model)
+    attnops.patch(model, cache="paged", decode=how("piecewise")).unpatch()
+    assert packed.holds()
+
+
+@pytest.mark.parametrize("other", [lambda own: nn.Sequential(own), lambda own: nn.Identity(), None])
+def test_a_module_that_was_replaced_hinders_no_unpatch(other):
+    model = tiny.model("llama")
+    handle = attnops.patch(model, cache="paged", decode=how("piecewise"))
+    attention = model.model.layers[0].self_attn
+    if other is None:
+        del attention.q_proj
+    else:
+        attention.q_proj = other(attention.q_proj)
+    assert not handle._paged.packed.holds()
+    handle.unpatch()
+    assert not handle.active and "generate" not in vars(model)
+    k, v = (getattr(attention, name).weight for name in ("k_proj", "v_proj"))
+    assert k.untyped_storage().nbytes() == k.nbytes and v.untyped_storage().nbytes() == v.nbytes
+
+
+def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
+    model = tiny.model("llama")
+    before = set(vars(model)), model.config._attn_implementation
+
+    def fails(model):
+        raise torch.OutOfMemoryError("attnops: a test's")
+
+    monkeypatch.setattr("attnops.hf.paged.pack_linears", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        attnops.patch(model, cache="paged", decode=how("piecewise"))
+    assert (set(vars(model)), model.config._attn_implementation) == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    monkeypatch.undo()
+    with attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+        assert handle.active and handle._paged.packed.holds()

@@ -1,0 +1,185 @@
+"""Graphs of decode steps after something they were captured with has changed: eager's tokens again, from other graphs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import attnops
+from attnops.errors import InvalidInput
+from attnops.hf import tiny
+from tests.hf.helpers import LIMIT, relative
+from tests.hf.test_decode_graphs import asked, generated, how, replays
+
+CALL = (2, 9, 5)
+
+
+def logits(model, *call):
+    return torch.stack(generated(model, *call, output_logits=True, return_dict_in_generate=True).logits)
+
+
+def noise(model, seed=1):
+    """Other weights of the same shapes, by name."""
+    rng = torch.Generator().manual_seed(seed)
+    return {name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in model.state_dict().items()}
+
+
+def assigned(model):
+    model.load_state_dict(noise(model), assign=True)
+
+
+def replaced(model):
+    for name, t in noise(model).items():
+        model.get_parameter(name).data = t
+
+
+def written(model):
+    model.load_state_dict(noise(model))
+
+
+def another_head(model):
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 3 * out)
+
+
+def merged(model):
+    """As adapters are: their weights into those beside them, by a flag and in place."""
+    head = model.lm_head
+    head.weight.data += head.delta
+    head.merged = ["default"]
+
+
+class Adapted(nn.Linear):
+    def __init__(self, own):
+        super().__init__(own.in_features, own.out_features, bias=False)
+        self.weight = own.weight
+        self.delta = torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(5))
+        self.merged = []
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.merged else out + x @ self.delta.t() * 0.5
+
+
+CHANGES = (assigned, replaced, written, another_head, hooked, merged)
+
+
+@pytest.mark.parametrize(("mode", "change"), [*(("breakable", c) for c in CHANGES), ("piecewise", replaced), ("piecewise", merged)])
+def test_a_changed_model_is_captured_anew(mode, change):
+    model = tiny.model("llama")
+    model.lm_head = Adapted(model.lm_head)
+    plain = copy.deepcopy(model)
+    with attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+        before = logits(model, *CALL)
+        captured = handle.graphs
+        change(model)
+        change(plain)
+        assert relative(logits(model, *CALL), want := logits(plain, *CALL)) < LIMIT
+        assert relative(before, want) > 10 * LIMIT
+        assert (handle.graphs is captured) == (change is written), "what is changed in place is read by the same graphs"
+        kept = handle.graphs
+        logits(model, *CALL)
+        assert handle.graphs is kept
+
+
+def test_a_prompt_by_hand_is_when_one_looks():
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        ours, other = handle.new_cache(2, 20), handle.new_cache(2, 20)
+        for change in (lambda _: None, replaced):
+            change(model)
+            for cache in (ours, other):
+                cache.reset()
+                model(ids, past_key_values=cache)
+            want = model(ids[:, :1], past_key_values=other).logits
+            assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_autocast_and_policy_of_the_call(mode):
+    """Steps are of the modes of their own call, and no copy of a weight that autocast made outlives the block it was made in."""
+    model, twin = tiny.model("llama"), tiny.model("llama")
+    with attnops.patch(model, cache="paged", decode=how(mode)), attnops.patch(twin, cache="paged"):
+        for cast in (False, True, True, False):
+            written(model)
+            twin.load_state_dict(model.state_dict())
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                got, want = logits(model, *CALL), logits(twin, *CALL)
+            assert relative(got, want) < (4 * torch.finfo(torch.bfloat16).eps if cast else LIMIT)
+        with attnops.use("reference"):
+            assert relative(logits(model, *CALL), logits(twin, *CALL)) < LIMIT
+
+
+def test_offloaded_weights_are_refused():
+    """As accelerate does it: there for the time of the module's forward."""
+    model = tiny.model("llama")
+    mlp = model.model.layers[1].mlp
+    there = dict(mlp.state_dict())
+
+    def bring(module, given):
+        module.load_state_dict(there, assign=True)
+
+    with attnops.patch(model, cache="paged", decode=how()) as handle:
+        generated(model, *CALL)
+        mlp.register_forward_pre_hook(bring)
+        mlp.register_forward_hook(lambda module, given, out: module.to("meta") and None)
+        mlp.to("meta")
+        with pytest.raises(InvalidInput, match=r"decode: got graphs over Linear\.weight, which is on meta"):
+            generated(model, *CALL)
+        assert replays(handle) == CALL[2] - 1
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_capture_that_fails_leaves_nothing_behind(mode, failing, monkeypatch):
+    """In the first layer of the first run, and of the one that is captured: neither tokens nor what the next capture needs are gone."""
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    runs = []
+
+    @torch.library.custom_op("attnops_tests::out_of_memory", mutates_args=())
+    def out_of_memory(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == failing:
+            raise torch.OutOfMemoryError("attnops: a test's")
+        return x.clone()
+
+    out_of_memory.register_fake(torch.empty_like)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+        ours, other = handle.new_cache(2, 20), handle.new_cache(2, 20)
+        for cache in (ours, other):
+            model(ids, past_key_values=cache)
+        want = model(ids[:, :1], past_key_values=other).logits
+        model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out_of_memory(out))
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.step(ids[:, :1], ours)
+        assert int(ours.get_seq_length()) == 6 and ours.state.unfinished == 0
+        assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
+
+
+def test_what_is_no_step_is_told():
+    model = tiny.model("llama")
+    ids, _ = asked(2, 6, 1)
+    with torch.no_grad(), attnops.patch(model, cache="paged", decode=how()) as handle:
+        cache = handle.new_cache(2, 20)
+        model(ids, past_key_values=cache)
+        one = ids[:, :1]
+        for given, text in (
+            ((one[0, 0], cache), r"input_ids: got int64 \[\]"),
+            ((one.float(), cache), r"input_ids: got float32 \[2, 1\]"),
+            ((one, DynamicCache()), "past_key_values: got DynamicCache"),
+            ((one, cache, one[:, 0]), r"position_ids: got int64 \[2\]"),
+            ((one, cache, one[:1]), r"position_ids: got int64 \[1, 1\]"),
+        ):
+            with pytest.raises(InvalidInput, match=text):
+                handle.step(*given)
+        with pytest.raises(InvalidInput, match="past_key_values: got DynamicCache"):
+            handle.capture(DynamicCache())
+        assert handle.graphs is None
