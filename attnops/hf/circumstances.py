@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput
 from attnops.graphs.guard import casting
-from attnops.nn.absorb import HELD, PLAIN
+from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
 
@@ -19,21 +18,26 @@ def circumstances(model: nn.Module) -> tuple[Any, ...]:
     The policy, autocast, and by module its identity, how many hooks it has, words and flags (`training`, names of adapters that are merged)
     and where its tensors lie. It takes some microseconds a module. Raises InvalidInput: a weight is on meta, as accelerate offloads it.
     """
-    return active_policy(), casting(), *(fact for module in model.modules() for fact in _of(module))
+    found: list[Any] = [active_policy(), casting()]
+    for module in model.modules():
+        _add(module, found)
+    return tuple(found)
 
 
-def _of(module: nn.Module) -> Iterator[Any]:
-    yield id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks)
-    for name, value in vars(module).items():
+def _add(module: nn.Module, found: list[Any]) -> None:
+    own = vars(module)
+    found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+    for name in own.keys() - INTERNAL:
+        value = own[name]
         if isinstance(value, (bool, str)):
-            yield name, value
+            found += name, value
         elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
-            yield name, tuple(value)
-    if (absorbed := vars(module).get(HELD)) is not None:
+            found += name, tuple(value)
+    if (absorbed := own.get(HELD)) is not None:
         # Made from parameters, and kept until they are written.
-        yield id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
+        found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
     for held in (module._parameters, module._buffers):
-        yield from (_place(module, name, t) for name, t in held.items() if t is not None)
+        found += [_place(module, name, t) for name, t in held.items() if t is not None]
 
 
 def _place(module: nn.Module, name: str, t: Tensor) -> Any:
