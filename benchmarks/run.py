@@ -7,7 +7,6 @@ direct: against the vendors' own calls. regret: the automatic choice against the
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
 mla: one attention layer of DeepSeek-V3, see mla.py.
-graphs: a decode step of a Llama-3-8B shape in every mode of CUDA graphs.
 tune: the table of measured times, written as table.json beside the results; a regret suite in the same run goes by it.
 """
 
@@ -21,9 +20,9 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"bench": 470, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240, "graphs": 540}
-# A triton.py or graphs.py on the path would hide what has the name.
-FILES = {"overhead": "bench", "triton": "triton_vendors", "graphs": "graphs_of_a_step"}
+LIMITS_S = {"bench": 470, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
+# A triton.py on the path would hide what has the name.
+FILES = {"overhead": "bench", "triton": "triton_vendors"}
 ARGUMENTS = {"overhead": ["--suites", "overhead"]}
 DEFAULT = "bench"
 

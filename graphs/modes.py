@@ -84,8 +84,7 @@ def piecewise(
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes))
-    method.told_apart(one_differs)
+    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes), one_differs)
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
     return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
@@ -160,16 +159,15 @@ class Compiled:
     inner: Inner
     eager: Mapping[str, tuple[str, ...]]
     passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
+    one_differs: bool = False
     compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _into: tuple[Device, Recorded] | None = None
-    _open: set[str] = field(default_factory=set)
 
-    def told_apart(self, one_differs: bool) -> None:
-        """Before the first trace: is a bucket of one traced by itself?"""
-        self._open = {b.kind for b in self.buckets.all()} if one_differs else set()
+    def __post_init__(self) -> None:
+        self._open: set[str] = {b.kind for b in self.buckets.all()} if self.one_differs else set()
 
     def splits(self) -> dict[str, Split]:
         """By kind: where the model was cut."""

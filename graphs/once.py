@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from attnops.traced import may_write
+
 Values = Callable[[Any], Any]
 """The fake value that a node stands for."""
 
@@ -62,26 +64,12 @@ def _is_pure_op(target: Any) -> bool:
 
 def _written(node: fx.Node) -> Iterator[Any]:
     """What a call may write, those among its arguments that are nodes."""
-    if node.op == "call_method":
-        if str(node.target).endswith("_"):
-            yield node.args[0]
-    elif node.op == "call_function":
-        if isinstance(node.target, torch._ops.OpOverload):
-            given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-            writes = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-            yield from (x for name, x in given.items() if name in writes)
-        elif not _writes_nothing(node.target):
-            yield from node.all_input_nodes
-        yield node.kwargs.get("out")
-
-
-def _writes_nothing(function: Any) -> bool:
-    """Is it a function of torch or Python whose name says that it writes nothing? Of others it is not known."""
-    name, home = getattr(function, "__name__", "_"), getattr(function, "__module__", None) or "torch"
-    if home in ("_operator", "math", "builtins"):
-        in_place = name.startswith("i") and any(hasattr(operator, name[1:] + end) for end in ("", "_"))
-        return name != "setitem" and not in_place
-    return home.partition(".")[0] == "torch" and not home.startswith("torch.ops") and not name.endswith("_")
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        writes = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        yield from (x for name, x in given.items() if name in writes)
+    elif may_write(node):
+        yield from node.all_input_nodes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -4,7 +4,6 @@ if __name__ != "attnops.lowering.fuse_linears":
     raise ImportError("import attnops.lowering, not lowering.fuse_linears")
 
 import logging
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.functional import linear
 
 from attnops.lowering.beside import ALIGNED, Row, can_guard, guard, source_of
 from attnops.lowering.restride import VALUE, follow
+from attnops.traced import may_write
 
 log = logging.getLogger("attnops.lowering")
 
@@ -193,30 +193,3 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
     for node, value in after.items():
         node.meta[VALUE] = value
     return ""
-
-
-_IN_PLACE = {getattr(operator, n) for n in dir(operator) if n[:1] == "i" and {n[1:], f"{n[1:]}_"} & {*dir(operator)}} | {
-    operator.setitem, operator.delitem
-}  # fmt: skip
-
-
-def may_write(node: fx.Node) -> bool:
-    """May this operation change a tensor that it is given? Yes where it cannot be told."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    target: Any = node.target
-    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(bool(getattr(target, o)._schema.is_mutable) for o in target.overloads() if not o.endswith("out"))
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
-    if target in _IN_PLACE or name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
-        return True
-    # Modules' functions take `inplace` by place as well.
-    functional = getattr(target, "__module__", "") in ("torch.nn.functional", "torch._C._nn")
-    named = name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
-    return named or (functional and any(a is True for a in node.args))

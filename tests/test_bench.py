@@ -71,6 +71,22 @@ def test_every_suite_measures(measured):
     assert bad(reports) == []
 
 
+def test_the_bytes_of_a_step():
+    """Weights but the embedding, which is read a row at a time, and keys and values of all layers, of a window no more than it has."""
+    plain, tied = (decode.models.build(TOY, name) for name in ("llama", "gemma2"))
+    sizes = {model: model.config for model in (plain, tied)}
+    kept = {model: c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * 4 for model, c in sizes.items()}
+    own = sum(p.numel() * 4 for p in plain.parameters()) - plain.get_input_embeddings().weight.numel() * 4
+    assert decode.bytes_of(plain, Point(3, 20)) == own + 3 * 20 * kept[plain]
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    window = tied.config.sliding_window
+    assert decode.bytes_of(tied, Point(1, window)) == sum(p.numel() * 4 for p in tied.parameters()) + window * kept[tied]
+    far, near = (decode.bytes_of(tied, Point(1, n)) for n in (window + 8, window))
+    full = sum(kind == "full_attention" for kind in tied.config.layer_types)
+    assert far - near == 8 * kept[tied] * full // tied.config.num_hidden_layers
+    assert decode.bytes_of(decode.models.build(TOY, "mixtral"), Point(1, 20)) == 0, "a token reads some experts alone"
+
+
 def test_only_the_ways_asked_for():
     chosen = replace(TOY, ways=("attnops_hf",))
     rows = decode.measure(chosen, decode.models.Kept(chosen), "llama", Point(2, 12))

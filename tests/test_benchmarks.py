@@ -31,7 +31,7 @@ def suites(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     yield
-    for name in ("common", "regret", "run", "tune", "direct", "results", "performance", "data", "mla", "mla_layers", "graphs_of_a_step"):
+    for name in ("common", "regret", "run", "tune", "direct", "results", "performance", "data", "mla", "mla_layers"):
         sys.modules.pop(name, None)
 
 
@@ -309,30 +309,6 @@ def write(root, machine, name, data):
 @pytest.fixture
 def results(suites) -> Any:
     return import_module("results")
-
-
-def test_steps_in_graphs_at_toy_size(suites, monkeypatch):
-    from attnops.graphs import piecewise
-    from tests.graphs.standin import StandIn
-
-    graphs = import_module("graphs_of_a_step")
-    monkeypatch.setattr(graphs, "stock", lambda model: model)
-    monkeypatch.setattr(graphs, "piecewise", lambda *a, **k: piecewise(*a, **k, inner="eager"))
-
-    def timed(calls, **_):
-        for call in calls.values():
-            call()
-        return {name: {"median_us": 1.0, "spread_us": 0.0} for name in calls}
-
-    monkeypatch.setattr(graphs, "interleaved_us", timed)
-    shape = {"hidden": 32, "heads": 4, "kv_heads": 2, "inner": 48, "vocab": 20}
-    with torch.no_grad():
-        found = graphs.measure("cpu", 2, [(2, 20)], 4, shape, StandIn())
-    model = graphs.Decoder(2, graphs.Dims(**shape)).bfloat16()
-    weights = sum(p.numel() for p in model.parameters()) - 20 * 32
-    assert graphs.read_bytes(model, 2, 20) == 2 * weights + 2 * 20 * 2 * 2 * (2 * 8) * 2
-    assert set(found["2x20"]) == {"eager", "reduce-overhead", "piecewise", "breakable"} and found["2x20"]["piecewise"]["roofline"] >= 0
-    assert found["capture breakable"]["buckets"] == 3 and found["capture piecewise"]["modes"] == {"decode": "whole"}
 
 
 def test_no_results_are_no_error(results, tmp_path):

@@ -16,6 +16,7 @@ RANKS = {
     "attnops.errors": 0,
     "attnops.env": 0,
     "attnops.version": 0,
+    "attnops.traced": 0,
     "attnops.reference": 0,
     "attnops.kernel": 1,
     "attnops.measured": 1,

@@ -130,13 +130,13 @@ def _generate(setup: Setup, model: Any, batch: int, length: int, new: int, count
 
 
 def pieces(setup: Setup) -> list[Row]:
-    """Of a decode step of `attnops.nn`, cut at every attention call: how many parts there are and how many differ."""
+    """Of a decode step of `attnops.nn`, cut for the compiler at every attention call: how many parts there are and how many differ."""
     dims, layers = (decoder.TINY, 4) if not setup.on_gpu else (decoder.LLAMA_8B, setup.layers or 8)
     model = decoder.built(layers, dims, setup.device, setup.dtype)
     values = decoder.step_values(layers, dims, 2, CONTEXT, setup.device, setup.dtype)
     values.pop("cache")
     inner = INNER["inductor" if setup.backend == "inductor" else "eager"]
-    method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(2,)), inner, {"decode": ("paged_attention",)})
+    method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(2,)), inner, {})
     start = time.perf_counter()
     with torch.no_grad():
         method.prepare("decode", values)

@@ -8,7 +8,7 @@ All are fed the same random tokens. The logits of a few steps are compared with 
 half as far again as those of `hf_eager`.
 
 `first_s`: the first steps, compilation and capture among them, every way with an empty folder for what is compiled. `of_bandwidth`: bytes a
-step has to read, weights without the embedding and cached keys and values (or latents), over its time, as a share of the rate of a pass
+step has to read, weights without the embedding and cached keys and values, over its time, as a share of the rate of a pass
 over a large tensor in the same run. `us_...`: where the time goes, see `attnops.bench.profile`.
 """
 
@@ -56,10 +56,7 @@ POINTS = {
 
 def run(setup: Setup) -> dict[str, Any]:
     """The suite."""
-    kept = models.Kept(setup)
-    names = (setup.model,) if setup.model else MODELS[setup.size]
-    points = setup.points or POINTS[setup.size]
-    return collect(setup, {f"{n} {p}": partial(measure, setup, kept, n, p) for n in names for p in points})
+    return collect(setup, models.over(setup, MODELS, POINTS, measure))
 
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
@@ -182,7 +179,7 @@ def stepping(
     """The tokens of `new` one after the other behind `prompt`, from the same place each time. told: what there is to say afterwards."""
     more: dict[str, Any] = {}
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    rewind = _rewind(cache, new.shape[1])
+    rewind = _rewind(cache)
 
     def one(at: int) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -221,7 +218,7 @@ def _from_empty(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return inside
 
 
-def _rewind(cache: Any, steps: int) -> Callable[[], None]:
+def _rewind(cache: Any) -> Callable[[], None]:
     if not isinstance(cache, attnops.hf.PagedModelCache):
         return models.Rewound(cache)
     start = int(cache.get_seq_length())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.bench.setup import Setup
-from attnops.bench.verdict import relative_error
+from attnops.bench.setup import Point, Setup
+from attnops.bench.verdict import Row, relative_error
 from attnops.cli.models import config_of
 from attnops.cli.shapes import SHAPES
 
@@ -80,6 +81,17 @@ class Kept:
             self._model = None
             self._model, self._name = build(self._setup, name), name
         return self._model
+
+
+def over(
+    setup: Setup, names: Mapping[str, tuple[str, ...]], points: Mapping[str, tuple[Point, ...]],
+    measure: Callable[[Setup, Kept, str, Point], Iterable[Row]],
+) -> dict[str, Callable[[], Iterable[Row]]]:  # fmt: skip
+    """Cases of a suite: every model at every point, those of the setup or else those for its size."""
+    kept = Kept(setup)
+    asked = (setup.model,) if setup.model else names[setup.size]
+    places = setup.points or points[setup.size]
+    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in asked for point in places}
 
 
 def twin(model: Any) -> Any:

@@ -1,7 +1,7 @@
 """Suite `prefill`: the time to the first token of whole Hugging Face models: prompts over an empty cache, logits of the last token.
 
 `hf_eager`: transformers with SDPA. `hf_compiled`: its forward compiled. `attnops_eager`, `attnops_compiled`: the same model, patched.
-Every call makes its cache anew; all logits are compared with those of `hf_eager`.
+Every call makes its cache anew. Logits are compared as those of the suite `decode`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ POINTS = {
 
 def run(setup: Setup) -> dict[str, Any]:
     """The suite."""
-    kept = models.Kept(setup)
-    points = setup.points or POINTS[setup.size]
-    names = (setup.model,) if setup.model else MODELS[setup.size]
-    return collect(setup, {f"{n} {p}": partial(measure, setup, kept, n, p) for n in names for p in points})
+    return collect(setup, models.over(setup, MODELS, POINTS, measure))
 
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:

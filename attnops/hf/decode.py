@@ -11,9 +11,10 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,28 +60,38 @@ class Decode:
             raise InvalidInput("decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
 
 
+class _Over(NamedTuple):
+    """Graphs, the cache of ours over the pages that they were captured for, and ones int64 `[rows]`, which mark rows of a batch."""
+
+    graphed: Graphed
+    cache: PagedModelCache
+    live: Tensor
+
+
 class Decoder:
     """The graphs of one model, over one set of pages at a time. make: a cache over given pages, which keep what they hold.
 
     forward: the model's own, as it was before `decode=` took its place.
 
     While the cache that was served last lives, others on pages of their own are not: capture costs more than steps without graphs.
-    plain_steps: how many went without.
+    plain_steps: how many of `generate()` went without, for that or because more was asked of them than logits.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
-        if "position_ids" not in inspect.signature(forward).parameters:
-            raise InvalidInput("decode", how.mode, "'hf' for a model that takes no position_ids: it counts positions by its masks")
         self.how = how
         self._model, self._forward, self._make = model, forward, make
-        self.graphed: Graphed | None = None
         self.plain_steps = 0
-        self._cache: PagedModelCache | None = None
+        self._over: _Over | None = None
         self._user: Callable[[], State | None] = lambda: None
         self._given: tuple[Any, ...] = ()
         self._look = True
         # Graphs have one set of buffers. Who comes while another thread is at them goes without.
         self._lock = threading.Lock()
+
+    @property
+    def graphed(self) -> Graphed | None:
+        """What was captured, for reports."""
+        return None if self._over is None else self._over.graphed
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
         """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: others are at the graphs.
@@ -100,51 +111,58 @@ class Decoder:
             raise InvalidInput("position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
             raise InvalidInput("past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            if (cached := self._of(state)) is None:
+        with self._graphs_of(state) as found:
+            if found is None:
                 return None
-            assert self.graphed is not None
-            with torch.no_grad(), ordinary():
-                if position_ids is None:
+            if position_ids is None:
+                with torch.no_grad(), ordinary():
                     position_ids = (state.pages.seen - state.pages.pad[:batch])[:, None]
-                live = torch.ones(batch, dtype=torch.int64, device=input_ids.device)
-            logits: Tensor = self.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=cached)
+            logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=found.live[:batch], cache=found.cache)
             return logits
-        finally:
-            self._settle()
-            self._lock.release()
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
         """Capture every bucket up to the cache's rows now. Its tokens stay. None: others are at the graphs. Raises as `Graphed`."""
-        state = _state_of(cache)
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            if (cached := self._of(state)) is None:
+        with self._graphs_of(_state_of(cache)) as found:
+            if found is None:
                 return None
-            assert self.graphed is not None
-            rows = torch.zeros((1, 1), dtype=torch.int64, device=state.pages.seen.device)
-            return self.graphed.capture(input_ids=rows, position_ids=rows, live=rows[0], cache=cached, progress=progress)
+            one = found.live[:1]
+            return found.graphed.capture(input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress)
+
+    @contextmanager
+    def _graphs_of(self, state: State) -> Iterator[_Over | None]:
+        """The graphs over these pages, for the block alone; None: others are at them."""
+        if not self._lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self._of(state)
         finally:
-            self._settle()
+            # A capture that failed half way is of nobody's tokens.
+            if self._over is not None:
+                self._over.cache.state.end_step()
             self._lock.release()
 
     def prompted(self) -> None:
         """The model ran without graphs, as it does on every prompt. Between two of them weights may be replaced."""
         self._look = True
 
+    def could_serve(self, kwargs: dict[str, Any]) -> bool:
+        """Is this call of the model one token more for the rows of a cache?"""
+        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+        one = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+        return one and isinstance(cache, PagedModelCache) and cache.state.filled
+
     def serves(self, kwargs: dict[str, Any]) -> bool:
-        """Is this call of the model one token more for the rows of a cache, and nothing besides?"""
-        ids, positions, cache = (kwargs.get(name) for name in _TAKEN)
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(cache, PagedModelCache):
+        """Is it that, and nothing besides?"""
+        if not self.could_serve(kwargs):
             return False
+        given: dict[str, Any] = kwargs
+        ids, positions, cache = given["input_ids"], given.get("position_ids"), given["past_key_values"]
         if ids.dtype != torch.int64 or (positions is not None and (positions.shape, positions.dtype) != (ids.shape, ids.dtype)):
             return False
         asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
         plain = all(value is None or value is False for value in asked.values())
-        return plain and cache.state.filled and not cache.state.unfinished
+        return plain and not cache.state.unfinished
 
     def free(self) -> None:
         """Give the graphs' memory back. The next step captures anew."""
@@ -155,22 +173,17 @@ class Decoder:
         """As `free`, unless a living cache is on the pages that were captured."""
         with self._lock:
             user = self._user()
-            if self._cache is not None and (user is None or user.pages is not self._cache.state.pages):
+            if self._over is not None and (user is None or user.pages is not self._over.cache.state.pages):
                 self._forget()
 
-    def _settle(self) -> None:
-        # A capture that failed half way is of nobody's tokens.
-        if self._cache is not None:
-            self._cache.state.end_step()
-
     def _forget(self) -> None:
-        if self.graphed is not None:
-            self.graphed.free()
-        self.graphed = self._cache = None
+        if self._over is not None:
+            self._over.graphed.free()
+        self._over = None
 
-    def _of(self, state: State) -> PagedModelCache | None:
-        """The cache that was captured for these pages, now if it was not before."""
-        captured = None if self._cache is None else self._cache.state.pages
+    def _of(self, state: State) -> _Over | None:
+        """The graphs over these pages, made now if they were not before; None: they are over those of another cache that lives."""
+        captured = None if self._over is None else self._over.cache.state.pages
         user = self._user()
         if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
             return None
@@ -184,7 +197,7 @@ class Decoder:
             self._renew(state.pages)
         if user is not state:
             self._user = weakref.ref(state)
-        return self._cache
+        return self._over
 
     def _renew(self, pages: Any) -> None:
         self._forget()
@@ -198,8 +211,10 @@ class Decoder:
         step = _step_of(self._forward)
         # Positions of one row are broadcast over, those of several are not.
         traced: dict[str, Any] = {"inner": how.inner, "one_differs": True, "passes": (fuse_linears,) if how.pack else ()}
-        self.graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
-        self._cache = cache
+        graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
+        with ordinary():
+            live = torch.ones(cache.max_batch, dtype=torch.int64, device=pages.seen.device)
+        self._over = _Over(graphed, cache, live)
 
 
 def _state_of(cache: Any) -> State:
@@ -265,6 +280,7 @@ class Forward:
         mask, prompt = kwargs.get("attention_mask"), generation.prompt
         whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
         if not whole or not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
+            decoder.plain_steps += whole and decoder.could_serve(kwargs)
             return self._plain(*args, **kwargs)
         logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
         if logits is None:

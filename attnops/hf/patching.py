@@ -153,6 +153,12 @@ class Patched:
         found = None if self._paged is None else self._paged._decoder
         return None if found is None else found.graphed
 
+    @property
+    def plain_steps(self) -> int:
+        """Steps of one token of `generate()` that ran without graphs: others were at them, or more was asked for than logits."""
+        found = None if self._paged is None else self._paged._decoder
+        return 0 if found is None else found.plain_steps
+
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
     ) -> Verification:

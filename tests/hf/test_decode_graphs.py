@@ -69,7 +69,7 @@ def test_tokens_of_changing_batches(mode, name, nan_pages):
     with attnops.patch(model, cache="paged", decode=how(mode)) as handle:
         for call, tokens in zip(calls, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
-        assert handle._paged.decoder().plain_steps == 0
+        assert handle.plain_steps == 0
         assert set(handle.graphs.report().modes.values()) == ({"whole"})
     assert handle.graphs is None
     assert "forward" not in vars(model)
@@ -128,7 +128,9 @@ def test_only_steps_of_generate_are_in_graphs():
         beams = model.generate(ids, **given, num_beams=2)
         looked_up = model.generate(ids[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
         scores = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+        assert handle.plain_steps == 0
         with_states = model.generate(ids, **given, output_hidden_states=True, return_dict_in_generate=True)
+        assert handle.plain_steps == given["max_new_tokens"] - 1, "what graphs do not give is counted"
     assert torch.equal(model.generate(ids, **given, num_beams=2), beams)
     assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False), looked_up)
     want = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
@@ -240,14 +242,14 @@ def test_while_others_are_at_the_graphs():
             thread = threading.Thread(target=lambda: found.append(generated(model, 2, 9, 4)))
             thread.start()
             thread.join()
-        assert torch.equal(found[0], want) and decoder.plain_steps == 3
+        assert torch.equal(found[0], want) and handle.plain_steps == 3
         kept = handle.new_cache(2, 20)
         assert torch.equal(generated(model, 2, 9, 4, past_key_values=kept), want)
         assert torch.equal(generated(model, 2, 9, 4), want), "the kept cache lives, and graphs are over its pages"
-        assert decoder.plain_steps == 6
+        assert handle.plain_steps == 6
         del kept
         assert torch.equal(generated(model, 2, 9, 4), want)
-        assert decoder.plain_steps == 6
+        assert handle.plain_steps == 6
 
 
 def test_larger_pages_do_not_lie_beside_the_old_ones():
@@ -256,7 +258,7 @@ def test_larger_pages_do_not_lie_beside_the_old_ones():
         generated(model, 1, 9, 3)
         decoder = handle._paged.decoder()
         before = torch.utils.weak.WeakTensorKeyDictionary()
-        before[decoder._cache.state.pages.k_pages[0]] = 1
+        before[decoder._over.cache.state.pages.k_pages[0]] = 1
         sizes = []
         real = paged._pages
         paged._pages = lambda *given: sizes.append(len(before)) or real(*given)

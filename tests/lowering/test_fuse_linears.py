@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import attnops
 from attnops.lowering import fuse_linears
-from attnops.lowering.fuse_linears import may_write
 from attnops.nn import pack_linears
+from attnops.traced import may_write
 from tests.helpers import ready_process
 from tests.lowering.models import compiled_code
 
@@ -355,6 +355,11 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
     assert fuse_linears(fx.symbolic_trace(model)) == ()
 
 
+def anything(x):
+    """Of nobody whose functions are known, as one that is allowed in graphs."""
+    return x
+
+
 def test_what_may_write():
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -364,6 +369,7 @@ def test_what_may_write():
     quiet += [graph.call_method("__getitem__", (x,)), graph.call_function(torch.ops.aten.mul), graph.call_method("to", (x,))]
     loud = [graph.call_function(f, (x, x)) for f in (operator.iadd, operator.iand, operator.setitem, torch.relu_, torch.ops.aten.mul_)]
     loud += [graph.call_method("__iadd__", (x,)), graph.call_module("m", (x,)), graph.call_function(torch.ops.attnops.write_kv.default)]
+    loud += [graph.call_function(anything, (x,)), graph.call_function(F.relu, (x, True))]
     assert not any(map(may_write, quiet)) and all(map(may_write, loud))
 
 
