@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 
+import torch
 from common import default_device, folder_of
 
 from attnops.bench import Point, Setup, device_of
 from attnops.bench.report import bad
-from attnops.bench.suites import named, run
+from attnops.bench.running import run
+from attnops.bench.suites import named
 from attnops.cli.explain import quiet_transformers
 
 
@@ -24,6 +26,8 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--model", default="")
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--gpus", type=int, default=0, help="that share the cases; default all")
+    parser.add_argument("--stop-s", type=float, default=float("inf"), help="several GPUs: when what is not done is ended")
     parser.add_argument("--points", default="", help="requests x tokens before, with commas: 1x1k,8x1k")
     given = parser.parse_args()
     points = tuple(Point.parse(p) for p in given.points.split(",")) if given.points else ()
@@ -32,7 +36,10 @@ def main() -> int:
         device_of(given.device), given.quick, given.model, given.layers, points, tell=lambda what: print(what, flush=True)
     )  # fmt: skip
     with quiet_transformers():
-        reports = run(suites, setup, budget_s=given.budget_s, out=folder_of(given.device), commit=os.environ.get("COMMIT", ""))
+        reports = run(
+            suites, setup, budget_s=given.budget_s, out=folder_of(given.device), commit=os.environ.get("COMMIT", ""),
+            gpus=given.gpus or (max(1, torch.cuda.device_count()) if setup.on_gpu else 1), stop_s=given.stop_s,
+        )  # fmt: skip
     for name, report in reports.items():
         print(f"== {name}, {report['seconds']:.0f} s, ceilings {report['ceilings']}")
         for row in report["rows"]:

@@ -25,7 +25,7 @@ import torch
 from common import default_device, environment, interleaved_us, spread, write
 from torch.nn.functional import scaled_dot_product_attention
 
-import attnops.ops
+from attnops.bench import vendors
 from attnops.kernel import Kernel
 from attnops.measured import Shape
 from attnops.ops import OPS
@@ -36,7 +36,6 @@ from attnops.tune.shapes import DENSE, MLA, PAGED
 from attnops.tune.timing import runner
 
 Run = Callable[[], Any]
-WORKSPACE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -62,109 +61,7 @@ class Case:
         return 2.0 * pairs * s.q_heads * width / 1e6
 
 
-# The vendors' calls ---------------------------------------------------------------------------------------------------
-
-
-def fa3_paged(call: Call) -> Run:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
-
-    a, out = call.arguments, torch.empty_like(call.arguments["output"])
-    return lambda: flash_attn_with_kvcache(
-        a["query"], a["k_pages"], a["v_pages"], cache_seqlens=a["seq_lens"], page_table=a["page_table"], cu_seqlens_q=a["cu_seqlens_q"],
-        max_seqlen_q=a["max_seqlen_q"], softmax_scale=a["scale"], causal=a["causal"], out=out,
-    )  # fmt: skip
-
-
-def fa3_dense(call: Call) -> Run:
-    from sgl_kernel.flash_attn import flash_attn_varlen_func
-
-    a = call.arguments
-    query, key, value = (a[n].flatten(0, 1) for n in ("query", "key", "value"))
-    batch, length = a["query"].shape[:2]
-    cu = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-    return lambda: flash_attn_varlen_func(query, key, value, cu, cu, length, length, softmax_scale=a["scale"], causal=a["causal"])
-
-
-def _mla_query(a: Any) -> torch.Tensor:
-    return torch.cat([a["q_nope"], a["q_pe"]], -1)[:, None]
-
-
-def flashmla(call: Call) -> Run:
-    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
-    tiles, splits = get_mla_metadata(a["seq_lens"], query.shape[2], 1)
-    return lambda: flash_mla_with_kvcache(
-        query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits, softmax_scale=a["scale"], causal=False
-    )  # fmt: skip
-
-
-def flashmla_with_metadata(call: Call) -> Run:
-    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
-
-    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
-    op = torch.ops.sgl_kernel.dense_decode_fwd.default
-    return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
-
-
-def _rows(a: Any, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=page)
-    return indptr, indices[: int(indptr[-1])], last
-
-
-def flashinfer_decode(tensor_cores: bool) -> Callable[[Call], Run]:
-    def make(call: Call) -> Run:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=tensor_cores)
-        _, page, kv_heads, dim = pages[0].shape
-        wrapper.plan(
-            *_rows(a, page), q.shape[1], kv_heads, dim, page, q_data_type=q.dtype, kv_data_type=q.dtype, sm_scale=a["scale"]
-        )  # fmt: skip
-        out = torch.empty_like(a["output"])
-        return lambda: wrapper.run(q, pages, out=out)
-
-    return make
-
-
-def flashinfer_prefill(backend: str) -> Callable[[Call], Run]:
-    def make(call: Call) -> Run:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
-        _, page, kv_heads, dim = pages[0].shape
-        wrapper.plan(
-            a["cu_seqlens_q"], *_rows(a, page), q.shape[1], kv_heads, dim, page, causal=a["causal"], sm_scale=a["scale"],
-            q_data_type=q.dtype, kv_data_type=q.dtype,
-        )  # fmt: skip
-        out = torch.empty_like(a["output"])
-        return lambda: wrapper.run(q, pages, out=out)
-
-    return make
-
-
-def flashinfer_mla(backend: str) -> Callable[[Call], Run]:
-    def make(call: Call) -> Run:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        a, pages = call.arguments, call.arguments["latent_pages"]
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
-        wrapper = BatchMLAPagedAttentionWrapper(space, backend=backend)
-        indptr, indices, _ = _rows(a, pages.shape[1])
-        wrapper.plan(
-            qo_indptr=a["cu_seqlens_q"], kv_indptr=indptr, kv_indices=indices, kv_len_arr=a["seq_lens"], num_heads=a["q_nope"].shape[1],
-            head_dim_ckv=512, head_dim_kpe=64, page_size=pages.shape[1], causal=False, sm_scale=a["scale"], q_data_type=pages.dtype,
-            kv_data_type=pages.dtype,
-        )  # fmt: skip
-        out = torch.empty_like(a["output"])
-        query, cache = (a["q_nope"], a["q_pe"]), (pages[..., :512], pages[..., 512:])
-        return lambda: wrapper.run(query=query, kv_cache=cache, out=out)
-
-    return make
+# What is called besides our ops ----------------------------------------------------------------------------------------
 
 
 def sdpa_dense(call: Call) -> Run:
@@ -182,20 +79,9 @@ def sdpa_contiguous(call: Call) -> Run:
     return lambda: scaled_dot_product_attention(q, k, v, scale=a["scale"], enable_gqa=True)
 
 
-DECODE = {
-    "fa3": fa3_paged,
-    "flashinfer_cuda_cores": flashinfer_decode(False),
-    "flashinfer_tensor_cores": flashinfer_decode(True),
-    "sdpa_contiguous": sdpa_contiguous,
-}
-EXTEND = {"fa3": fa3_paged, "flashinfer_fa2": flashinfer_prefill("fa2"), "flashinfer_fa3": flashinfer_prefill("fa3")}
-PREFILL = {"fa3": fa3_dense, "sdpa": sdpa_dense}
-LATENT = {
-    "flashmla": flashmla,
-    "flashmla_with_metadata": flashmla_with_metadata,
-    "flashinfer_fa2": flashinfer_mla("fa2"),
-    "flashinfer_fa3": flashinfer_mla("fa3"),
-}
+DECODE = {**vendors.DECODE, "sdpa_contiguous": sdpa_contiguous}
+EXTEND, LATENT = vendors.EXTEND, vendors.LATENT
+PREFILL = {**vendors.PREFILL, "sdpa": sdpa_dense}
 STEP = replace(PAGED, decode=True)
 CASES = (
     *(Case(f"decode {b}x{k}", STEP, b, 1, k, "TB/s", DECODE) for b, k in ((1, 8192), (8, 4096), (64, 4096))),

@@ -2,7 +2,8 @@
 
     python benchmarks/run.py [--suite bench,direct,regret,data] [--device cpu|cuda]
 
-bench: what `attnops bench` measures. overhead: its suite of that name alone, what a call through attnops costs.
+bench: what `attnops bench` measures, its cases shared by all GPUs that torch finds.
+overhead: its suite of that name alone, what a call through attnops costs.
 direct: against the vendors' own calls. regret: the automatic choice against the best.
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
@@ -23,7 +24,8 @@ from common import ROOT, default_device, folder_of
 LIMITS_S = {"bench": 470, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
 # A triton.py on the path would hide what has the name.
 FILES = {"overhead": "bench", "triton": "triton_vendors"}
-ARGUMENTS = {"overhead": ["--suites", "overhead"]}
+ARGUMENTS = {"overhead": ["--suites", "overhead"], "bench": ["--stop-s", "445"]}
+# Ceilings and the start of the processes come before.
 DEFAULT = "bench"
 
 

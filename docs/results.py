@@ -60,30 +60,6 @@ def proven(data: dict[str, Any]) -> str:
     return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
 
 
-def overhead(data: dict[str, Any]) -> str:
-    """What a call through attnops costs on the host."""
-    eager, compiled = data["eager"], data["compiled"]
-    rows = [[what, f"{eager[key]['median_us']:.2f} ± {eager[key]['spread_us']:.2f}"] for what, key in OVERHEAD if key in eager]
-    fa3 = data.get("fa3", {})
-    rows += [[what, f"{fa3[key]['median_us']:.2f} ± {fa3[key]['spread_us']:.2f}"] for what, key in FA3 if key in fa3]
-    rows.append(["one more op in a compiled graph", f"{compiled['op_us']:.2f}"])
-    rows.append(["`import attnops` after torch", f"{data['import']['attnops_s'] * 1000:.0f} ms"])
-    return table(["an eager paged call of a kernel that does nothing, if not said otherwise", "us"], rows)
-
-
-OVERHEAD = (
-    ("`attnops.paged_attention(...)`", "function"),
-    ("`torch.ops.attnops.paged_attention(...)`", "op"),
-    ("its overload, as compiled code calls it", "overload"),
-    ("a plain Python function", "plain"),
-)
-FA3 = (
-    ("fa3: the wheel's raw op", "raw"),
-    ("fa3: `attnops.paged_attention(..., padded=False)`", "promised"),
-    ("fa3: `attnops.paged_attention(...)`", "padded"),
-)
-
-
 def direct(data: dict[str, Any]) -> str:
     """Our compiled ops against the vendors' calls."""
     rows = []
@@ -190,7 +166,6 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "data": ("What moves data", data_kernels),
     "sanitizer": ("Our Triton kernels under compute-sanitizer", sanitizer),
     "regret": ("The automatic choice against the best", regret),
-    "overhead": ("What a call costs", overhead),
 }
 
 
@@ -229,7 +204,7 @@ def results_short(root: Path = ROOT) -> str:
 
 
 def _row(files: dict[str, Any]) -> list[str]:
-    shown = [files[s] for s in PARTS if s in files]
+    shown = [files[s] for s in (*PARTS, "overhead") if s in files]
     if not shown:
         return []
     numerics = {name: n for stem in files if stem.startswith("kernels") for name, n in files[stem].get("numerics", {}).items()}
@@ -238,5 +213,6 @@ def _row(files: dict[str, Any]) -> list[str]:
     ratios = sorted(a["ratio"] for c in files.get("direct", {}).get("cases", {}).values() for a in c.get("against", {}).values())
     times = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {ratios[len(ratios) // 2]:.3f}" if ratios else "-"
     found = cell(files["regret"]["all"]["automatic"]) + f" of {files['regret']['all']['calls']} calls" if "regret" in files else "-"
-    cost = f"{files['overhead']['eager']['function']['median_us']:.1f} us" if "overhead" in files else "-"
+    eager = [r["median_us"] for r in files.get("overhead", {}).get("rows", []) if r["way"] == "function" and r["case"].startswith("eager")]
+    cost = f"{eager[0]:.1f} us" if eager else "-"
     return [str(shown[0].get("device", "?")), f"{good} of {len(ran)}" if ran else "-", times, found, cost]

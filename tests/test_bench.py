@@ -18,9 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, plots, suites
+from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, lanes, plots, running, suites, vendors
+from attnops.bench.claims import Claims
 from attnops.bench.compare import compare
-from attnops.bench.report import bad, collect, environment, read, text_of
+from attnops.bench.report import SPENT, Found, LeftOut, bad, environment, joined, measured, read, text_of
 from attnops.bench.timing import Timed, spread, steps_us
 from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
 from attnops.cli import bench as command
@@ -38,7 +39,7 @@ CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory) -> Any:
+def reports_of(tmp_path_factory) -> Any:
     """(reports of all suites, what was printed, the folder of files and pictures). Dynamo hands graphs to itself: nothing is timed well."""
     folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
     drawn = folder if find_spec("matplotlib") else None
@@ -53,8 +54,8 @@ def attnops(*arguments):
 # Suites ---------------------------------------------------------------------------------------------------------------
 
 
-def test_every_suite_measures(measured):
-    reports, printed, _ = measured
+def test_every_suite_measures(reports_of):
+    reports, printed, _ = reports_of
     assert list(reports) == [suite.name for suite in suites.SUITES]
     without = reports["graphs"]
     assert not without["rows"] and set(without["left_out"].values()) == {"there are no CUDA graphs on a CPU"}
@@ -97,7 +98,7 @@ def test_only_the_ways_asked_for():
 
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
-    found = graphs.run(TOY, StandIn())
+    found = joined((), {name: measured(TOY, name, case) for name, case in graphs.cases(TOY, StandIn()).items()})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
     assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
@@ -113,10 +114,10 @@ def ways(report):
     return found
 
 
-def test_whole_models_are_beside_their_peers(measured):
-    [step] = ways(measured[0]["decode"]).values()
+def test_whole_models_are_beside_their_peers(reports_of):
+    [step] = ways(reports_of[0]["decode"]).values()
     assert {"hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged"} <= set(step)
-    [prompt] = ways(measured[0]["prefill"]).values()
+    [prompt] = ways(reports_of[0]["prefill"]).values()
     assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
     for row in (*step.values(), *prompt.values()):
         assert row["budget"] < 1e-4, "that of float32"
@@ -125,8 +126,8 @@ def test_whole_models_are_beside_their_peers(measured):
             assert row["of_hf_eager"] == pytest.approx(base["hf_eager"]["median_us"] / row["median_us"], rel=1e-3)
 
 
-def test_kernels_are_beside_torch(measured):
-    cases = ways(measured[0]["kernels"])
+def test_kernels_are_beside_torch(reports_of):
+    cases = ways(reports_of[0]["kernels"])
     assert [name.partition(" ")[0] for name in cases] == ["decode", "prefill", "extend", "latent"]
     assert {"sdpa", "reference", "automatic", "torch.sdpa"} <= set(cases["decode 2x32"]) & set(cases["prefill 1x32"])
     for rows in cases.values():
@@ -141,8 +142,8 @@ def test_every_kind_of_call_is_compared_with_the_exact_result():
             assert not row.wrong and row.error is not None and 0 < row.error < row.budget, (row, row.wrong)
 
 
-def test_compilation_is_counted(measured):
-    found = ways(measured[0]["compile"])
+def test_compilation_is_counted(reports_of):
+    found = ways(reports_of[0]["compile"])
     assert set(found["llama, cold"]) == set(found["llama, warm"]) == set(found["llama, generate"]) == set(compile.WAYS)
     for row in found["llama, generate"].values():
         assert row["calls"] == 2 and row["graphs"] - row["recompiles"] >= 1 and "median_us" not in row
@@ -150,11 +151,12 @@ def test_compilation_is_counted(measured):
     assert found["pieces of 4 layers"]["attnops_piecewise"]["pieces"] == 5
 
 
-def test_overhead_is_in_order(measured):
-    report = measured[0]["overhead"]
-    eager = report["eager"]
-    assert eager["plain"]["median_us"] < eager["function"]["median_us"] and report["fa3"] == {"skipped": "fa3 is not usable here"}
-    assert {row["case"] for row in report["rows"]} == {"eager call of a kernel that does nothing", "compiled graph", "import"}
+def test_overhead_is_in_order(reports_of):
+    rows = {(row["case"], row["way"]): row for row in reports_of[0]["overhead"]["rows"]}
+    eager = {way: row["median_us"] for (case, way), row in rows.items() if case == "eager call of a kernel that does nothing"}
+    assert eager["plain"] < eager["function"] and set(eager) == {"plain", "function", "op", "overload"}
+    assert not any("fa3" in case for case, _ in rows), "it runs on CUDA alone"
+    assert all("op_us" in rows["compiled graph", way] for way in ("8_ops", "24_ops")) and rows["import", "attnops"]["median_us"] > 0
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
 
 
@@ -255,27 +257,114 @@ def test_times_are_medians_in_turn():
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0])["median_us"] == 3.0
 
 
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def made(name, *cases, share=1.0):
+    """A suite of cases that are functions without arguments."""
+    return suites.Suite(name, "of a test", lambda setup: dict(cases), suites.SPEED, share=share)
+
+
+def rows_of(name):
+    return lambda: [Row(name, "way", 1.0)]
+
+
 def test_a_spent_budget_cuts_and_says_so(tmp_path):
-    done: list[str] = []
-
-    def case(name):
-        done.append(name)
-        return [Row(name, "way", 1.0)]
-
-    late = replace(TOY, until_s=0.0)
-    assert collect(late, {"a": lambda: case("a")}) == {"rows": [], "left_out": {"a": "the time was spent"}, "failed": {}} and not done
-    found = collect(TOY, {"a": lambda: case("a"), "b": lambda: 1 // 0, "c": lambda: case("c")})
-    assert [row["case"] for row in found["rows"]] == ["a", "c"] and found["failed"]["b"].startswith("ZeroDivisionError")
-    reports = suites.run(suites.named(("kernels", "decode")), replace(TOY, until_s=0.0), budget_s=1e-9, out=tmp_path)
+    reports = running.run(suites.named(("kernels", "decode")), TOY, budget_s=1e-9, out=tmp_path)
     assert set(reports["decode"]["left_out"]) == {"llama 2x12"} and len(reports["kernels"]["left_out"]) == 4
+    assert set(reports["decode"]["left_out"].values()) == {SPENT} and not reports["decode"]["rows"]
     assert read(tmp_path / "decode.json")["left_out"] == reports["decode"]["left_out"]
+
+
+def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
+    def here():
+        raise LeftOut("not here")
+
+    broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0, suites.SPEED)
+    both = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
+    reports = running.run((broken, both), TOY, out=tmp_path)
+    found = reports["some"]
+    assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
+    assert found["failed"] == {"b": "ZeroDivisionError: integer division or modulo by zero"}
+    assert list(reports["broken"]["failed"]) == ["broken"] and read(tmp_path / "some.json")["rows"] == found["rows"]
+
+
+def test_time_that_is_left_goes_to_what_was_left(tmp_path, monkeypatch):
+    """Two suites of equal shares: the first spends its own with its first case, and has its second when the other is done."""
+    now, order = [0.0], []
+    monkeypatch.setattr(lanes.time, "monotonic", lambda: now[0])
+
+    def case(name, seconds):
+        def run():
+            now[0] += seconds
+            order.append(name)
+            return [Row(name, "way", 1.0)]
+
+        return name, run
+
+    several = (made("long", case("a", 60.0), case("b", 31.0), case("c", 30.0)), made("short", case("d", 10.0)))
+    lanes.work(several, TOY, Claims(tmp_path), 100.0, lambda *_: None, lambda *_: None)
+    assert order == ["a", "d", "b"], "and nothing begins when all is spent"
+
+
+def test_a_case_is_taken_once(tmp_path):
+    one, other = Claims(tmp_path), Claims(tmp_path)
+    assert one.free("s", "a/b") and one.take("s", "a/b") and not other.free("s", "a/b") and not other.take("s", "a/b")
+    assert other.take("s/a", "b") and other.take("s", "x" * 500)
+
+
+def test_processes_share_the_cases(tmp_path):
+    """As GPUs do. Each measures with torch alone, and none what another has measured."""
+    found: dict[str, Found] = {}
+    begun: list[list[str]] = []
+    some = suites.named(("kernels",))
+    setup = replace(TOY, backend="eager")
+
+    def put(suite, case, what):
+        assert suite == "kernels" and case not in found
+        found[case] = what
+
+    lanes.spread_over(("a", "b"), some, setup, 60.0, put, lambda suite, names: begun.append(names))
+    assert begun[0] == begun[-1] == list(kernels.cases(TOY)) and set(found) == set(begun[0])
+    assert all(one.rows and not one.failed for one in found.values())
+
+
+@pytest.mark.parametrize(("ends", "stop_s", "said"), [("exit 3", 60.0, "failed"), ("sleep 60", 1.0, "left_out")])
+def test_a_process_that_ends_takes_its_case_alone(tmp_path, monkeypatch, ends, stop_s, said):
+    lines = ['{"suite": "kernels", "cases": ["a", "b"]}', '{"suite": "kernels", "at": "a"}', '{"suite": "kernels", "at": "b"}']
+    lines.insert(2, '{"suite": "kernels", "case": "a", "found": {"rows": [{"case": "a", "way": "w"}]}}')
+    fake = tmp_path / "python"
+    into = "$(echo $3 | sed 's/.*\"file\": \"//; s/\".*//')"
+    said_so = "".join(f"echo '{line}' >> {into}\n" for line in lines)
+    fake.write_text(f"#!/bin/sh\necho out of memory\n{said_so}printf '{{\"half' >> {into}\n{ends}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(lanes.sys, "executable", str(fake))
+    found: dict[str, Found] = {}
+    some = suites.named(("kernels",))
+    lanes.spread_over(("0",), some, TOY, 1.0, lambda suite, case, what: found.update({case: what}), lambda *_: None, stop_s)
+    assert found["a"].rows == [{"case": "a", "way": "w"}] and set(found) == {"a", "b"}
+    what = getattr(found["b"], said)
+    assert what == ("its process ended with 3: out of memory" if said == "failed" else "it was not done after 1 s of the run")
+
+
+def test_vendors_are_called_where_they_answer():
+    pool = Pool("cpu")
+    by_case = {}
+    for case in (case.sized("toy") for case in kernels.CASES):
+        call = kernels.build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool).with_(**dict(case.more))
+        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in vendors.vendors_of(call)}
+    assert by_case == {
+        "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2"},
+        "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
+        "prefill window": set(), "prefill soft cap": set(), "packed prefill": {"fa3"},
+    }  # fmt: skip
 
 
 # Files and their comparison -------------------------------------------------------------------------------------------
 
 
-def test_files_hold_what_was_measured(measured):
-    reports, _, folder = measured
+def test_files_hold_what_was_measured(reports_of):
+    reports, _, folder = reports_of
     for suite in suites.SUITES:
         assert read(folder / f"{suite.stem}.json") == json.loads(text_of(reports[suite.name]))
     with pytest.raises(InvalidInput, match="results file"):
@@ -322,6 +411,7 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
         (["decode", "--device", "tpu"], "device: got 'tpu'"),
         (["decode", "--budget-s", 0], "budget_s: got 0"),
         (["decode", "--layers", -1], "layers: got -1"),
+        (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),
         (["--compare", "a.json"], "compare: got 1 files"),
         (["--compare", "a.json", "b.json"], "file: got a.json"),
     ],
@@ -344,14 +434,18 @@ def test_points_and_models():
     config = decode.models.config(Setup(CPU, layers=5), "gpt-oss-20b-shape")
     assert config.num_hidden_layers == len(config.layer_types) == 5
     assert decode.models.config(Setup(CPU), "llama-8b-shape").num_hidden_layers == 1
+    assert list(decode.cases(replace(TOY, model="gpt-oss"))) == ["gpt-oss 2x12"]
+    full = list(decode.cases(Setup(torch.device("cuda"))))
+    assert full[0] == "llama-3-8b-shape 1x1k" and full[-1] == "llama-3-8b-shape 1x1k, tuned" and "deepseek-v3-shape 8x1k" in full
+    assert list(decode.cases(Setup(torch.device("cuda"), model="llama-8b-shape")))[-1] == "llama-8b-shape 32x2k"
 
 
 # Pictures and pages ---------------------------------------------------------------------------------------------------
 
 
 @needs_matplotlib
-def test_pictures_are_small_and_the_same_again(measured):
-    reports, _, folder = measured
+def test_pictures_are_small_and_the_same_again(reports_of):
+    reports, _, folder = reports_of
     for suite in (s for s in suites.SUITES if reports[s.name]["rows"]):
         drawn = (folder / f"{suite.stem}.svg").read_text()
         assert drawn == plots.svg(reports[suite.name], suite.picture) and len(drawn) < 40_000
@@ -368,8 +462,8 @@ def test_a_picture_of_nothing():
 
 
 @needs_matplotlib
-def test_pages_are_made_of_the_files(measured, tmp_path, monkeypatch):
-    reports, _, _ = measured
+def test_pages_are_made_of_the_files(reports_of, tmp_path, monkeypatch):
+    reports, _, _ = reports_of
     monkeypatch.syspath_prepend(ROOT / "docs")
     page = import_module("performance")
     assert page.performance_full(tmp_path) == page.performance_short(tmp_path) == page.NONE and not list(page.stale_plots(tmp_path, True))

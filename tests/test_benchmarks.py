@@ -269,7 +269,7 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(direct, "device_kernels", lambda run: ["k"] * (2 if "op_of" in run.__qualname__ else 1))
     shape = replace(direct.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    vendors = {"sdpa": direct.sdpa_contiguous, "fa3": direct.fa3_paged, "flashinfer_cuda_cores": direct.flashinfer_decode(False)}
+    vendors = {"sdpa": direct.sdpa_contiguous, **{n: direct.DECODE[n] for n in ("fa3", "flashinfer_cuda_cores")}}
     case = direct.Case("decode 2x32", shape, 2, 1, 32, "TB/s", vendors)
 
     class Clock:
@@ -333,9 +333,9 @@ def test_results_become_tables(results, regret, tmp_path):
     }
     host = {"host": {"direct.fa3": {"median_us": 9.0, "spread_us": 0.1}}}
     write(tmp_path, "h200", "direct", {"cases": {"decode 1x8192": case}, "eager": {"paged_attention": host}})
-    cost = {"eager": {"function": {"median_us": 11.6, "spread_us": 0.19}}, "compiled": {"op_us": 6.7}, "import": {"attnops_s": 0.05}}
-    write(tmp_path, "cpu", "overhead", cost)
-    write(tmp_path, "zz", "overhead", {"eager": 3})
+    call = {"case": "eager call of a kernel that does nothing", "way": "function", "median_us": 11.6, "spread_us": 0.19}
+    write(tmp_path, "cpu", "overhead", {"rows": [call]})
+    write(tmp_path, "zz", "regret", {})
     text = results.results_full(tmp_path)
     for shown in (
         "| `attention.fa3` | 19 | 0 | 17% | - | 2 | - |",
@@ -343,14 +343,14 @@ def test_results_become_tables(results, regret, tmp_path):
         "| decode 1x8192 | `op.fa3` | 10.1 | 3.3 TB/s | 1.010 of `direct.fa3` | 2 (+1) |",
         "`direct.flashinfer_fa3`: ModuleNotFoundError",
         "| mla | 1 | 20.0% / 20% |",
-        "| `attnops.paged_attention(...)` | 11.60 ± 0.19 |",
         "The file is of another form",
         "Some GPU, torch 2.11.0, far==1.0, 2026-01-01, commit 0123456789.",
     ):
         assert shown in text, shown
-    assert "eager.fa3" not in text and text.index("Proven") < text.index("What a call costs")
+    assert "eager.fa3" not in text and text.index("Proven") < text.index("Against the vendors' own calls")
     short = results.results_short(tmp_path)
     assert "| Some GPU | 1 of 1 | 1.010 to 1.010, median 1.010 | 10.0% / 20% of 2 calls | - |" in short
+    assert "| Some GPU | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
 
 
 def test_committed_results_are_shown(results):

@@ -1,13 +1,18 @@
 """What can be said of the GPU suite without one: its grid is made of calls in order, and the runner merges what its processes found."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from attnops.bench.claims import Claims
 from attnops.ops import OPS
 from tests.gpu.run import counts, merge, text_of
 from tests.gpu.wide import WIDE, DeviceSource
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("op", WIDE)
@@ -48,3 +53,21 @@ def test_reports_are_merged():
 def test_outcomes_are_counted():
     assert counts(["...\n3 passed, 1 skipped in 2.0s\n", "x\n1 failed, 2 passed in 1s"]) == {"passed": 5, "skipped": 1, "failed": 1}
     assert counts(["killed"]) == {}
+
+
+def test_what_another_process_has_taken_is_left_to_it(tmp_path):
+    """Between two files with fixtures of their own, where pytest wants what stands taken down in order."""
+    (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import pytest_runtest_protocol as pytest_runtest_protocol\n")
+    body = "import pytest\n@pytest.fixture(scope='module')\ndef one(): yield 1\n"
+    body += "".join(f"def test_{i}(one): assert one == 1\n" for i in range(3))
+    for name in ("a", "b"):
+        (tmp_path / f"test_{name}.py").write_text(body)
+    (tmp_path / "found").mkdir()
+    others = Claims(tmp_path / "found")
+    assert all(others.take("gpu-test", name) for name in ("test_a.py::test_1", "test_a.py::test_2", "test_b.py::test_0"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "SHARD": "0/2", "OUT": str(tmp_path / "found"), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0 and counts([done.stdout]) == {"passed": 3}, done.stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import attnops.hf
 from attnops.bench import decoder, models
-from attnops.bench.report import collect
+from attnops.bench.report import Case
 from attnops.bench.setup import Setup
 from attnops.bench.timing import spread, synchronize
 from attnops.bench.verdict import Row
@@ -32,15 +33,20 @@ SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))
 
 CONTEXT = 32
 WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
+ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
+"""What one would choose there: CUDA graphs by Inductor, over transformers' static cache and over pages, and those of `decode=`."""
+
+COUNTED_LAYERS = 4
+"""Of the model of a scripted run: its graphs are as many for more layers."""
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """The suite."""
-    kept = models.Kept(setup)
+def cases(setup: Setup) -> dict[str, Case]:
+    """Of the suite."""
     name = setup.model or MODELS[setup.size]
-    cases = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in WAYS}
-    cases |= {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
-    return collect(setup, {**cases, "pieces": partial(pieces, setup)})
+    kept, small = models.Kept(setup), models.Kept(replace(setup, layers=setup.layers or COUNTED_LAYERS if setup.on_gpu else setup.layers))
+    timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
+    counted = {f"{name}, generate, {way}": partial(recompiles, setup, small, name, way) for way in WAYS}
+    return {**timed, **counted, "pieces": partial(pieces, setup)}
 
 
 class Counter:
@@ -71,37 +77,39 @@ def way_of(model: Any, way: str) -> tuple[Any, Callable[[int, int], Any], dict[s
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
     """The time of first calls."""
-    model, new_cache, _ = way_of(kept(name), way)
+    from torch._inductor.utils import clear_caches, fresh_cache
+
+    model = kept(name)
     prompt = models.tokens(setup, model, 2, CONTEXT)
-    cold, warm = first_calls(setup, model, partial(new_cache, 2, CONTEXT + 8), prompt, 1 if setup.quick else 3)
-    more = {"layers": model.config.num_hidden_layers}
-    found = spread(warm)
+    with torch.no_grad(), fresh_cache():
+        cold, warm = _first_call(setup, model, way, prompt), []
+        for _ in range(1 if setup.quick else 2 if setup.on_gpu else 3):
+            clear_caches()
+            warm.append(_first_call(setup, model, way, prompt))
+    more, found = {"layers": model.config.num_hidden_layers}, spread(warm)
     return [
         Row(f"{name}, cold", way, round(cold), more=more),
         Row(f"{name}, warm", way, found["median_us"], found.get("spread_us"), more=more),
     ]  # fmt: skip
 
 
-def first_calls(setup: Setup, model: Any, new_cache: Callable[[], Any], prompt: Tensor, repeats: int) -> tuple[float, list[float]]:
-    """Microseconds of the first compiled step: from an empty cache folder, and several times with what that left there."""
-    from torch._inductor.utils import clear_caches, fresh_cache
-
-    with torch.no_grad(), fresh_cache():
-        cold = _first_call(setup, model, new_cache(), prompt)
-        warm = []
-        for _ in range(repeats):
-            clear_caches()
-            warm.append(_first_call(setup, model, new_cache(), prompt))
-    return cold, warm
-
-
-def _first_call(setup: Setup, model: Any, cache: Any, prompt: Tensor) -> float:
+def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
+    """Microseconds of the first step of a model that is patched anew."""
     torch._dynamo.reset()
-    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    step = setup.compiled(model.forward, mode="reduce-overhead" if setup.on_gpu else "")
+    if way == "attnops_piecewise":
+        one = models.twin(model)
+        handle = attnops.hf.patch(one, cache="paged", decode=attnops.hf.Decode("piecewise"))
+        cache: Any = handle.new_cache(prompt.shape[0], CONTEXT + 8)
+        step: Callable[[Tensor], Any] = partial(handle.step, cache=cache)
+    else:
+        one, new_cache, _ = way_of(model, way)
+        cache = new_cache(prompt.shape[0], CONTEXT + 8)
+        forward = setup.compiled(one.forward, mode="reduce-overhead" if setup.on_gpu else "")
+        step = partial(forward, past_key_values=cache, use_cache=True)
+    one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     synchronize()
     start = time.perf_counter()
-    step(prompt[:, :1], past_key_values=cache, use_cache=True)
+    step(prompt[:, :1].contiguous())
     synchronize()
     return (time.perf_counter() - start) * 1e6
 

@@ -3,7 +3,7 @@
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
 `attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU. `hf_tuned` and
-`attnops_tuned`: of one row, as `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent.
+`attnops_tuned`: as `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent, in a case of their own.
 All are fed the same random tokens. The logits of a few steps are compared with the same model's in a wider dtype, from which they may be
 half as far again as those of `hf_eager`.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 import attnops.hf
 from attnops.bench import models
 from attnops.bench.profile import profiled
-from attnops.bench.report import collect
+from attnops.bench.report import Case
 from attnops.bench.setup import Point, Setup
 from attnops.bench.timing import Timed, steps_us, synchronize
 from attnops.bench.verdict import Row, Way, judged, ratio_to
@@ -40,27 +40,30 @@ NEW, NEW_ON_GPU = 4, 16
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
 """What torch.compile is told for `hf_tuned`: CUDA graphs as in reduce-overhead, and what `Decode(inner="tuned")` turns on."""
 
-MODELS = {
-    "toy": ("llama",),
-    "small": ("llama", "llama-small"),
-    "quick": ("llama-3-8b-shape",),
-    "full": ("llama-3-8b-shape", "qwen3-4b-shape"),
+SMALL, MANY = (Point(1, 1024), Point(8, 1024)), Point(8, 1024)
+PLACES: models.Places = {
+    "toy": {"llama": (Point(2, 12),)},
+    "small": {name: (Point(1, 128), Point(4, 128)) for name in ("llama", "llama-small")},
+    "quick": {"llama-3-8b-shape": SMALL},
+    "full": {
+        "llama-3-8b-shape": (*SMALL, Point(32, 2048)),
+        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (MANY,)),
+    },
 }
-POINTS = {
-    "toy": (Point(2, 12),),
-    "small": (Point(1, 128), Point(4, 128)),
-    "quick": (Point(1, 1024), Point(8, 1024)),
-    "full": (Point(1, 1024), Point(8, 1024), Point(32, 2048)),
-}
+TUNED_WAYS = ("attnops_piecewise", "attnops_tuned", "hf_tuned")
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """The suite."""
-    return collect(setup, models.over(setup, MODELS, POINTS, measure))
+def cases(setup: Setup) -> dict[str, Case]:
+    """Of the suite. Tuning takes a minute a way, so that in a full run it is a case of its own, the last."""
+    found = models.over(setup, PLACES, measure)
+    if setup.size == "full" and not (setup.ways or setup.model or setup.points):
+        name, tuned = "llama-3-8b-shape", replace(setup, ways=TUNED_WAYS)
+        found[f"{name} {SMALL[0]}, tuned"] = partial(measure, tuned, models.Kept(tuned), name, SMALL[0], ", tuned")
+    return found
 
 
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
-    """One model at one point."""
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point, remark: str = "") -> list[Row]:
+    """One model at one point. remark: behind the name of the case."""
     model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
@@ -71,7 +74,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         want = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT])
         allowed = models.budget(model, distance(base.result(), want))
     rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
-    rows = judged(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
+    rows = judged(f"{name} {point}{remark}", ways, want, allowed, steps_us, distance, rates)
     if setup.on_gpu:
         rows = [_with_profile(row, ways[row.way]) for row in rows]
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
@@ -139,9 +142,9 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
     if unknown := set(setup.ways) - makers.keys():
         raise InvalidInput("ways", ", ".join(sorted(unknown)), f"some of {', '.join(makers)}")
-    # Tuning is for one row. The last takes as long to compile as the others, and is none that anybody would choose on a GPU.
-    left = {"hf_tuned", "attnops_tuned"} if prompt.shape[0] > 1 else set()
-    left |= {"attnops_hf"} if setup.size == "full" else set()
+    left = {"hf_tuned", "attnops_tuned"}
+    if setup.size == "full":  # as long to compile as `hf_compiled`, and none that anybody would choose on a GPU
+        left |= {"attnops_hf"} | ({"attnops_paged"} if prompt.shape[0] > 1 else set())
     chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left
     return {name: _made(make) for name, make in makers.items() if name in chosen}
 

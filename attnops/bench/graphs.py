@@ -14,7 +14,7 @@ import torch
 
 import attnops.hf
 from attnops.bench import models
-from attnops.bench.report import collect
+from attnops.bench.report import Case, LeftOut
 from attnops.bench.setup import Setup
 from attnops.bench.timing import interleaved_us, synchronize
 from attnops.bench.verdict import Row
@@ -29,18 +29,17 @@ MODES = ("piecewise", "breakable")
 MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 
 
-def run(setup: Setup, device: Any = None) -> dict[str, Any]:
-    """The suite. device: what captures, where it is not CUDA."""
-    name = setup.model or MODELS[setup.size]
-    if not setup.on_gpu and device is None:
-        return {"rows": [], "left_out": {name: "there are no CUDA graphs on a CPU"}, "failed": {}}
-    kept = models.Kept(setup)
-    return collect(setup, {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES})
+def cases(setup: Setup, device: Any = None) -> dict[str, Case]:
+    """Of the suite. device: what captures, where it is not CUDA."""
+    name, kept = setup.model or MODELS[setup.size], models.Kept(setup)
+    return {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES}
 
 
 @torch.no_grad()
 def measure(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) -> list[Row]:
-    """One mode."""
+    """One mode. Raises LeftOut on a CPU, where no device is given."""
+    if not setup.on_gpu and device is None:
+        raise LeftOut("there are no CUDA graphs on a CPU")
     model = models.twin(kept(name))
     rows = ROWS if setup.on_gpu else 4
     inner = "inductor" if setup.backend == "inductor" else "eager"

@@ -1,6 +1,7 @@
 """Suite `kernels`: every kernel that can answer a call, the one chosen by itself, and what else torch has, over kinds of calls.
 
-`automatic` is the op as it is called; `kernel` in its row names what it ran. `torch.*` are SDPA, flex_attention compiled and varlen_attn.
+`automatic` is the op as it is called; `kernel` in its row names what it ran. `torch.*` are SDPA, flex_attention compiled and varlen_attn;
+`direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`).
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, of the bytes that must be moved and the operations that
 must be done. Of every result the last rows of the first requests are compared with the exact ones.
 """
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import peers
-from attnops.bench.report import collect
+from attnops.bench import peers, report, vendors
 from attnops.bench.setup import Setup
 from attnops.bench.timing import Timed, kernels_us
 from attnops.bench.verdict import Row, Way, judged, why
@@ -98,11 +98,11 @@ CASES = (
 COUNT = {"toy": 4, "small": 4, "quick": 6, "full": len(CASES)}
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """The suite."""
+def cases(setup: Setup) -> dict[str, report.Case]:
+    """Of the suite."""
     pool = Pool(setup.device)
-    cases = [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
-    return collect(setup, {case.name: partial(measure, setup, pool, case) for case in cases})
+    chosen = [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
+    return {case.name: partial(measure, setup, pool, case) for case in chosen}
 
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
@@ -119,11 +119,15 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     if chosen is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
         ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance), more={"kernel": chosen.name})
+    some = {n: make for n, make in peers.PEERS.items() if setup.size != "toy" or n == "torch.sdpa"}
+    others: dict[str, Callable[[Call], peers.Run | None]] = {n: partial(make, setup) for n, make in some.items()}
+    if setup.on_gpu:
+        others |= vendors.vendors_of(call)
     broken = []
-    for name, make in peers.PEERS.items():
+    for name, make in others.items():
         try:
-            run_it = make(setup, call) if setup.size != "toy" or name == "torch.sdpa" else None
-        except Exception as error:  # what this torch lacks is said
+            run_it = make(call)
+        except Exception as error:  # what this torch or machine lacks is said
             broken.append(Row(case.name, name, wrong=why(error)))
             continue
         if run_it is not None:
@@ -141,8 +145,11 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     return judged(case.name, ways, want, allowed, clock, more=shares) + broken
 
 
-def _rows_of(run: Callable[[], Tensor], part: Callable[[Tensor], Tensor]) -> Tensor:
-    return part(run())
+def _rows_of(run: Callable[[], Any], part: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a peer's result, which may come with an lse, and as `[B, 1, Hq, D]`."""
+    returned = run()
+    out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return part(out.flatten(0, -3))
 
 
 def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:

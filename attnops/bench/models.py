@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.bench.report import Case
 from attnops.bench.setup import Point, Setup
 from attnops.bench.verdict import Row, relative_error
 from attnops.cli.models import config_of
@@ -83,15 +84,16 @@ class Kept:
         return self._model
 
 
-def over(
-    setup: Setup, names: Mapping[str, tuple[str, ...]], points: Mapping[str, tuple[Point, ...]],
-    measure: Callable[[Setup, Kept, str, Point], Iterable[Row]],
-) -> dict[str, Callable[[], Iterable[Row]]]:  # fmt: skip
-    """Cases of a suite: every model at every point, those of the setup or else those for its size."""
-    kept = Kept(setup)
-    asked = (setup.model,) if setup.model else names[setup.size]
-    places = setup.points or points[setup.size]
-    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in asked for point in places}
+Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
+"""By size of the run: the models of a suite, and at which points each is measured."""
+
+
+def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
+    """Cases of a suite: every model at its points. A model that the setup asks for has those of the first, if none of its own."""
+    kept, here = Kept(setup), places[setup.size]
+    asked = [setup.model] if setup.model else list(here)
+    points = {name: setup.points or here.get(ALIASES.get(name, name), next(iter(here.values()))) for name in asked}
+    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in asked for point in points[name]}
 
 
 def twin(model: Any) -> Any:

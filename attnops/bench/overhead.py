@@ -7,16 +7,19 @@ compared is measured in one process, in turn: a process of its own, because a ke
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import attnops.ops
+from attnops.bench.report import Case
 from attnops.bench.setup import Setup, device_of
 from attnops.bench.timing import interleaved_us
 from attnops.bench.verdict import Row
@@ -29,14 +32,20 @@ NOOP = "bench_noop"
 LIMIT_S = 240.0
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """The suite: `import`, `eager`, `fa3` and `compiled` with their figures, and `rows` of them all. Raises RuntimeError."""
+def cases(setup: Setup) -> dict[str, Case]:
+    """Of the suite: all in one."""
+    return {"overhead": partial(in_a_process, setup)}
+
+
+def in_a_process(setup: Setup) -> list[Row]:
+    """The rows. Raises RuntimeError: the process said so."""
     code = f"from attnops.bench import overhead; overhead.main({setup.device.type!r}, {setup.quick}, {setup.backend!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1])
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {**found, "rows": [row.as_dict() for row in rows_of(found)], "left_out": {}, "failed": {}}
+    return list(rows_of(json.loads(done.stdout.splitlines()[-1])))
 
 
 def main(device: str, quick: bool, backend: str) -> None:
@@ -50,17 +59,24 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> dic
     register(Kernel(NOOP, "paged_attention", _nothing, cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
     return {
-        "import": import_s({"toy": 1, "quick": 3}.get(setup.size, 5)), "eager": eager(setup, repeats, inner), "fa3": fa3(setup),
+        "import": import_s({"toy": 1}.get(setup.size, 3)), "eager": eager(setup, repeats, inner), "fa3": fa3(setup),
         "compiled": compiled(setup, repeats, max(1, inner // 8), ops),
     }  # fmt: skip
 
 
+PARTS = (("eager", "eager call of a kernel that does nothing"), ("fa3", "eager call of fa3"), ("compiled", "compiled graph"))
+DERIVED = {("eager", "function"): "function_over_plain_us", ("fa3", "promised"): "promised_over_raw_us"}
+"""Of the rows of a part, what else it found."""
+
+
 def rows_of(found: dict[str, Any]) -> Iterator[Row]:
-    """The figures in the form that all suites share."""
-    for part, case in (("eager", "eager call of a kernel that does nothing"), ("fa3", "eager call of fa3"), ("compiled", "compiled graph")):
+    """The figures in the form that all suites share. `op_us`: of one more op in the graph, from the graphs of more and of fewer ops."""
+    for part, case in PARTS:
         for way, us in found[part].items():
             if isinstance(us, dict):
-                yield Row(case, way, us["median_us"], us["spread_us"])
+                named = DERIVED.get((part, way))
+                more = {named: found[part][named]} if named else {"op_us": found[part]["op_us"]} if part == "compiled" else {}
+                yield Row(case, way, us["median_us"], us["spread_us"], more=more)
     times = found["import"]
     for what in ("attnops", "torch"):
         spread = times.get(f"{what}_spread_s")
@@ -121,7 +137,7 @@ def fa3(setup: Setup) -> dict[str, Any]:
     pages, _, table, lengths, cu = rest
     kernel = kernels_of("paged_attention")["fa3"]
     if not setup.on_gpu or kernel.absences(Target.of(query.device)):
-        return {"skipped": "fa3 is not usable here"}
+        return {}
     from attnops.kernels import _fa3
 
     fwd, tail = _fa3.raw_op()

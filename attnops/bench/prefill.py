@@ -15,23 +15,23 @@ from torch import Tensor
 
 import attnops.hf
 from attnops.bench import models
-from attnops.bench.report import collect
+from attnops.bench.report import Case
 from attnops.bench.setup import Point, Setup
 from attnops.bench.timing import Timed, steps_us
 from attnops.bench.verdict import Row, Way, judged, ratio_to
 
-MODELS = {"toy": ("llama",), "small": ("llama", "llama-small"), "quick": ("llama-3-8b-shape",), "full": ("llama-3-8b-shape",)}
-POINTS = {
-    "toy": (Point(2, 12),),
-    "small": (Point(1, 128), Point(4, 256)),
-    "quick": (Point(1, 512), Point(1, 4096)),
-    "full": (Point(1, 512), Point(1, 4096), Point(4, 2048)),
+SHORT, LONG = Point(1, 512), Point(1, 4096)
+PLACES: models.Places = {
+    "toy": {"llama": (Point(2, 12),)},
+    "small": {name: (Point(1, 128), Point(4, 256)) for name in ("llama", "llama-small")},
+    "quick": {"llama-3-8b-shape": (SHORT, LONG)},
+    "full": {"llama-3-8b-shape": (LONG, SHORT, Point(4, 2048))},
 }
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """The suite."""
-    return collect(setup, models.over(setup, MODELS, POINTS, measure))
+def cases(setup: Setup) -> dict[str, Case]:
+    """Of the suite."""
+    return models.over(setup, PLACES, measure)
 
 
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +50,49 @@ def _commit() -> str:
     return git("rev-parse", "HEAD") if git("ls-files", Path(__file__).name) else "unknown"
 
 
-def collect(setup: Setup, cases: Mapping[str, Case]) -> dict[str, Any]:
-    """What a suite returns: `rows` of all cases, `left_out` where the time was spent before, `failed` with what was raised."""
+class LeftOut(Exception):
+    """Raised by a case that cannot be measured here, with the reason."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a case: rows in the form of `Row.as_dict`, or why it failed or was left out. seconds: that it took."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""
+    left_out: str = ""
+    seconds: float = 0.0
+
+
+def measured(setup: Setup, name: str, case: Case) -> Found:
+    """One case. What it raises is said."""
+    setup.tell(name)
+    start = time.monotonic()
     rows: list[dict[str, Any]] = []
-    left_out: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    for name, case in cases.items():
-        if setup.late:
-            left_out[name] = "the time was spent"
-            continue
-        setup.tell(name)
-        try:
-            rows += [row.as_dict() for row in case()]
-        except Exception as error:  # the other cases stand
-            failed[name] = why(error)
-        _forget()
-    return {"rows": rows, "left_out": left_out, "failed": failed}
+    said: dict[str, str] = {}
+    try:
+        rows = [row.as_dict() for row in case()]
+    except LeftOut as reason:
+        said["left_out"] = str(reason)
+    except Exception as error:  # the other cases stand
+        said["failed"] = why(error)
+    _forget()
+    return Found(rows, **said, seconds=round(time.monotonic() - start, 1))
+
+
+SPENT = "the time was spent"
+
+
+def joined(names: Iterable[str], found: Mapping[str, Found]) -> dict[str, Any]:
+    """`rows`, `left_out` and `failed` of a suite, and `seconds` of all its cases; those of `names` that have nothing were left out."""
+    known = {**dict.fromkeys(names), **found}
+    every = {name: found.get(name, Found(left_out=SPENT)) for name in known}
+    return {
+        "rows": [row for one in every.values() for row in one.rows],
+        "left_out": {name: one.left_out for name, one in every.items() if one.left_out},
+        "failed": {name: one.failed for name, one in every.items() if one.failed},
+        "seconds": round(sum(one.seconds for one in every.values()), 1),
+    }
 
 
 def _forget() -> None:

@@ -1,17 +1,13 @@
-"""The suites by name, and running some of them."""
+"""The suites by name."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from attnops.bench import ceilings, compile, decode, graphs, kernels, overhead, prefill
-from attnops.bench.report import environment, write
+from attnops.bench import compile, decode, graphs, kernels, overhead, prefill
+from attnops.bench.report import Case
 from attnops.bench.setup import Setup
-from attnops.bench.verdict import why
 from attnops.errors import InvalidInput
 
 
@@ -29,14 +25,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Suite:
-    """A part of the measurements. run: returns `rows` (`attnops.bench.verdict.Row`) and what else there is. file: a results file's stem.
+    """A part of the measurements. cases: by name, each makes its rows (`attnops.bench.verdict.Row`). file: a results file's stem.
 
     picture: what is plotted. needs: modules it cannot do without, which the extra `hf` brings. share: of the time, beside the others'.
     """
 
     name: str
     about: str
-    run: Callable[[Setup], dict[str, Any]]
+    cases: Callable[[Setup], Mapping[str, Case]]
     picture: Picture
     file: str = ""
     needs: tuple[str, ...] = ()
@@ -57,12 +53,12 @@ CAPTURE = Picture("median_us", "s", "Capture of all buckets", scale=1e-6, log=Tr
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
 SUITES: tuple[Suite, ...] = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.run, SHARE, "kernel_times", share=2.0),
-    Suite("decode", "one new token a request, of whole Hugging Face models", decode.run, SPEED, needs=("transformers",), share=4.0),
-    Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.run, FIRST, needs=("transformers",), share=2.0),
-    Suite("compile", "cold and warm compilation, graphs and pieces", compile.run, COLD, needs=("transformers",), share=2.0),
-    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.run, CAPTURE, needs=("transformers",), share=1.0),
-    Suite("overhead", "what a call through attnops costs on the host", overhead.run, HOST),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", share=2.0),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, needs=("transformers",), share=4.0),
+    Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, needs=("transformers",), share=2.0),
+    Suite("compile", "cold and warm compilation, graphs and pieces", compile.cases, COLD, needs=("transformers",), share=2.0),
+    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, CAPTURE, needs=("transformers",), share=1.0),
+    Suite("overhead", "what a call through attnops costs on the host", overhead.cases, HOST),
 )
 
 
@@ -72,36 +68,3 @@ def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput("suites", ", ".join(map(repr, unknown)), " | ".join(known))
     return tuple(suite for suite in SUITES if suite.name in names or not names)
-
-
-def run(
-    suites: tuple[Suite, ...], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = ""
-) -> dict[str, dict[str, Any]]:
-    """The reports of some suites by name.
-
-    budget_s: seconds in all; a suite has its share of what is left, and leaves out the cases that would begin later. out: a folder for
-    a file of each, written as soon as it is done. commit: of the code, "" asks git. A suite that raises has a report that says so.
-    """
-    began, reports = time.monotonic(), {}
-    setup.tell("ceilings")
-    setup = replace(setup, ceilings=ceilings.measure(setup))
-    said = environment(setup.device, commit)
-    for i, suite in enumerate(suites):
-        setup.tell(suite.name)
-        start = time.monotonic()
-        part = suite.share / sum(s.share for s in suites[i:])
-        mine = replace(setup, until_s=start + part * max(0.0, budget_s - (start - began)), tell=_named(setup, suite))
-        report: dict[str, Any] = {**said, "suite": suite.name, "size": setup.size, "ceilings": dict(setup.ceilings)}
-        try:
-            report |= suite.run(mine)
-        except Exception as error:  # the other suites stand
-            report |= {"rows": [], "failed": {suite.name: why(error)}}
-        report["seconds"] = round(time.monotonic() - start, 1)
-        reports[suite.name] = report
-        if out is not None:
-            write(report, out / f"{suite.stem}.json")
-    return reports
-
-
-def _named(setup: Setup, suite: Suite) -> Callable[[str], None]:
-    return lambda what: setup.tell(f"{suite.name}: {what}")

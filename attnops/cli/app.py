@@ -126,6 +126,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="A folder for a results file of each suite.")] = None,
     plots: Annotated[Path | None, typer.Option(help="A folder for a picture of each suite; needs matplotlib.")] = None,
     commit: Annotated[str, typer.Option(help="The commit to name in the files; default git's.")] = "",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the cases, each with a process of its own.")] = 1,
     compare: Annotated[bool, typer.Option("--compare", help="Measure nothing: compare the two results files given.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -147,7 +148,7 @@ def bench(
     with _errors_end_it():
         reports = command.run(
             tables.new_console(stderr=as_json), tuple(suites or ()), model=model, quick=quick, device=device, layers=layers, points=points,
-            ways=ways, budget_s=budget_s, out=out, plots=plots, commit=commit,
+            ways=ways, budget_s=budget_s, out=out, plots=plots, commit=commit, gpus=gpus,
         )  # fmt: skip
     if as_json:
         _print_json(reports)

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from attnops.bench.compare import compare
 from attnops.bench.report import read
+from attnops.bench.running import run as run_suites
 from attnops.bench.setup import Point, Setup, device_of
 from attnops.bench.suites import Suite, named
-from attnops.bench.suites import run as run_suites
 from attnops.cli import require
 from attnops.cli.explain import quiet_transformers
 from attnops.cli.tables import SIMPLE
@@ -35,14 +35,16 @@ def run(
     out: Path | None = None,
     plots: Path | None = None,
     commit: str = "",
+    gpus: int = 1,
     backend: str = "inductor",
 ) -> dict[str, dict[str, Any]]:
     """Measure, with progress and tables on `console`. Returns the reports by suite.
 
     suites: names, () for all. model: a bundled name. device: cpu, cuda or "". layers: 0 for the suite's. points: `1x1k,8x1k`. ways: names
     in a suite's results, with commas, "" for all. budget_s: in all. out: a folder for a results file of each suite, plots: for a picture
-    of each. commit: of the code. backend: as Setup has it.
-    Raises InvalidInput: no such suite, device, model or point, or no number that makes sense. MissingExtra: a suite's package is missing.
+    of each. commit: of the code. gpus: that share the cases. backend: as Setup has it.
+    Raises InvalidInput: no such suite, device, model or point, not so many GPUs, or no number that makes sense. MissingExtra: a suite's
+    package is missing.
     """
     if not budget_s > 0:
         raise InvalidInput("budget_s", budget_s, "> 0 seconds")
@@ -66,7 +68,7 @@ def run(
             progress.update(task, description=escape(what))
 
         setup = Setup(device_of(device), quick, model, layers, places, tuple(filter(None, ways.split(","))), backend=backend, tell=tell)
-        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit)
+        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus)
     for report in reports.values():
         show(report, console)
     written = [str(out / f"{suite.stem}.json") for suite in chosen] if out is not None else []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.bench.claims import Claims
 from attnops.kernel import all_kernels
 from tests.gpu.run import ALONE
 
@@ -22,19 +23,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-    # Last, what run.py has built meanwhile.
-    items.sort(key=lambda item: "flashinfer" in item.nodeid or "xqa" in item.nodeid)
-    # One of several processes takes its share; see run.py.
+    # Last, what run.py has built meanwhile; before all others what takes a minute, so that no process ends long after the others.
+    items.sort(key=lambda item: ("flashinfer" in item.nodeid or "xqa" in item.nodeid, not any(name in item.nodeid for name in LONG)))
+    # One of several processes takes what nobody has; see run.py.
     if shard := os.environ.get("SHARD"):
-        alone = {item for item in items if item.get_closest_marker("alone")}
-        if shard == ALONE:
-            mine = [item for item in items if item in alone]
-        else:
-            at, of = map(int, shard.split("/"))
-            # Dealt in turn: neighbours take about as long, and FlashInfer's, the longest, are neighbours.
-            mine = [item for item in items if item not in alone][at::of]
+        mine = [item for item in items if (item.get_closest_marker("alone") is not None) == (shard == ALONE)]
         config.hook.pytest_deselected(items=[item for item in items if item not in mine])
         items[:] = mine
+
+
+LONG = ("test_generate_over_pages", "test_decode_in_graphs_equals_eager", "test_generate_equals_eager", "test_a_llama_shape", "piecewise")
+"""In names of tests that compile models."""
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """One that another process has taken is no test of this one."""
+    if os.environ.get("SHARD") in (None, ALONE) or Claims(folder()).take("gpu-test", item.nodeid):
+        return None
+    # The test before it left standing what this one needs, of which the next may need nothing.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def devices() -> list[str]:
 
 
 def start(shard: str, folder: Path, device: str) -> subprocess.Popen[bytes]:
-    """One process with its share of the tests on one GPU, its output in shard.<name>.txt."""
+    """One process on one GPU, which takes the tests that no other has, its output in shard.<name>.txt."""
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
         cwd=ROOT,
@@ -48,6 +48,8 @@ def start(shard: str, folder: Path, device: str) -> subprocess.Popen[bytes]:
 
 def run(processes: int, folder: Path) -> int:
     """Every shard to its end or the end of the time, then what measures, with nothing beside it. Returns how many failed."""
+    for taken in folder.glob("*.taken"):
+        taken.unlink()
     # Its modules take a minute each; the tests that call them come last.
     builder = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, stdout=(folder / "built.txt").open("w"), stderr=subprocess.STDOUT
@@ -118,7 +120,7 @@ def main() -> int:
         report["failed_tests"] = failures
     report |= {"tests": counts(texts), "seconds": round(time.monotonic() - began), "passed": failed == 0 and bool(files)}
     (folder / "kernels.json").write_text(text_of(report))
-    for file in files:
+    for file in (*files, *folder.glob("*.taken")):
         file.unlink()
     print(f"{report['tests']} in {report['seconds']} s, {processes} processes -> {folder / 'kernels.json'}")
     return 0 if report["passed"] else 1
