@@ -143,6 +143,8 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
     from transformers import DynamicCache
 
     wide = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
+        choose("eager")
     cache = DynamicCache(config=wide.config)
     found = [wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
     if new is None:
