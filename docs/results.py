@@ -199,20 +199,42 @@ def results_short(root: Path = ROOT) -> str:
             rows += [row] if (row := _row(files)) else []
         except (KeyError, TypeError):
             rows.append([name, *["a file of another form"] * 4])
-    head = ["machine", "kernels proven", "compiled op over the vendor's call", "automatic over best choice, mean / worst", "eager call"]
+    head = ["machine", "kernels proven", "automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst", "eager call"]
     return table(head, rows) if rows else NONE
 
 
 def _row(files: dict[str, Any]) -> list[str]:
-    shown = [files[s] for s in (*PARTS, "overhead") if s in files]
+    shown = [files[s] for s in ("kernels", "kernel_times", "overhead") if s in files]
     if not shown:
         return []
-    numerics = {name: n for stem in files if stem.startswith("kernels") for name, n in files[stem].get("numerics", {}).items()}
+    numerics = {name: n for stem in files if stem.partition("-")[0] == "kernels" for name, n in files[stem].get("numerics", {}).items()}
     ran = [n for n in numerics.values() if n["cases"]]
     good = sum(not n["wrong"] for n in ran)
-    ratios = sorted(a["ratio"] for c in files.get("direct", {}).get("cases", {}).values() for a in c.get("against", {}).values())
-    times = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, median {ratios[len(ratios) // 2]:.3f}" if ratios else "-"
-    found = cell(files["regret"]["all"]["automatic"]) + f" of {files['regret']['all']['calls']} calls" if "regret" in files else "-"
+    vendors, kernels = (_automatic_over(files.get("kernel_times", {"rows": []})["rows"], which) for which in (_direct, _ours))
+    times = f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {vendors[len(vendors) // 2]:.2f} of {len(vendors)} calls" if vendors else "-"
+    over = f"{100 * sum(kernels) / len(kernels) - 100:.1f}% / {100 * kernels[-1] - 100:.0f}% of {len(kernels)} calls" if kernels else "-"
     eager = [r["median_us"] for r in files.get("overhead", {}).get("rows", []) if r["way"] == "function" and r["case"].startswith("eager")]
     cost = f"{eager[0]:.1f} us" if eager else "-"
-    return [str(shown[0].get("device", "?")), f"{good} of {len(ran)}" if ran else "-", times, found, cost]
+    return [str(shown[0].get("device", "?")), f"{good} of {len(ran)}" if ran else "-", times, over, cost]
+
+
+def _direct(way: str) -> bool:
+    return way.startswith("direct.")
+
+
+def _ours(way: str) -> bool:
+    return "." not in way and way != "automatic"
+
+
+def _automatic_over(rows: list[dict[str, Any]], which: Callable[[str], bool]) -> list[float]:
+    """The time of what was chosen over that of the fastest of some ways, for each case that has them, in order."""
+    by_case: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "median_us" in row:
+            by_case.setdefault(row["case"], {})[row["way"]] = row["median_us"]
+    found = []
+    for ways in by_case.values():
+        others = [us for way, us in ways.items() if which(way)]
+        if others and "automatic" in ways:
+            found.append(ways["automatic"] / min(others))
+    return sorted(found)

@@ -336,6 +336,11 @@ def test_results_become_tables(results, regret, tmp_path):
     call = {"case": "eager call of a kernel that does nothing", "way": "function", "median_us": 11.6, "spread_us": 0.19}
     write(tmp_path, "cpu", "overhead", {"rows": [call]})
     write(tmp_path, "zz", "regret", {})
+    write(tmp_path, "zz", "kernel_times", {})
+    ways = {"a": {"fa3": 4.0, "automatic": 4.0, "direct.fa3": 8.0}, "b": {"fa3": 5.0, "automatic": 10.0, "direct.fa3": 8.0, "torch.sdpa": 1.0}}
+    times = [{"case": case, "way": way, "median_us": us} for case, by_way in ways.items() for way, us in by_way.items()]
+    times.append({"case": "c", "way": "automatic", "wrong": "wrong: off by 1"})
+    write(tmp_path, "h200", "kernel_times", {"rows": times})
     text = results.results_full(tmp_path)
     for shown in (
         "| `attention.fa3` | 19 | 0 | 17% | - | 2 | - |",
@@ -349,7 +354,7 @@ def test_results_become_tables(results, regret, tmp_path):
         assert shown in text, shown
     assert "eager.fa3" not in text and text.index("Proven") < text.index("Against the vendors' own calls")
     short = results.results_short(tmp_path)
-    assert "| Some GPU | 1 of 1 | 1.010 to 1.010, median 1.010 | 10.0% / 20% of 2 calls | - |" in short
+    assert "| Some GPU | 1 of 1 | 0.50 to 1.25, median 1.25 of 2 calls | 50.0% / 100% of 2 calls | - |" in short
     assert "| Some GPU | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
 
 
