@@ -199,7 +199,8 @@ def results_short(root: Path = ROOT) -> str:
             rows += [row] if (row := _row(files)) else []
         except (KeyError, TypeError):
             rows.append([name, *["a file of another form"] * 4])
-    head = ["machine", "kernels proven", "automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst", "eager call"]
+    over = ("automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst")
+    head = ["machine", "kernels proven", *over, "eager call"]
     return table(head, rows) if rows else NONE
 
 
