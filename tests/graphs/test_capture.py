@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attnops.graphs import Buckets, modes, piecewise
+from attnops.graphs import Buckets, breakable, breaks, modes, piecewise
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.standin import StandIn
 
@@ -125,3 +125,20 @@ def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
     assert [str(row.bucket) for row in step.report().rows] == ["mixed 8 tokens x0", "mixed 4 tokens x0"] and device.depth == 0
     close(step(torch.ones(3)), torch.full((3,), 2.0))
     assert len(step.capture(torch.ones(2)).rows) == 4
+
+
+def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
+    asked = []
+    real = breaks.break_of
+    monkeypatch.setattr(breaks, "break_of", lambda func, *given: asked.append(str(func)) or real(func, *given))
+
+    def forward(x):
+        for _ in range(5):
+            x = torch.sin(x) + 1
+        return torch.index_select(x, 0, torch.arange(2)).exp()
+
+    step = rows_of(breakable, StandIn(), forward, sizes=(2,), eager={"mixed": ("aten::exp",)})
+    close(step(torch.ones(2)), forward(torch.ones(2)))
+    assert asked.count("aten.sin.default") == asked.count("aten.add.Tensor") == 1
+    # What may not be is asked at every call, for its reason.
+    assert asked.count("aten.exp.default") == 2 and len(step.report().rows[0].breaks) == 1
