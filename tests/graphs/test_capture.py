@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attnops.graphs import Buckets, breakable, breaks, modes, piecewise
+from attnops.graphs import Buckets, breakable, breaks, modes, pieces, piecewise
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.standin import StandIn
 
@@ -142,3 +142,54 @@ def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
     assert asked.count("aten.sin.default") == asked.count("aten.add.Tensor") == 1
     # What may not be is asked at every call, for its reason.
     assert asked.count("aten.exp.default") == 2 and len(step.report().rows[0].breaks) == 1
+
+
+class _Seen(Exception):
+    pass
+
+
+def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
+    """At their first run. Compile-time tuning makes tensors like all inputs, pages among them, and compiles every kernel twice."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    found = []
+
+    def codegen(self):
+        found.append(config.triton.autotune_at_compile_time)
+        raise _Seen
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    step = rows_of(piecewise, StandIn(opaque=True), lambda x: x * 2 + 1, inner="inductor")
+    with torch._inductor.utils.fresh_cache(), pytest.raises(Exception, match="_Seen"):
+        step(torch.ones(2))
+    assert found == [None]
+
+
+@pytest.mark.parametrize(("inner", "want"), [("inductor", ["workers", "traced"]), ("tuned", ["workers", "traced"]), ("eager", ["traced"])])
+def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
+    told = []
+
+    class Stop(Exception):
+        pass
+
+    def backend(self, kind, gm):
+        told.append("traced")
+        raise Stop
+
+    monkeypatch.setattr(modes, "start_workers", lambda: told.append("workers"))
+    monkeypatch.setattr(modes.Compiled, "_backend", backend)
+    with pytest.raises(Exception, match="Stop"):
+        rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
+    assert told == want
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
+    from torch._inductor import async_compile
+
+    told = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    pieces.start_workers()
+    assert told == ["warm"] * gpu
