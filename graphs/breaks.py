@@ -30,6 +30,8 @@ class Breaks(TorchDispatchMode):
         super().__init__()
         self._device, self._into, self._eager = device, into, eager
         self._made: set[int] = set()
+        # Most ops of a step are a few, whose answer does not follow from their arguments.
+        self._plain: dict[Any, bool] = {}
         self._used = 0
         self._asleep = False
 
@@ -47,13 +49,18 @@ class Breaks(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._asleep:
             return func(*args, **kwargs)
-        found = break_of(func, kernel_of(func, args, kwargs), self._eager)
-        if found is not None:
-            return self.between(found, func, args, kwargs)
-        if _depends_on_data(func, args, kwargs):
-            raise NotCapturable(str(func), "what follows depends on data; mark the function around it with attnops.graphs.outside")
+        if (plain := self._plain.get(func)) is None:
+            plain = self._plain[func] = _is_plain(func, self._eager)
+        if not plain:
+            found = break_of(func, kernel_of(func, args, kwargs), self._eager)
+            if found is not None:
+                return self.between(found, func, args, kwargs)
+            if _depends_on_data(func, args, kwargs):
+                raise NotCapturable(str(func), "what follows depends on data; mark the function around it with attnops.graphs.outside")
         out = self._device.call(func, args, kwargs)
-        self._made.update(t.untyped_storage().data_ptr() for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
+        for t in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._made.add(t.untyped_storage().data_ptr())
         return out
 
     def between(self, found: Break, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,6 +93,14 @@ class Breaks(TorchDispatchMode):
 
     def _weak(self, tensor: Tensor) -> Tensor:
         return self._device.weak(tensor) if tensor.untyped_storage().data_ptr() in self._made else tensor
+
+
+def _is_plain(func: Any, eager: Collection[str]) -> bool:
+    """May every call of it be captured, whatever its arguments?"""
+    return func.namespace != "attnops" and break_of(func, None, eager) is None and not _DATA.intersection(func.tags)
+
+
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _depends_on_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ class Device(Protocol):
     """Captures what runs between `begin` and `end`. Graphs of one Device share one pool of memory."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Everything below happens within one."""
+        """Everything below happens within one. One may lie in another, which then spares it what need be done only once."""
         ...
 
     def begin(self) -> None:
@@ -97,11 +97,17 @@ class _Captured:
         self._graph.reset()
 
 
+# CPython 3.12 begins with some hundred objects that are exempt; whoever froze more did so on purpose, and that is not undone.
+_EXEMPT = 10_000
+
+
 class CudaGraphs:
     """CUDA's graphs, captured on a stream of their own into one pool.
 
     Errors of other threads do not end a capture ("thread_local"), and Python collects no garbage while one lasts, because a tensor or
-    graph that dies then may call what is forbidden. `measured` resets torch's statistics of peak memory and empties its cache.
+    graph that dies then may call what is forbidden. It does so at the start of every session, so that no capture finds memory held by
+    garbage; of sessions within another only what was made since that began is looked at, unless the program froze objects of its own.
+    `measured` resets torch's statistics of peak memory and empties its cache.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -112,20 +118,33 @@ class CudaGraphs:
         self._pool: Any = None
         self._held: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
+        self._sessions = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """On the side stream, after all that the caller's stream was given, and before all that it will be."""
+        if self._sessions:
+            if self._open is None:
+                gc.collect()
+            yield
+            return
         outer = torch.cuda.current_stream(self.device)
         gc.collect()
-        collects = gc.isenabled()
+        collects, freezes = gc.isenabled(), gc.get_freeze_count() < _EXEMPT
         gc.disable()
+        if freezes:
+            # A process that has compiled holds a million objects, and to look at all of them takes longer than many a capture.
+            gc.freeze()
         self._stream.wait_stream(outer)
+        self._sessions += 1
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
+            self._sessions -= 1
             outer.wait_stream(self._stream)
+            if freezes:
+                gc.unfreeze()
             if collects:
                 gc.enable()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -145,11 +145,18 @@ class Graphed:
             sizes(self._roles, self.buckets, values)
             self._check(values)
             wanted = self.buckets.all()
-            for done, bucket in enumerate(wanted, 1):
-                if bucket not in self._entries and bucket not in self.buckets.dropped:
-                    self._captured(bucket, values)
-                if progress is not None:
-                    progress(done, len(wanted), str(bucket))
+            missing = [bucket for bucket in wanted if bucket not in self._entries]
+            for bucket in missing:
+                if bucket.kind not in self._prepared:
+                    with self._capturing(values):
+                        self._compile(bucket.kind, values)
+            # What a session begins with is done once for all buckets, and after the compiler, which leaves much behind.
+            with self._begun(values).session() if missing else nullcontext():
+                for done, bucket in enumerate(wanted, 1):
+                    if bucket not in self._entries and bucket not in self.buckets.dropped:
+                        self._captured(bucket, values)
+                    if progress is not None:
+                        progress(done, len(wanted), str(bucket))
         return self.report()
 
     def report(self) -> Report:
@@ -249,26 +256,14 @@ class Graphed:
 
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
         """Capture one bucket on rows of nobody. None: dropped for want of memory."""
-        if self._device is None:
-            self._device = CudaGraphs(_first(self._roles, values).device)
-        if self._inputs is None:
-            width = 0 if self._cache is None else self._cache.page_table.shape[1]
-            self._inputs = Inputs(self._roles, self.buckets, values, width)
-            pools = () if self._cache is None else self._cache._pools
-            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
-            fixed = self._roles.fixed(values)
-            self._guard = Guard(fixed, watched, len(values) - len(fixed))
-        device = self._device
-        fixed = self._roles.fixed(values)
-        # Whatever mode of gradients the caller is in, what is traced and captured is not of it.
-        with self._forgotten_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
-            if bucket.kind not in self._prepared:
-                largest = next(b for b in self.buckets.all() if b.kind == bucket.kind)
-                self._method.prepare(bucket.kind, self._static(largest, fixed)[0])
-                self._prepared.add(bucket.kind)
+        with self._capturing(values) as device:
+            self._compile(bucket.kind, values)
             began, compiled = time.perf_counter(), self._method.compile_seconds
-            static, planned = self._static(bucket, fixed)
+            static, planned = self._static(bucket, self._roles.fixed(values))
             need = device.measured(lambda: self._method.plain(bucket.kind, static))
+            if self._method.compile_seconds != compiled:
+                # A size that is told apart is compiled when it is met, and what the compiler needed is not what the bucket needs.
+                need = device.measured(lambda: self._method.plain(bucket.kind, static))
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded()
@@ -280,11 +275,38 @@ class Graphed:
             del out, leaves
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.options.returns]
         rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
-        # A size that is told apart is compiled when it is met.
         seconds = time.perf_counter() - began - (self._method.compile_seconds - compiled)
         entry = Entry(bucket, static, recorded, outputs, spec, seconds, planned, rows=rows)
         self._entries[bucket] = entry
         return entry
+
+    def _compile(self, kind: Kind, values: Values) -> None:
+        """Once for a kind, on its largest bucket."""
+        if kind not in self._prepared:
+            largest = next(b for b in self.buckets.all() if b.kind == kind)
+            self._method.prepare(kind, self._static(largest, self._roles.fixed(values))[0])
+            self._prepared.add(kind)
+
+    def _begun(self, values: Values) -> Device:
+        """The device. For the first of all captures the buffers are made, like the tensors of this call."""
+        if self._device is None:
+            self._device = CudaGraphs(_first(self._roles, values).device)
+        if self._inputs is None:
+            width = 0 if self._cache is None else self._cache.page_table.shape[1]
+            self._inputs = Inputs(self._roles, self.buckets, values, width)
+            pools = () if self._cache is None else self._cache._pools
+            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
+            fixed = self._roles.fixed(values)
+            self._guard = Guard(fixed, watched, len(values) - len(fixed))
+        return self._device
+
+    @contextmanager
+    def _capturing(self, values: Values) -> Iterator[Device]:
+        """For what compiles or captures."""
+        device = self._begun(values)
+        # Whatever mode of gradients the caller is in, what is traced and captured is not of it.
+        with self._forgotten_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
+            yield device
 
     @contextmanager
     def _forgotten_on_error(self) -> Iterator[None]:

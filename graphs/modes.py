@@ -21,7 +21,7 @@ from attnops.graphs.buckets import Buckets, Kind
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Graphed, Options
 from attnops.graphs.inputs import Roles, Values
-from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts
+from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
 from attnops.graphs.split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
@@ -175,6 +175,8 @@ class Compiled:
 
     def prepare(self, kind: Kind, values: Values) -> None:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
+        if self.inner in (INNER["inductor"], INNER["tuned"]):
+            start_workers()
         # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
         ours: weakref.ref[Compiled] = weakref.ref(self)
         self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)

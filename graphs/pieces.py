@@ -27,8 +27,11 @@ def inductor(module: fx.GraphModule, examples: list[Any]) -> Piece:
     """Through Inductor, with the symbolic sizes of the trace that it is called in."""
     from torch._inductor import standalone_compile
 
+    # To tune at compile time, as artifacts to be saved need it, is to compile and load every kernel twice, and to make tensors as large
+    # as the weights and pages that it is tuned on. A piece is tuned as torch.compile does it: at the run that goes before a capture.
+    options: dict[str, Any] = {"config_patches": {"triton.autotune_at_compile_time": None}}
     with whole_guards():
-        return standalone_compile(module, examples, dynamic_shapes="from_tracing_context")
+        return standalone_compile(module, examples, dynamic_shapes="from_tracing_context", options=options)
 
 
 def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
@@ -47,6 +50,19 @@ def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
 def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:
     """Not at all."""
     return module
+
+
+def start_workers() -> None:
+    """Have the processes that compile kernels of Triton start while the model is traced.
+
+    Inductor does so when it is the backend of a torch.compile. Where it is called for pieces they start with the first, whose kernels
+    are then compiled one after the other until they are there.
+    """
+    if not torch.cuda.is_available():
+        return
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}

@@ -61,9 +61,10 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     told: list[Fused] = []
     rows: list[Row] = []
+    there = _Graph(graph)
     for calls in _groups(graph):
         parameters = [[c.weight for c in calls], *([[c.bias for c in calls if c.bias is not None]] if calls[0].bias is not None else [])]
-        left = _against(graph, parameters) or _fuse(graph, calls)
+        left = _against(there, parameters) or _fuse(graph, calls)
         if not left:
             rows += [Row(tuple(map(source_of, nodes)), tuple(_fake(n).nbytes for n in nodes)) for nodes in parameters]
         told.append(Fused(tuple(c.weight.name for c in calls), tuple(_fake(c.weight).shape[0] for c in calls), left))
@@ -136,23 +137,31 @@ def _follows(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() + a.numel() == b.storage_offset()
 
 
-def _against(graph: fx.Graph, parameters: Sequence[Sequence[fx.Node]]) -> str:
+class _Graph:
+    """What is asked of the whole graph for every group: looked up once, as there are as many groups as layers."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
+        self.inputs_in: dict[int, list[fx.Node]] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if isinstance(fake := _fake(node), Tensor):
+                self.inputs_in.setdefault(fake.untyped_storage()._cdata, []).append(node)
+
+
+def _against(graph: _Graph, parameters: Sequence[Sequence[fx.Node]]) -> str:
     """Why these may not be read as one; empty: nothing is against it."""
     nodes = [n for row in parameters for n in row]
-    storages = {_fake(n).untyped_storage()._cdata for n in nodes}
     if not can_guard() or any(source_of(n) is None for n in nodes):
         return "nothing can be guarded here"
-    switched = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
-    if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or switched):
+    if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or graph.switches_grad):
         return "the weights need a gradient"
     if any(_fake(row[0]).storage_offset() * _fake(row[0]).element_size() % ALIGNED for row in parameters):
         return f"the first does not begin at {ALIGNED} bytes"
-    for node in graph.nodes:
-        if node.op != "placeholder" or not isinstance(fake := _fake(node), Tensor):
-            continue
-        # What is written through one input is seen through the others only if they overlap, which these do not.
-        if fake.untyped_storage()._cdata in storages and not all(_only_multiplies(user, node) for user in node.users):
-            return f"{node.name} lies there too, and is used by more than linears"
+    for storage in dict.fromkeys(_fake(n).untyped_storage()._cdata for n in nodes):
+        for node in graph.inputs_in[storage]:
+            # What is written through one input is seen through the others only if they overlap, which these do not.
+            if not all(_only_multiplies(user, node) for user in node.users):
+                return f"{node.name} lies there too, and is used by more than linears"
     return ""
 
 

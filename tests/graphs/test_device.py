@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -130,3 +131,82 @@ def test_weak_memory_is_not_held(cuda, monkeypatch):
 def test_only_cuda_has_cuda_graphs():
     with pytest.raises(InvalidInput, match="device: got cpu"):
         CudaGraphs("cpu")
+
+
+@pytest.fixture
+def thawed():
+    """As in a program that froze nothing; the tests' own conftest does."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+class Ring:
+    """Garbage that reference counts do not find."""
+
+    def __init__(self):
+        self.ring = self
+
+
+def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
+    """All buckets share a session. To look at everything again for each would take longer than many a capture."""
+    device, before = CudaGraphs(), gc.get_freeze_count()
+    died = []
+
+    def ring(name):
+        weakref.finalize(Ring(), died.append, name)
+
+    def run():
+        ring("of a capture")
+        assert "of a capture" not in died[seen:], "no garbage is collected in a capture"
+        return len(died)
+
+    ring("of before")
+    with device.session():
+        assert died == ["of before"]
+        for _ in range(3):
+            seen = len(died)
+            with device.session():
+                assert died[1:] == ["of a capture", "between"] * (len(died) // 2), "none of an earlier bucket holds memory in a later"
+                assert len(gc.get_objects()) < 10_000, "what was there before is not looked at"
+                seen = len(died)
+                assert device.capture(run)[1] == seen
+            ring("between")
+        assert len(died) == 5 and not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == before
+    assert cuda.log.count("on side") == cuda.log.count("off side") == 1
+    gc.collect()
+    assert len(died) == 7
+
+
+def test_what_a_program_froze_stays_frozen(cuda, thawed):
+    """Before it forked, say. Then all else is looked at in every session."""
+    device, died = CudaGraphs(), []
+    gc.freeze()
+    before, kept = gc.get_freeze_count(), [[] for _ in range(20_000)]
+    with device.session():
+        weakref.finalize(Ring(), died.append, 1)
+        with device.session():
+            assert died == [1] and len(gc.get_objects()) > len(kept)
+    assert gc.get_freeze_count() > 0.9 * before
+
+
+def test_a_session_within_a_capture_collects_nothing(cuda):
+    device, died = CudaGraphs(), []
+
+    def run():
+        weakref.finalize(Ring(), died.append, 1)
+        with device.session():
+            return len(died)
+
+    with device.session():
+        assert device.capture(run)[1] == 0
+
+
+def test_a_session_that_fails_leaves_the_collector_as_it_was(cuda, thawed):
+    device, before = CudaGraphs(), gc.get_freeze_count()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), device.session(), device.session():
+            raise ZeroDivisionError
+        assert gc.isenabled() and gc.get_freeze_count() == before
+    assert cuda.log.count("side waits for main") == cuda.log.count("main waits for side") == 2

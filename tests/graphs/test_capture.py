@@ -1,0 +1,195 @@
+"""What a capture of many buckets does once, and what it does for each: counted, not timed."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from attnops.graphs import Buckets, breakable, breaks, modes, pieces, piecewise
+from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.standin import StandIn
+
+BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(16, 32), requests=8)
+SIX = len(BUCKETS.all())
+
+
+class Counting(StandIn):
+    """outer: sessions that lie in no other. inner: those that do. measured_runs: what ran before captures."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.depth = self.outer = self.inner = self.measured_runs = 0
+
+    @contextmanager
+    def session(self):
+        self.outer, self.inner = self.outer + (self.depth == 0), self.inner + (self.depth > 0)
+        self.depth += 1
+        try:
+            with super().session():
+                yield
+        finally:
+            self.depth -= 1
+
+    def measured(self, run):
+        self.measured_runs += 1
+        return super().measured(run)
+
+
+def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
+    if mode is piecewise:
+        more.setdefault("inner", "eager")
+    return mode(forward, Buckets(tokens=sizes), batch=None, tokens=("x",), graphs=device, **more)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
+    device, prepared = Counting(), []
+    method = modes.Compiled if mode is piecewise else modes.Broken
+    real = method.prepare
+    monkeypatch.setattr(method, "prepare", lambda self, kind, values: prepared.append(kind) or real(self, kind, values))
+    pair = Pair(mode, BUCKETS, layers=2)
+    pair.step._device = pair.device = device
+    batch, _ = pair.batches("ab", 1)
+    report = pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]
+    # One for each kind, which is compiled, and one for all captures.
+    assert (device.outer, device.inner, device.measured_runs) == (3, SIX, SIX)
+    if mode is piecewise:
+        assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+    pair.agree("cd")
+    pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    assert device.outer == 3, "nothing was left to capture"
+
+
+def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
+    """A run that compiles is none to take memory by: what is compared with a budget is what the bucket takes."""
+    device, compiled = Counting(), []
+
+    def inner(module, examples):
+        compiled.append(module)
+        return module
+
+    needs = []
+    device.need = lambda: needs.append(len(compiled)) or 0
+    step = rows_of(piecewise, device, lambda x: x * (2 if x.shape[0] > 1 else 3), one_differs=True, inner=inner, budget_bytes=1 << 30)
+    step.capture(torch.ones(2, 3))
+    assert step._method.traces == {"mixed": 2} and len(compiled) == 2
+    assert needs == [1, 1, 1, 2, 2], "the last bucket is measured once more, after it was compiled"
+    close(step(torch.ones(1, 3)), torch.full((1, 3), 3.0))
+    close(step(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_every_piece_that_differs_is_compiled_once_whatever_the_number_of_buckets_and_layers():
+    compiled = []
+    for layers, buckets in ((3, Buckets(decode=(2, 4))), (6, Buckets(decode=(2, 3, 4, 5, 6, 8)))):
+        asked = []
+        pair = Pair(piecewise, buckets, layers=layers, inner=lambda module, _, asked=asked: asked.append(module) or module)
+        batch, _ = pair.batches("ab", 1)
+        pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+        compiled.append(len(asked))
+    assert compiled == [3, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_progress_does_stays_done(mode):
+    """It is called between captures, which put back state and do not capture what is captured."""
+    state = torch.zeros(())
+
+    def forward(x):
+        state.add_(1)
+        return x * 2
+
+    step = rows_of(mode, StandIn(), forward, sizes=(2, 4), state=(state,))
+
+    def progress(done, of, bucket):
+        step(torch.ones(2))
+
+    report = step.capture(torch.ones(4), progress=progress)
+    assert [(str(row.bucket), row.replays) for row in report.rows] == [("mixed 4 tokens x0", 0), ("mixed 2 tokens x0", 2)]
+    assert float(state) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
+    device = Counting()
+
+    def need():
+        if device.measured_runs == 3:
+            raise torch.OutOfMemoryError("no more")
+        return 0
+
+    device.need = need
+    step = rows_of(mode, device)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        step.capture(torch.ones(2))
+    assert [str(row.bucket) for row in step.report().rows] == ["mixed 8 tokens x0", "mixed 4 tokens x0"] and device.depth == 0
+    close(step(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(step.capture(torch.ones(2)).rows) == 4
+
+
+def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
+    asked = []
+    real = breaks.break_of
+    monkeypatch.setattr(breaks, "break_of", lambda func, *given: asked.append(str(func)) or real(func, *given))
+
+    def forward(x):
+        for _ in range(5):
+            x = torch.sin(x) + 1
+        return torch.index_select(x, 0, torch.arange(2)).exp()
+
+    step = rows_of(breakable, StandIn(), forward, sizes=(2,), eager={"mixed": ("aten::exp",)})
+    close(step(torch.ones(2)), forward(torch.ones(2)))
+    assert asked.count("aten.sin.default") == asked.count("aten.add.Tensor") == 1
+    # What may not be is asked at every call, for its reason.
+    assert asked.count("aten.exp.default") == 2 and len(step.report().rows[0].breaks) == 1
+
+
+class _Seen(Exception):
+    pass
+
+
+def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
+    """At their first run. Compile-time tuning makes tensors like all inputs, pages among them, and compiles every kernel twice."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    found = []
+
+    def codegen(self):
+        found.append(config.triton.autotune_at_compile_time)
+        raise _Seen
+
+    monkeypatch.setattr(GraphLowering, "codegen", codegen)
+    step = rows_of(piecewise, StandIn(opaque=True), lambda x: x * 2 + 1, inner="inductor")
+    with torch._inductor.utils.fresh_cache(), pytest.raises(Exception, match="_Seen"):
+        step(torch.ones(2))
+    assert found == [None]
+
+
+@pytest.mark.parametrize(("inner", "want"), [("inductor", ["workers", "traced"]), ("tuned", ["workers", "traced"]), ("eager", ["traced"])])
+def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
+    told = []
+
+    class Stop(Exception):
+        pass
+
+    def backend(self, kind, gm):
+        told.append("traced")
+        raise Stop
+
+    monkeypatch.setattr(modes, "start_workers", lambda: told.append("workers"))
+    monkeypatch.setattr(modes.Compiled, "_backend", backend)
+    with pytest.raises(Exception, match="Stop"):
+        rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
+    assert told == want
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_workers_compile_for_gpus_alone(gpu, monkeypatch):
+    from torch._inductor import async_compile
+
+    told = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("warm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    pieces.start_workers()
+    assert told == ["warm"] * gpu
