@@ -118,7 +118,7 @@ def attention_function(kernel: str | None) -> AttentionFunction:
                 if sliding_window is not None and 0 < sliding_window < keys:
                     left = sliding_window - 1
         elif mask.dtype == descriptor.DTYPE:
-            causal, left, start, end = descriptor.read(mask, query.shape[0])
+            causal, left, start, end = descriptor.read_once(mask, query.shape[0])
             mask = None
         else:
             causal = False
