@@ -147,6 +147,10 @@ class Kernel:
     settled: takes one call's arguments and returns what serves all eager calls like it, whose tensors have its shapes, strides, dtypes
         and device and whose other arguments are its own: a function of the op's tensors alone, in the schema's order (`Op.tensors`),
         so that what follows from the rest need not be worked out again. None: `run` serves.
+    heads_first: of the op `attention`, for callers whose tensors have their heads before their tokens: takes one call's arguments, as
+        `run`, and returns what serves all eager calls like it: a function of (query `[B, Hq, S, D]`, key `[B, Hkv, K, D]`, value
+        `[B, Hkv, K, Dv]`, mask, sinks, kv_start, kv_end) to the output alone, `[B, S, Hq, Dv]` contiguous. Calls of one query token are
+        alike, too, if their Problems are equal: K may be another then, and so may strides but the last. None: they are transposed.
 
     `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
     """
@@ -169,6 +173,7 @@ class Kernel:
     plan_sizes: Callable[..., tuple[int, int]] | None = None
     device_plan: Callable[..., torch.Tensor] | None = None
     settled: Callable[..., Callable[..., Any] | None] | None = None
+    heads_first: Callable[..., Callable[..., torch.Tensor] | None] | None = None
     contract: int = CONTRACT
     about: str = ""
 

@@ -77,6 +77,16 @@ def _bucket(n: int) -> Extent:
     return Extent(top // 2 + 1, top, -(-n >> shift) << shift)
 
 
+def alike(size: int) -> tuple[int, int]:
+    """The least and the largest int with the extent of `size`."""
+    hint = _bucket(size).hint
+    if size <= 2:
+        return hint, hint
+    # Steps are as wide as below the octave's end everywhere in it; at the end itself they are twice that, and it is a multiple of both.
+    top = 1 << (size - 1).bit_length()
+    return hint - (1 << max(top.bit_length() - 5, 0)) + 1, hint
+
+
 @dataclass(frozen=True)
 class Target:
     """The machine a choice is made for.

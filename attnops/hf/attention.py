@@ -13,7 +13,7 @@ from attnops.errors import InvalidInput
 from attnops.hf import descriptor, keyed, latent
 from attnops.hf.key_cache import PagedKeyCache
 from attnops.kernel import own_kernel
-from attnops.ops.dense import attention as dense_attention
+from attnops.ops import heads_first
 from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, logsumexp, scores, wide
@@ -106,9 +106,6 @@ def attention_function(kernel: str | None) -> AttentionFunction:
                 cap = float(softcap or 0.0)
                 return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
             key, value = type(module).expand_kv(module, key[0], value[0])
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end = -1, None, None
         mask = attention_mask
@@ -121,47 +118,57 @@ def attention_function(kernel: str | None) -> AttentionFunction:
                 if sliding_window is not None and 0 < sliding_window < keys:
                     left = sliding_window - 1
         elif mask.dtype == descriptor.DTYPE:
-            causal, left, start, end = descriptor.read(mask, query.shape[0])
+            causal, left, start, end = descriptor.read_once(mask, query.shape[0])
             mask = None
         else:
             causal = False
         if position_bias is not None:
             mask = join(position_bias, mask)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         cap = float(softcap or 0.0)
         drops = dropout > 0.0 and module.training
-        if attention_mask is None and cu_seq_lens_q is not None:
-            if drops:
-                raise InvalidInput("dropout", dropout, "0 for packed requests without a mask: no kernel drops")
-            if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
-                want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
-                raise InvalidInput("cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
-            near = sliding_window - 1 if sliding_window else -1
-            packed = varlen_attention(
-                query[0], key[0], value[0], cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
-                scale=scaling, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
-            )  # fmt: skip
-            return packed[None], None
-        if drops:
+        packed = None if attention_mask is not None else cu_seq_lens_q
+        if packed is None and not drops:
+            given = (query, key, value, mask, sinks, start, end, scaling, causal, left, cap, dense_kernel)
+            if (run := heads_first.known(*given)) is not None:
+                return run(query, key, value, mask, sinks, start, end), None
+            query, key, value = cast(query, key, value)
+            return heads_first.attention(query, key, value, *given[3:]), None
+        query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
+        if packed is None:
             rules = Rules(default_scale(query, scaling), causal, left, -1, cap)
             return with_dropout(query, key, value, mask, sinks, start, end, rules, dropout), None
-        output = dense_attention(
-            query, key, value, scale=scaling, causal=causal, window=(left, -1), softcap=cap,
-            mask=mask, sinks=sinks, kv_start=start, kv_end=end, kernel=dense_kernel,
+        if drops:
+            raise InvalidInput("dropout", dropout, "0 for packed requests without a mask: no kernel drops")
+        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
+            want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
+            raise InvalidInput("cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
+        near = sliding_window - 1 if sliding_window else -1
+        output = varlen_attention(
+            query[0], key[0], value[0], packed, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
+            scale=scaling, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
         )  # fmt: skip
-        return output, None
+        return output[None], None
 
     return attention
+
+
+def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As autocast has it."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def check_others(others: dict[str, Any]) -> None:
     """Raise InvalidInput for an argument that would change the result: a tensor, or a telling name, that nobody here knows."""
     for name, value in others.items():
-        if value is None or value is False:
+        if name in HARMLESS or value is None or value is False:
             continue
         if name == "output_attentions":
             raise InvalidInput(name, value, "False: kernels return no attention weights. Unpatch the model to look at them")
-        if name not in HARMLESS and (_holds_tensor(value) or any(word in name for word in _TELLING)):
+        if _holds_tensor(value) or any(word in name for word in _TELLING):
             want = f"one of {', '.join(sorted(HANDLED))}: dropping it would change the result"
             raise InvalidInput(f"attention argument {name}", type(value).__name__, want)
 

@@ -24,6 +24,8 @@ DTYPE = torch.int64
 
 Number = int | Tensor
 
+_RANGE = "_attnops_range"
+
 
 class Pattern(NamedTuple):
     """What a query may see besides padding. window: keys a causal query sees, its own included; 0 is unbounded."""
@@ -33,7 +35,7 @@ class Pattern(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A descriptor as `attnops.attention` takes it. window_left: keys left of the query's own, -1 unbounded. start, end: int64 `[B]`."""
+    """A descriptor as `attnops.attention` takes it. window_left: keys left of the query's own, -1 unbounded. start, end: int `[B]`."""
 
     causal: bool
     window_left: int
@@ -61,3 +63,18 @@ def read(mask: Tensor, batch: int) -> Range:
         raise InvalidInput("attention_mask", f"int64 {list(mask.shape)}", want + 'masks needs attnops.patch(model, mask="dense")')
     fields = mask[:, 0, 0]
     return Range(mask.shape[1] == 1, mask.shape[2] - 2, fields[:, 0], fields[:, 1])
+
+
+def read_once(mask: Tensor, batch: int) -> Range:
+    """As `read`, for all layers of a step: what the first one reads is kept with the mask, in int32, which kernels want."""
+    # A replay writes what the host cannot see.
+    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured or torch.compiler.is_compiling() or mask.is_inference():
+        return read(mask, batch)
+    # Who writes into the mask raises its version.
+    version, found = getattr(mask, _RANGE, (-1, None))
+    if found is None or version != mask._version or mask.shape[0] != batch:
+        causal, left, start, end = read(mask, batch)
+        found = Range(causal, left, start.to(torch.int32), end.to(torch.int32))
+        setattr(mask, _RANGE, (mask._version, found))
+    return found

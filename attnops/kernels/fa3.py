@@ -221,6 +221,39 @@ def settled(
     return run
 
 
+def heads_first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Tensor | None,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    policy: str = "",
+) -> Callable[..., Tensor] | None:
+    """The dense call of all keys without sinks, which comes down to one call of the raw op; None for any other."""
+    if return_lse or q_scale is not None or any(x is not None for x in others) or not query.numel() or not key.numel():
+        return None
+    fwd, tail = raw_op()
+    fwd = getattr(fwd, "_op", fwd)
+    splits = 1 if deterministic(policy) else 0
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: None) -> Tensor:
+        output: Tensor = fwd(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, None, None, None, None, None, None, None, None, None,
+            None, None, None, None, None, None, None, None, None, scale, causal, window_left, window_right, attention_chunk, softcap,
+            False, None, splits, None, 0, None, *tail,
+        )[0]  # fmt: skip
+        return output
+
+    return run
+
+
 FEW = 64
 """Query rows of a key head and request up to which the kernel reads pages without TMA: no tile of its is smaller."""
 
@@ -276,6 +309,7 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             # The tile size of a packed call follows from the longest request, and bits with it.
             batch_invariant=_op != "varlen_attention",
             settled=settled if _op == "paged_attention" else None,
+            heads_first=heads_first if _op == "attention" else None,
             about=ABOUT,
         )
     )

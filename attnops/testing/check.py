@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
+from attnops.reference.attention import compact, no_lse
 from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.reference.rope_quantize import scaled
@@ -68,6 +69,9 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     if settled is not None:
         of_tensors = _of_tensors(settled, op.tensors)
         figures = max(figures, _check_run(kernel, of_tensors, call), key=lambda f: f.worst)
+    turned = kernel.heads_first(*call.args, **call.kwargs) if kernel.heads_first else None
+    if turned is not None:
+        figures = max(figures, _check_run(kernel, _of_heads_first(turned), call), key=lambda f: f.worst)
     if (with_plan := with_device_plan(kernel, call)) is not call:
         figures = max(figures, _check_run(kernel, kernel.run, with_plan), key=lambda f: f.worst)
     return figures
@@ -78,6 +82,20 @@ def _of_tensors(settled: Callable[..., Any], names: tuple[str, ...]) -> Callable
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return settled(*args, *map(kwargs.get, names[len(args) :]))
+
+    return run
+
+
+def _of_heads_first(turned: Callable[..., Tensor]) -> Callable[..., Any]:
+    """What a kernel makes of tensors whose heads come first, called as `run` is."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
+        mask, sinks, *_scales, start, end = (*others, *[None] * 6)[:6]
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        output = turned(*heads_first, mask, sinks, start, end)
+        if not output.is_contiguous():
+            raise Mismatch(f"heads_first: output has strides {output.stride()}, want it contiguous")
+        return compact(output), no_lse(query)
 
     return run
 

@@ -3,6 +3,7 @@
 import functools
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from transformers import DynamicCache, StaticCache
@@ -103,17 +104,19 @@ class Counter:
 def watched():
     """Within the block: what `attnops.attention` was given by a model, as a list of its keyword arguments."""
     calls = []
-    real = attention_module.dense_attention
+    real = attention_module.heads_first
+    names = ("mask", "sinks", "kv_start", "kv_end", "scale", "causal", "window", "softcap", "kernel")
 
-    def spy(query, key, value, **more):
-        calls.append(more)
-        return real(query, key, value, **more)
+    def spy(query, key, value, *more):
+        given = dict(zip(names, more, strict=True))
+        calls.append(given | {"window": (given["window"], -1)})
+        return real.known(query, key, value, *more)
 
-    attention_module.dense_attention = spy
+    attention_module.heads_first = SimpleNamespace(known=spy, attention=real.attention)
     try:
         yield calls
     finally:
-        attention_module.dense_attention = real
+        attention_module.heads_first = real
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------

@@ -220,6 +220,29 @@ def test_the_descriptor_takes_no_room():
     assert found.start.is_contiguous() and found.end.is_contiguous()
 
 
+def test_a_descriptor_is_read_once_a_step_and_anew_when_it_was_written():
+    mask = descriptor.build(Pattern(True, 0), 2, torch.tensor([0, 3]), 7, 3, 0, torch.device("cpu"))
+    found = descriptor.read_once(mask, 2)
+    assert descriptor.read_once(mask, 2) is found
+    assert (found.start.dtype, found.start.tolist(), found.end.tolist()) == (torch.int32, [0, 3], [7, 7])
+    assert descriptor.read(mask, 2).start.dtype == torch.int64
+    mask.copy_(descriptor.build(Pattern(True, 0), 2, 1, torch.tensor([5, 6]), 3, 0, torch.device("cpu")))
+    found = descriptor.read_once(mask, 2)
+    assert (found.start.tolist(), found.end.tolist()) == ([1, 1], [5, 6])
+    with pytest.raises(InvalidInput, match="attention_mask"):
+        descriptor.read_once(mask, 3)
+    assert descriptor.read_once(mask[:1], 1).end.tolist() == [5]
+    graphs = []
+    compiled = torch.compile(lambda m: descriptor.read_once(m, 2).start * 2, backend=lambda g, _: graphs.append(g) or g.forward)
+    other = descriptor.build(Pattern(True, 0), 2, 4, 7, 3, 0, torch.device("cpu"))
+    assert compiled(mask).tolist() == [2, 2] and compiled(other).tolist() == [8, 8] and len(graphs) == 1
+    with torch.inference_mode():
+        mask = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
+        assert descriptor.read_once(mask, 2).start.tolist() == [1, 1]
+        mask.fill_(3)
+        assert descriptor.read_once(mask, 2).start.tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1, 9), (2, 3, 1, 4), (1, 1, 1, 4)])
 def test_another_int_mask_is_an_error(shape):
     with pytest.raises(InvalidInput, match="attention_mask"):
