@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--model", default="")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=0, help="that share the cases; default all")
-    parser.add_argument("--stop-s", type=float, default=float("inf"), help="several GPUs: when what is not done is ended")
+    parser.add_argument("--stop-s", type=float, default=float("inf"), help="when what is not done is ended")
     parser.add_argument("--points", default="", help="requests x tokens before, with commas: 1x1k,8x1k")
     given = parser.parse_args()
     points = tuple(Point.parse(p) for p in given.points.split(",")) if given.points else ()

@@ -21,11 +21,11 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"bench": 470, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
+LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
 # A triton.py on the path would hide what has the name.
 FILES = {"overhead": "bench", "triton": "triton_vendors"}
-ARGUMENTS = {"overhead": ["--suites", "overhead"], "bench": ["--stop-s", "445"]}
-# Ceilings and the start of the processes come before.
+# Imports and ceilings come before, and the limits are the promise of eight minutes.
+ARGUMENTS = {"overhead": ["--suites", "overhead"], "bench": ["--stop-s", "448"]}
 DEFAULT = "bench"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,11 +213,12 @@ def _row(files: dict[str, Any]) -> list[str]:
     ran = [n for n in numerics.values() if n["cases"]]
     good = sum(not n["wrong"] for n in ran)
     vendors, kernels = (_automatic_over(files.get("kernel_times", {"rows": []})["rows"], which) for which in (_direct, _ours))
-    times = f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {vendors[len(vendors) // 2]:.2f} of {len(vendors)} calls" if vendors else "-"
+    times = f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {statistics.median(vendors):.2f} of {len(vendors)} calls" if vendors else "-"
     over = f"{100 * sum(kernels) / len(kernels) - 100:.1f}% / {100 * kernels[-1] - 100:.0f}% of {len(kernels)} calls" if kernels else "-"
     eager = [r["median_us"] for r in files.get("overhead", {}).get("rows", []) if r["way"] == "function" and r["case"].startswith("eager")]
     cost = f"{eager[0]:.1f} us" if eager else "-"
-    return [str(shown[0].get("device", "?")), f"{good} of {len(ran)}" if ran else "-", times, over, cost]
+    found = [f"{good} of {len(ran)}" if ran else "-", times, over, cost]
+    return [] if set(found) == {"-"} else [str(shown[0].get("device", "?")), *found]
 
 
 def _direct(way: str) -> bool:

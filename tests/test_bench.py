@@ -18,10 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, lanes, plots, running, suites, vendors
-from attnops.bench.claims import Claims
+from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, plots, suites, vendors
 from attnops.bench.compare import compare
-from attnops.bench.report import SPENT, Found, LeftOut, bad, environment, joined, measured, read, text_of
+from attnops.bench.report import bad, environment, joined, measured, read, text_of
 from attnops.bench.timing import Timed, spread, steps_us
 from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
 from attnops.cli import bench as command
@@ -160,6 +159,19 @@ def test_overhead_is_in_order(reports_of):
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
 
 
+def test_vendors_are_called_where_they_answer():
+    pool = Pool("cpu")
+    by_case = {}
+    for case in (case.sized("toy") for case in kernels.CASES):
+        call = kernels.build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool).with_(**dict(case.more))
+        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in vendors.vendors_of(call)}
+    assert by_case == {
+        "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2"},
+        "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
+        "prefill window": set(), "prefill soft cap": set(), "packed prefill": {"fa3"},
+    }  # fmt: skip
+
+
 # Verdicts -------------------------------------------------------------------------------------------------------------
 
 
@@ -255,109 +267,6 @@ def test_times_are_medians_in_turn():
     assert "".join(made).endswith("AaBb" * 4) and set(found["a"]) == {"median_us", "spread_us"}
     assert spread([5.0]) == {"median_us": 5.0} and spread([4.0, 6.0]) == {"median_us": 5.0, "spread_us": 1.0}
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0])["median_us"] == 3.0
-
-
-# Running --------------------------------------------------------------------------------------------------------------
-
-
-def made(name, *cases, share=1.0):
-    """A suite of cases that are functions without arguments."""
-    return suites.Suite(name, "of a test", lambda setup: dict(cases), suites.SPEED, share=share)
-
-
-def rows_of(name):
-    return lambda: [Row(name, "way", 1.0)]
-
-
-def test_a_spent_budget_cuts_and_says_so(tmp_path):
-    reports = running.run(suites.named(("kernels", "decode")), TOY, budget_s=1e-9, out=tmp_path)
-    assert set(reports["decode"]["left_out"]) == {"llama 2x12"} and len(reports["kernels"]["left_out"]) == 4
-    assert set(reports["decode"]["left_out"].values()) == {SPENT} and not reports["decode"]["rows"]
-    assert read(tmp_path / "decode.json")["left_out"] == reports["decode"]["left_out"]
-
-
-def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
-    def here():
-        raise LeftOut("not here")
-
-    broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0, suites.SPEED)
-    both = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
-    reports = running.run((broken, both), TOY, out=tmp_path)
-    found = reports["some"]
-    assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
-    assert found["failed"] == {"b": "ZeroDivisionError: integer division or modulo by zero"}
-    assert list(reports["broken"]["failed"]) == ["broken"] and read(tmp_path / "some.json")["rows"] == found["rows"]
-
-
-def test_time_that_is_left_goes_to_what_was_left(tmp_path, monkeypatch):
-    """Two suites of equal shares: the first spends its own with its first case, and has its second when the other is done."""
-    now, order = [0.0], []
-    monkeypatch.setattr(lanes.time, "monotonic", lambda: now[0])
-
-    def case(name, seconds):
-        def run():
-            now[0] += seconds
-            order.append(name)
-            return [Row(name, "way", 1.0)]
-
-        return name, run
-
-    several = (made("long", case("a", 60.0), case("b", 31.0), case("c", 30.0)), made("short", case("d", 10.0)))
-    lanes.work(several, TOY, Claims(tmp_path), 100.0, lambda *_: None, lambda *_: None)
-    assert order == ["a", "d", "b"], "and nothing begins when all is spent"
-
-
-def test_a_case_is_taken_once(tmp_path):
-    one, other = Claims(tmp_path), Claims(tmp_path)
-    assert one.free("s", "a/b") and one.take("s", "a/b") and not other.free("s", "a/b") and not other.take("s", "a/b")
-    assert other.take("s/a", "b") and other.take("s", "x" * 500)
-
-
-def test_processes_share_the_cases(tmp_path):
-    """As GPUs do. Each measures with torch alone, and none what another has measured."""
-    found: dict[str, Found] = {}
-    begun: list[list[str]] = []
-    some = suites.named(("kernels",))
-    setup = replace(TOY, backend="eager")
-
-    def put(suite, case, what):
-        assert suite == "kernels" and case not in found
-        found[case] = what
-
-    lanes.spread_over(("a", "b"), some, setup, 60.0, put, lambda suite, names: begun.append(names))
-    assert begun[0] == begun[-1] == list(kernels.cases(TOY)) and set(found) == set(begun[0])
-    assert all(one.rows and not one.failed for one in found.values())
-
-
-@pytest.mark.parametrize(("ends", "stop_s", "said"), [("exit 3", 60.0, "failed"), ("sleep 60", 1.0, "left_out")])
-def test_a_process_that_ends_takes_its_case_alone(tmp_path, monkeypatch, ends, stop_s, said):
-    lines = ['{"suite": "kernels", "cases": ["a", "b"]}', '{"suite": "kernels", "at": "a"}', '{"suite": "kernels", "at": "b"}']
-    lines.insert(2, '{"suite": "kernels", "case": "a", "found": {"rows": [{"case": "a", "way": "w"}]}}')
-    fake = tmp_path / "python"
-    into = "$(echo $3 | sed 's/.*\"file\": \"//; s/\".*//')"
-    said_so = "".join(f"echo '{line}' >> {into}\n" for line in lines)
-    fake.write_text(f"#!/bin/sh\necho out of memory\n{said_so}printf '{{\"half' >> {into}\n{ends}\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(lanes.sys, "executable", str(fake))
-    found: dict[str, Found] = {}
-    some = suites.named(("kernels",))
-    lanes.spread_over(("0",), some, TOY, 1.0, lambda suite, case, what: found.update({case: what}), lambda *_: None, stop_s)
-    assert found["a"].rows == [{"case": "a", "way": "w"}] and set(found) == {"a", "b"}
-    what = getattr(found["b"], said)
-    assert what == ("its process ended with 3: out of memory" if said == "failed" else "it was not done after 1 s of the run")
-
-
-def test_vendors_are_called_where_they_answer():
-    pool = Pool("cpu")
-    by_case = {}
-    for case in (case.sized("toy") for case in kernels.CASES):
-        call = kernels.build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool).with_(**dict(case.more))
-        by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in vendors.vendors_of(call)}
-    assert by_case == {
-        "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2"},
-        "latent decode": {"flashmla", "flashinfer_fa2", "flashinfer_fa3"}, "decode float8 pages": set(), "decode window and sinks": set(),
-        "prefill window": set(), "prefill soft cap": set(), "packed prefill": {"fa3"},
-    }  # fmt: skip
 
 
 # Files and their comparison -------------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def test_results_become_tables(results, regret, tmp_path):
         assert shown in text, shown
     assert "eager.fa3" not in text and text.index("Proven") < text.index("Against the vendors' own calls")
     short = results.results_short(tmp_path)
-    assert "| Some GPU | 1 of 1 | 0.50 to 1.25, median 1.25 of 2 calls | 50.0% / 100% of 2 calls | - |" in short
+    assert "| Some GPU | 1 of 1 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / 100% of 2 calls | - |" in short
     assert "| Some GPU | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
 
 

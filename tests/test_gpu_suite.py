@@ -55,19 +55,52 @@ def test_outcomes_are_counted():
     assert counts(["killed"]) == {}
 
 
+HOOKS = ("pytest_runtest_protocol", "pytest_runtest_logreport")
+MODULE = """
+import pytest
+@pytest.fixture(scope="module")
+def one():
+    yield 1
+    {after}
+def test_0(one): {first}
+def test_1(one): assert one == 1
+def test_2(one): assert one == 1
+"""
+
+
+def as_a_shard(folder, taken, *, after="pass", first="assert one == 1"):
+    """Run two files with fixtures of their own, as one of several processes of run.py; others have taken some tests. pytest's output."""
+    (folder / "conftest.py").write_text("".join(f"from tests.gpu.conftest import {name} as {name}\n" for name in HOOKS))
+    for name in ("a", "b"):
+        (folder / f"test_{name}.py").write_text(MODULE.format(after=after, first=first))
+    (folder / "found").mkdir()
+    others = Claims(folder / "found")
+    assert all(others.take("gpu-test", name) for name in taken)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
+        cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "SHARD": "0/2", "OUT": str(folder / "found"), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+TAKEN = ("test_a.py::test_1", "test_a.py::test_2", "test_b.py::test_0")
+
+
 def test_what_another_process_has_taken_is_left_to_it(tmp_path):
     """Between two files with fixtures of their own, where pytest wants what stands taken down in order."""
-    (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import pytest_runtest_protocol as pytest_runtest_protocol\n")
-    body = "import pytest\n@pytest.fixture(scope='module')\ndef one(): yield 1\n"
-    body += "".join(f"def test_{i}(one): assert one == 1\n" for i in range(3))
-    for name in ("a", "b"):
-        (tmp_path / f"test_{name}.py").write_text(body)
-    (tmp_path / "found").mkdir()
-    others = Claims(tmp_path / "found")
-    assert all(others.take("gpu-test", name) for name in ("test_a.py::test_1", "test_a.py::test_2", "test_b.py::test_0"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "SHARD": "0/2", "OUT": str(tmp_path / "found"), "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0 and counts([done.stdout]) == {"passed": 3}, done.stdout
+    code, said = as_a_shard(tmp_path, TAKEN)
+    assert code == 0 and counts([said]) == {"passed": 3}, said
+
+
+def test_what_fails_when_it_is_taken_down_is_said(tmp_path):
+    """By pytest, of the test that was passed over; and then the device is asked, which here is none."""
+    code, said = as_a_shard(tmp_path, TAKEN, after="assert False")
+    assert code == 2 and "ERROR test_a.py::test_2" in said and counts([said]) == {"passed": 1, "error": 1}, said
+
+
+def test_a_process_whose_device_is_lost_takes_no_more(tmp_path):
+    """Here no device answers at all."""
+    code, said = as_a_shard(tmp_path, (), first="assert one == 2")
+    assert code == 2 and counts([said.rpartition("!!!")[2].strip()]) == {"failed": 1}, said
+    assert Claims(tmp_path / "found").free("gpu-test", "test_a.py::test_1")

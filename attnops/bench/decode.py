@@ -47,7 +47,7 @@ PLACES: models.Places = {
     "quick": {"llama-3-8b-shape": SMALL},
     "full": {
         "llama-3-8b-shape": (*SMALL, Point(32, 2048)),
-        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (MANY,)),
+        **dict.fromkeys(("gpt-oss-20b-shape", "deepseek-v3-shape", "qwen3-4b-shape"), (MANY,)),
     },
 }
 TUNED_WAYS = ("attnops_piecewise", "attnops_tuned", "hf_tuned")

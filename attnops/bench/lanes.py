@@ -6,18 +6,19 @@ itself, takes with it the case it was at, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from attnops.bench.claims import Claims
 from attnops.bench.report import Found, measured
@@ -27,14 +28,28 @@ from attnops.bench.verdict import why
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
+SEES_ONE = """
+import json, os, sys
+asked = json.loads(sys.argv[1])
+if asked["device"] == "cuda":
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[asked["gpu"]] if seen else str(asked["gpu"])
+if hasattr(os, "sched_setaffinity") and asked["of"] > 1:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= asked["of"]:
+        os.sched_setaffinity(0, cores[asked["gpu"] :: asked["of"]])
+from attnops.bench.lanes import main
+main(asked)
+"""
+"""What a process runs. CUDA and all that stands on it see no other GPU, so that none is taken by what forgets to ask for one. The cores
+are shared out, too, so that one that compiles takes none from another whose host time is measured."""
 Put = Callable[[str, str, Found], None]
 """Is given a suite's name, a case's, and what was found of it."""
-Begin = Callable[[str, list[str]], None]
-"""Is given a suite's name, and the names of its cases."""
+LOST = "the device or its process was lost"
 
 
-def work(suites: Sequence[Suite], setup: Setup, claims: Claims, budget_s: float, put: Put, begin: Begin) -> None:
-    """Measure all cases that can be had. put: is given each when it is done, begin: those of a suite beforehand.
+def work(suites: Sequence[Suite], setup: Setup, claims: Claims, budget_s: float, put: Put) -> bool:
+    """Measure all cases that can be had. put: is given each when it is done. False: a case broke the device, and nothing came after it.
 
     A suite has its share of what is left of `budget_s`; when all had theirs, cases that were left are measured while there is time.
     """
@@ -52,49 +67,49 @@ def work(suites: Sequence[Suite], setup: Setup, claims: Claims, budget_s: float,
                 if claims.take(suite.name, suite.name):
                     put(suite.name, suite.name, Found(failed=why(error)))
                 continue
-            if not again:
-                known[suite.name] = list(cases)
-                begin(suite.name, known[suite.name])
+            known[suite.name] = list(cases)
             for name, case in cases.items():
                 if not mine.late and claims.take(suite.name, name):
-                    put(suite.name, name, measured(mine, name, case))
+                    found = measured(mine, name, case)
+                    put(suite.name, name, found)
+                    if found.last:
+                        return False
+    return True
 
 
 def _named(setup: Setup, suite: Suite) -> Callable[[str], None]:
     return lambda what: setup.tell(f"{suite.name}: {what}")
 
 
-def gpus_of(count: int) -> list[str]:
-    """The first `count` GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-    return names[:count]
-
-
 def spread_over(
-    gpus: Sequence[str], suites: Sequence[Suite], setup: Setup, budget_s: float, put: Put, begin: Begin,
-    stop_s: float = float("inf"),
-) -> None:  # fmt: skip
-    """As `work`, by a process for each of `gpus`. stop_s: after so many seconds what is not done is ended."""
+    count: int, suites: Sequence[Suite], setup: Setup, budget_s: float, put: Put, stop_s: float = float("inf")
+) -> bool:  # fmt: skip
+    """As `work`, by a process for each of the first `count` GPUs. stop_s: after so many seconds what is not done is ended.
+
+    A process that ends in an error is a failure of the case it was at, or of the suite that comes first. False: all did.
+    """
     began = time.monotonic()
     told = {n: getattr(setup, n) for n in ("quick", "model", "layers", "points", "ways", "backend")} | {"ceilings": dict(setup.ceilings)}
     with tempfile.TemporaryDirectory(prefix="attnops-bench-") as name:
         folder = Path(name)
         asked = {"suites": [s.name for s in suites], "setup": told, "device": setup.device.type, "budget_s": budget_s, "folder": name}
-        lanes = [_Lane(gpu, i, {**asked, "file": str(folder / f"{i}.jsonl")}) for i, gpu in enumerate(gpus)]
+        lanes: list[_Lane] = []
+        lost = 0
         try:
+            for gpu in range(count):
+                lanes.append(_Lane({**asked, "gpu": gpu, "of": count, "parent": os.getpid(), "file": str(folder / f"{gpu}.jsonl")}))
             running = list(lanes)
-            while running:
+            while running and time.monotonic() - began <= stop_s:
                 for lane in list(running):
                     ended = lane.process.poll()
                     for event in lane.events():
-                        _handle(event, lane, setup, put, begin)
+                        _handle(event, lane, setup, put)
                     if ended is not None:
                         running.remove(lane)
-                        if ended and lane.at:
-                            put(*lane.at, Found(failed=f"its process ended with {ended}: {lane.last_words()}"))
-                if time.monotonic() - began > stop_s:
-                    break
+                        lost += bool(ended)
+                        if ended:
+                            at = lane.at or (suites[0].name, f"GPU {lane.gpu}")
+                            put(*at, Found(failed=f"its process ended with {ended}: {lane.last_words()}"))
                 time.sleep(POLL_S)
             for lane in running:
                 if lane.at:
@@ -102,12 +117,11 @@ def spread_over(
         finally:
             for lane in lanes:
                 lane.end()
+    return lost < count
 
 
-def _handle(event: dict[str, Any], lane: _Lane, setup: Setup, put: Put, begin: Begin) -> None:
+def _handle(event: dict[str, Any], lane: _Lane, setup: Setup, put: Put) -> None:
     match event:
-        case {"cases": names, "suite": suite}:
-            begin(suite, names)
         case {"found": found, "suite": suite, "case": case}:
             lane.at = None
             put(suite, case, Found(**found))
@@ -120,17 +134,15 @@ def _handle(event: dict[str, Any], lane: _Lane, setup: Setup, put: Put, begin: B
 class _Lane:
     """A process and what is known of it. at: the suite and case it is measuring."""
 
-    def __init__(self, gpu: str, index: int, asked: dict[str, Any]) -> None:
-        self.gpu = gpu
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.gpu: int = asked["gpu"]
         self.at: tuple[str, str] | None = None
         self._file, self._read = Path(asked["file"]), 0
-        self._log = Path(asked["folder"]) / f"{index}.log"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, "PYTHONPATH": path, **({"CUDA_VISIBLE_DEVICES": gpu} if asked["device"] == "cuda" else {})}
+        self._log = self._file.with_suffix(".log")
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "attnops.bench.lanes", json.dumps(asked)], env=environment, stdout=log, stderr=subprocess.STDOUT
-            )  # fmt: skip
+            command = [sys.executable, "-c", SEES_ONE, json.dumps(asked)]
+            # With the processes it starts it is a group, which ends as one.
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def events(self) -> list[dict[str, Any]]:
         """What it has written since, of which the last line may be half a line."""
@@ -148,17 +160,17 @@ class _Lane:
         return lines[-1][:200] if lines else "it said nothing"
 
     def end(self) -> None:
-        """Kill it, if it runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        """Kill it, and what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-def main(text: str) -> None:
-    """A process's part. text: JSON, as `spread_over` makes it."""
+def main(asked: dict[str, Any]) -> None:
+    """A process's part, as `spread_over` has asked for it."""
     from attnops.cli.explain import quiet_transformers
 
-    asked = json.loads(text)
+    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
     told = asked["setup"]
     told |= {"points": tuple(Point(*p) for p in told["points"]), "ways": tuple(told["ways"])}
     with Path(asked["file"]).open("a") as file, quiet_transformers():
@@ -175,11 +187,16 @@ def main(text: str) -> None:
                 return taken
 
         setup = Setup(device_of(asked["device"]), **told, tell=lambda what: say(tell=what))
-        work(
+        alive = work(
             named(tuple(asked["suites"])), setup, Told(Path(asked["folder"])), asked["budget_s"],
-            lambda suite, case, found: say(suite=suite, case=case, found=vars(found)), lambda suite, names: say(suite=suite, cases=names),
+            lambda suite, case, found: say(suite=suite, case=case, found=vars(found)),
         )  # fmt: skip
+    if not alive:
+        raise SystemExit(LOST)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _end_with(parent: int) -> None:
+    """Whoever started this may be killed, and then nobody ends it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

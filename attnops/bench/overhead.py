@@ -7,7 +7,6 @@ compared is measured in one process, in turn: a process of its own, because a ke
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -40,9 +39,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 def in_a_process(setup: Setup) -> list[Row]:
     """The rows. Raises RuntimeError: the process said so."""
     code = f"from attnops.bench import overhead; overhead.main({setup.device.type!r}, {setup.quick}, {setup.backend!r})"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1])
     return list(rows_of(json.loads(done.stdout.splitlines()[-1])))

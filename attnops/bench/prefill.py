@@ -25,7 +25,7 @@ PLACES: models.Places = {
     "toy": {"llama": (Point(2, 12),)},
     "small": {name: (Point(1, 128), Point(4, 256)) for name in ("llama", "llama-small")},
     "quick": {"llama-3-8b-shape": (SHORT, LONG)},
-    "full": {"llama-3-8b-shape": (LONG, SHORT, Point(4, 2048))},
+    "full": {"llama-3-8b-shape": (SHORT, LONG)},
 }
 
 

@@ -56,12 +56,16 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a case: rows in the form of `Row.as_dict`, or why it failed or was left out. seconds: that it took."""
+    """What became of a case: rows in the form of `Row.as_dict`, or why it failed or was left out. seconds: that it took.
+
+    last: the device answers no more, and whatever came next in this process would fail.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: str = ""
     left_out: str = ""
     seconds: float = 0.0
+    last: bool = False
 
 
 def measured(setup: Setup, name: str, case: Case) -> Found:
@@ -76,17 +80,21 @@ def measured(setup: Setup, name: str, case: Case) -> Found:
         said["left_out"] = str(reason)
     except Exception as error:  # the other cases stand
         said["failed"] = why(error)
-    _forget()
-    return Found(rows, **said, seconds=round(time.monotonic() - start, 1))
+    last = False
+    try:
+        _forget()
+    except Exception as error:  # an illegal access is told by whatever comes next, and ever after
+        said, last = {"failed": said.get("failed") or why(error)}, True
+    return Found(rows, **said, seconds=round(time.monotonic() - start, 1), last=last)
 
 
 SPENT = "the time was spent"
 
 
-def joined(names: Iterable[str], found: Mapping[str, Found]) -> dict[str, Any]:
-    """`rows`, `left_out` and `failed` of a suite, and `seconds` of all its cases; those of `names` that have nothing were left out."""
+def joined(names: Iterable[str], found: Mapping[str, Found], reason: str = SPENT) -> dict[str, Any]:
+    """`rows`, `left_out` and `failed` of a suite, and `seconds` of all its cases; what nothing is known of was left out for `reason`."""
     known = {**dict.fromkeys(names), **found}
-    every = {name: found.get(name, Found(left_out=SPENT)) for name in known}
+    every = {name: found.get(name, Found(left_out=reason)) for name in known}
     return {
         "rows": [row for one in every.values() for row in one.rows],
         "left_out": {name: one.left_out for name, one in every.items() if one.left_out},
@@ -98,6 +106,7 @@ def joined(names: Iterable[str], found: Mapping[str, Found]) -> dict[str, Any]:
 def _forget() -> None:
     torch._dynamo.reset()
     if torch.cuda.is_available():
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
@@ -108,9 +117,11 @@ def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def write(report: Mapping[str, Any], path: Path) -> Path:
-    """Write one results file, with the folders it lies in."""
+    """Write one results file, with the folders it lies in. Whoever reads it meanwhile finds the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(report))
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text_of(report))
+    new.replace(path)
     return path
 
 

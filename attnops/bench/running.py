@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnops.bench import ceilings
 from attnops.bench.claims import Claims
-from attnops.bench.lanes import gpus_of, spread_over, work
-from attnops.bench.report import Found, environment, joined, write
+from attnops.bench.lanes import LOST, spread_over, work
+from attnops.bench.report import SPENT, Found, environment, joined, write
 from attnops.bench.setup import Setup
 from attnops.bench.suites import Suite
 from attnops.errors import InvalidInput
@@ -25,38 +27,50 @@ def run(
 
     budget_s: seconds, after which no case begins; `attnops.bench.lanes.work` says how suites share them. out: a folder for a file of each,
     written whenever a case of it is done. commit: of the code, "" asks git. gpus: that share the cases, each with a process of its own;
-    ceilings are measured on the first. stop_s: seconds, after which processes of several GPUs are ended. Raises InvalidInput: there are not
-    so many GPUs.
+    ceilings are measured on the first. stop_s: seconds, after which the cases, then in processes of their own, are ended. Raises
+    InvalidInput: there are not so many GPUs.
     """
-    if gpus < 1 or (gpus > 1 and len(gpus_of(gpus) if setup.on_gpu else []) < gpus):
-        raise InvalidInput("gpus", gpus, f"1 to {len(gpus_of(1 << 10)) if setup.on_gpu else 1}, those that torch finds")
+    there = torch.cuda.device_count() if setup.on_gpu else 1
+    if not 1 <= gpus <= there:
+        raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
     setup.tell("ceilings")
     setup = replace(setup, ceilings=ceilings.measure(setup))
     said = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings)}
     if gpus > 1:
         said["gpus"] = gpus
-    names: dict[str, list[str]] = {suite.name: [] for suite in suites}
-    found: dict[str, dict[str, Found]] = {suite.name: {} for suite in suites}
     by_name = {suite.name: suite for suite in suites}
+    names = {suite.name: _names(suite, setup) for suite in suites}
+    found: dict[str, dict[str, Found]] = {suite.name: {} for suite in suites}
+    reason = SPENT
 
     def report(name: str) -> dict[str, Any]:
-        return {**said, "suite": name, **joined(names[name], found[name])}
+        return {**said, "suite": name, **joined(names[name], found[name], reason)}
 
     def save(name: str) -> None:
         if out is not None:
             write(report(name), out / f"{by_name[name].stem}.json")
 
-    def begin(name: str, cases: list[str]) -> None:
-        names[name] = cases
-        save(name)
-
     def put(name: str, case: str, what: Found) -> None:
         found[name][case] = what
         save(name)
 
-    if gpus > 1:
-        spread_over(gpus_of(gpus), suites, setup, budget_s, put, begin, stop_s)
+    for name in names:
+        save(name)
+    if gpus > 1 or stop_s < float("inf"):
+        alive = spread_over(gpus, suites, setup, budget_s, put, stop_s)
     else:
         with tempfile.TemporaryDirectory(prefix="attnops-bench-") as folder:
-            work(suites, setup, Claims(Path(folder)), budget_s, put, begin)
+            alive = work(suites, setup, Claims(Path(folder)), budget_s, put)
+    if not alive:
+        reason = LOST
+        for name in names:
+            save(name)
     return {suite.name: report(suite.name) for suite in suites}
+
+
+def _names(suite: Suite, setup: Setup) -> list[str]:
+    """Of its cases; none, where making them raises, which is said of it later."""
+    try:
+        return list(suite.cases(setup))
+    except Exception:
+        return []

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from attnops.errors import InvalidInput
 
@@ -25,6 +26,7 @@ DTYPE = torch.int64
 Number = int | Tensor
 
 _RANGE = "_attnops_range"
+"""Of a mask that was made eagerly: None, or its version when it was read, and what was read."""
 
 
 class Pattern(NamedTuple):
@@ -47,7 +49,14 @@ def build(pattern: Pattern, batch: int, start: Number, end: Number, q_offset: Nu
     """The descriptor of `batch` requests. Each number is an int, a 0-dim tensor or `[batch]`."""
     # Field by field in memory: a kernel that wants contiguous lengths gets them without a copy.
     fields = torch.stack([_row(value, batch, device) for value in (start, end, q_offset, kv_offset)])
-    return fields.t()[:, None, None, :].expand(batch, 1 if pattern.causal else 2, 1 + pattern.window, FIELDS)
+    mask = fields.t()[:, None, None, :].expand(batch, 1 if pattern.causal else 2, 1 + pattern.window, FIELDS)
+    if not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or mask.is_inference() or _captured(mask)):
+        setattr(mask, _RANGE, None)
+    return mask
+
+
+def _captured(mask: Tensor) -> bool:
+    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _row(value: Number, batch: int, device: torch.device) -> Tensor:
@@ -66,15 +75,16 @@ def read(mask: Tensor, batch: int) -> Range:
 
 
 def read_once(mask: Tensor, batch: int) -> Range:
-    """As `read`, for all layers of a step: what the first one reads is kept with the mask, in int32, which kernels want."""
-    # A replay writes what the host cannot see.
-    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    if captured or torch.compiler.is_compiling() or mask.is_inference():
+    """As `read`, for all layers of a step: what the first one reads is kept with the mask, in int32, which kernels want.
+
+    It is for masks that were made eagerly, as those of every step are. One that a graph makes is the same tensor at every replay, which
+    writes what no version tells of.
+    """
+    if torch.compiler.is_compiling() or not hasattr(mask, _RANGE) or _captured(mask):
         return read(mask, batch)
-    # Who writes into the mask raises its version.
-    version, found = getattr(mask, _RANGE, (-1, None))
-    if found is None or version != mask._version or mask.shape[0] != batch:
+    kept: tuple[int, Range] | None = getattr(mask, _RANGE)
+    if kept is None or kept[0] != mask._version or mask.shape[0] != batch:
         causal, left, start, end = read(mask, batch)
-        found = Range(causal, left, start.to(torch.int32), end.to(torch.int32))
-        setattr(mask, _RANGE, (mask._version, found))
-    return found
+        kept = mask._version, Range(causal, left, start.to(torch.int32), end.to(torch.int32))
+        setattr(mask, _RANGE, kept)
+    return kept[1]

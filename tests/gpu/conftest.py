@@ -38,10 +38,31 @@ LONG = ("test_generate_over_pages", "test_decode_in_graphs_equals_eager", "test_
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """One that another process has taken is no test of this one."""
-    if os.environ.get("SHARD") in (None, ALONE) or Claims(folder()).take("gpu-test", item.nodeid):
+    if os.environ.get("SHARD") in (None, ALONE):
+        return None
+    if FAILED and not _answers():
+        # Every test would fail at once, and be taken from those who can run it.
+        item.session.shouldstop = "the device answers no more"
+        return True
+    if Claims(folder()).take("gpu-test", item.nodeid):
         return None
     # The test before it left standing what this one needs, of which the next may need nothing.
-    item.session._setupstate.teardown_exact(nextitem)
+    call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
+    if call.excinfo is not None:
+        item.ihook.pytest_runtest_logreport(report=item.ihook.pytest_runtest_makereport(item=item, call=call))
+    return True
+
+
+FAILED: list[str] = []
+"""Tests since the device was last asked."""
+
+
+def _answers() -> bool:
+    FAILED.clear()
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
     return True
 
 
@@ -83,6 +104,7 @@ def shard() -> str:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # Written at once: a kernel that breaks the process or hangs must not take with it what was found before.
     if report.failed:
+        FAILED.append(report.nodeid)
         with (folder() / f"failures{shard()}.txt").open("a") as out:
             out.write(f"== {report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext[-3000:]}\n")
     elif report.when == "call" and report.duration > 10:

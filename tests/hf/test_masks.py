@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -241,6 +242,26 @@ def test_a_descriptor_is_read_once_a_step_and_anew_when_it_was_written():
         assert descriptor.read_once(mask, 2).start.tolist() == [1, 1]
         mask.fill_(3)
         assert descriptor.read_once(mask, 2).start.tolist() == [3, 3]
+
+
+def test_a_descriptor_that_a_graph_makes_is_read_every_time():
+    """A replay writes its bytes, and no version tells of it; whatever records a graph sees the calls of a dispatch mode."""
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Recording():
+        mask = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
+    eager = descriptor.build(Pattern(True, 0), 2, 1, 7, 3, 0, torch.device("cpu"))
+    make = torch.compile(lambda n: descriptor.build(Pattern(True, 0), 2, n, 7, 3, 0, torch.device("cpu")), backend="eager")
+    traced = make(torch.tensor(1))
+    for made, again in ((mask, 5), (mask.detach(), 5), (traced, 5), (eager, 1)):
+        before = made.clone()
+        assert descriptor.read_once(made, 2).start.tolist() == [1, 1]
+        made.data.copy_(descriptor.build(Pattern(True, 0), 2, 5, 7, 3, 0, torch.device("cpu")))
+        assert descriptor.read_once(made, 2).start.tolist() == [again, again]
+        made.data.copy_(before)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 9), (2, 3, 1, 4), (1, 1, 1, 4)])
