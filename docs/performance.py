@@ -104,7 +104,9 @@ def performance_short(root: Path = ROOT) -> str:
     out = []
     for machine, reports in measured(root):
         for suite in ("decode", "prefill"):
-            for case, ways in by_case(reports.get(suite, {"rows": []})).items():
+            found = reports.get(suite, {"rows": []})["rows"]
+            layers = {row["case"]: row["layers"] for row in found if "layers" in row}
+            for case, ways in by_case(found).items():
                 ours = {way: ms for way, ms in ways.items() if way.startswith("attnops") and way != "attnops_eager"}
                 if not ours:
                     continue
@@ -112,15 +114,16 @@ def performance_short(root: Path = ROOT) -> str:
                 eager, compiled = ways.get("hf_eager"), ways.get("hf_compiled", ways.get("hf_tuned"))
                 shown = ["-" if ms is None else f"{ms:.2f}" for ms in (eager, compiled)]
                 ratio = f"{compiled / ours[best]:.2f}x" if compiled else "-"
-                out.append([machine, f"{suite} {case}", *shown, f"{ours[best]:.2f} (`{best}`)", ratio])
+                what = f"{suite} {case}" + (f", {layers[case]} layers" if case in layers else "")
+                out.append([machine, what, *shown, f"{ours[best]:.2f} (`{best}`)", ratio])
     head = ["machine", "what", "transformers, ms", "transformers, compiled, ms", "attnops, compiled, ms", "speed, of transformers compiled"]
     return table(head, out) if out else NONE
 
 
-def by_case(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Milliseconds by case and way."""
     found: dict[str, dict[str, float]] = {}
-    for row in report["rows"]:
+    for row in rows:
         if row.get("median_us"):
             found.setdefault(row["case"], {})[row["way"]] = row["median_us"] / 1000
     return found

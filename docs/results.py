@@ -56,8 +56,12 @@ def proven(data: dict[str, Any]) -> str:
         )  # fmt: skip
     head = ["kernel", "cases", "wrong", "worst error, of the budget", "at size", "opcheck calls", "captured, changed, replayed"]
     text = table(head, rows)
+    if tests := data.get("tests"):
+        text += "\n\nTests of this run: " + ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(tests.items())) + "."
     if failed := data.get("failed_tests"):
         text += f"\n\nTests that failed in this run: {', '.join(f'`{name}`' for name in failed)}."
+    if cut := data.get("unfinished"):
+        text += f"\n\nProcesses of this run that were ended before all their tests were: {', '.join(f'`{name}`' for name in cut)}."
     return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
 
 

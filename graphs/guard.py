@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as _any_autocast
 from torch.utils import _pytree as pytree
 
 from attnops.errors import ReplayMismatch, StaleGraph
@@ -43,7 +44,7 @@ class Guard:
         """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
         if active_policy() != self.policy:
             raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
-        if casting() != self.casting:
+        if (self.casting or _any_autocast()) and casting() != self.casting:
             raise StaleGraph("autocast", casting() or "off", self.casting or "off")
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
@@ -76,6 +77,8 @@ class Guard:
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:
     """What autocast casts to, by type of device; nothing where it is off."""
+    if not _any_autocast():
+        return ()
     return tuple((on, torch.get_autocast_dtype(on)) for on in ("cuda", "cpu") if torch.is_autocast_enabled(on))
 
 

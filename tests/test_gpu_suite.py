@@ -10,7 +10,7 @@ import torch
 
 from attnops.bench.claims import Claims
 from attnops.ops import OPS
-from tests.gpu.run import counts, merge, text_of
+from tests.gpu.run import counts, merge, text_of, unfinished
 from tests.gpu.wide import WIDE, DeviceSource
 from tests.helpers import ROOT
 
@@ -53,6 +53,8 @@ def test_reports_are_merged():
 def test_outcomes_are_counted():
     assert counts(["...\n3 passed, 1 skipped in 2.0s\n", "x\n1 failed, 2 passed in 1s"]) == {"passed": 5, "skipped": 1, "failed": 1}
     assert counts(["killed"]) == {}
+    whole = {"0": "...\n3 passed, 1 skipped in 2.00s\n", "3": "4 passed in 193.70s (0:03:13)"}
+    assert unfinished({**whole, "1": "", "2": "..F\n"}) == ["1", "2"]
 
 
 HOOKS = ("pytest_runtest_protocol", "pytest_runtest_logreport")

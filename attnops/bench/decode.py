@@ -3,7 +3,8 @@
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
 `attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU. `hf_tuned` and
-`attnops_tuned`: as `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent, in a case of their own.
+`attnops_tuned`, as `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent, take minutes and are measured when they are
+asked for (`--ways`).
 All are fed the same random tokens. The logits of a few steps are compared with the same model's in a wider dtype, from which they may be
 half as far again as those of `hf_eager`.
 
@@ -47,23 +48,18 @@ PLACES: models.Places = {
     "quick": {"llama-3-8b-shape": SMALL},
     "full": {
         "llama-3-8b-shape": (*SMALL, Point(32, 2048)),
-        **dict.fromkeys(("gpt-oss-20b-shape", "deepseek-v3-shape", "qwen3-4b-shape"), (MANY,)),
+        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (MANY,)),
     },
 }
-TUNED_WAYS = ("attnops_piecewise", "attnops_tuned", "hf_tuned")
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Of the suite. Tuning takes a minute a way, so that in a full run it is a case of its own, the last."""
-    found = models.over(setup, PLACES, measure)
-    if setup.size == "full" and not (setup.ways or setup.model or setup.points):
-        name, tuned = "llama-3-8b-shape", replace(setup, ways=TUNED_WAYS)
-        found[f"{name} {SMALL[0]}, tuned"] = partial(measure, tuned, models.Kept(tuned), name, SMALL[0], ", tuned")
-    return found
+    """Of the suite."""
+    return models.over(setup, PLACES, measure)
 
 
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point, remark: str = "") -> list[Row]:
-    """One model at one point. remark: behind the name of the case."""
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+    """One model at one point."""
     model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
@@ -74,7 +70,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point, remark: st
         want = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT])
         allowed = models.budget(model, distance(base.result(), want))
     rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
-    rows = judged(f"{name} {point}{remark}", ways, want, allowed, steps_us, distance, rates)
+    rows = judged(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
     if setup.on_gpu:
         rows = [_with_profile(row, ways[row.way]) for row in rows]
     return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
@@ -142,7 +138,7 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
     if unknown := set(setup.ways) - makers.keys():
         raise InvalidInput("ways", ", ".join(sorted(unknown)), f"some of {', '.join(makers)}")
-    left = {"hf_tuned", "attnops_tuned"}
+    left = {"hf_tuned", "attnops_tuned"}  # tuning takes a minute a way
     if setup.size == "full":  # as long to compile as `hf_compiled`, and none that anybody would choose on a GPU
         left |= {"attnops_hf"} | ({"attnops_paged"} if prompt.shape[0] > 1 else set())
     chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left

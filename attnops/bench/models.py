@@ -25,7 +25,7 @@ LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
     "small": dict.fromkeys(SHAPES, 1),
     "quick": dict.fromkeys(SHAPES, 4),
-    "full": {"gpt-oss-20b-shape": 8, "deepseek-v3-shape": 4},
+    "full": {"gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
 }
 """By size of the run: how many layers are built, where not all are. One of a published shape is what a laptop's memory holds."""
 

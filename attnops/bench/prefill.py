@@ -49,7 +49,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     with torch.no_grad():
         want = models.exactly(model, prompt[: models.EXACT])
         allowed = models.budget(model, distance(ways["hf_eager"].timed.call(), want))
-    clock = partial(steps_us, cap_s=6.0)
+    clock = partial(steps_us, cap_s=4.0)
     rows = judged(
         f"{name} {point}", ways, want, allowed, clock, distance,
         lambda us: {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers},

@@ -94,6 +94,11 @@ def counts(texts: list[str]) -> dict[str, int]:
     return found
 
 
+def unfinished(texts: dict[str, str]) -> list[str]:
+    """The shards whose output has no last line of pytest's: they were ended, or ended themselves."""
+    return sorted(name for name, text in texts.items() if not re.search(r" in \d+\.\d+s", text.strip().rpartition("\n")[2]))
+
+
 def text_of(report: dict[str, Any]) -> str:
     """The file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
     sections = []
@@ -112,12 +117,15 @@ def main() -> int:
     began = time.monotonic()
     failed = run(processes, folder)
     shards = [*map(str, range(processes)), ALONE]
-    texts = [(folder / f"shard.{name}.txt").read_text() for name in shards]
+    by_shard = {name: (folder / f"shard.{name}.txt").read_text() for name in shards}
+    texts = list(by_shard.values())
     print("\n".join(texts))
     files = [file for name in shards if (file := folder / f"kernels.{name}.json").exists()]
     report = merge([json.loads(file.read_text()) for file in files])
     if failures := sorted({name for text in texts for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)}):
         report["failed_tests"] = failures
+    if cut := unfinished(by_shard):
+        report["unfinished"] = cut
     report |= {"tests": counts(texts), "seconds": round(time.monotonic() - began), "passed": failed == 0 and bool(files)}
     (folder / "kernels.json").write_text(text_of(report))
     for file in (*files, *folder.glob("*.taken")):
