@@ -10,6 +10,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -81,13 +82,18 @@ def rows_of(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def import_s(repeats: int = 5) -> dict[str, float]:
-    """Seconds of `import attnops` in a fresh process that has torch loaded, and torch's own import beside it: medians, half the ranges."""
-    code = (
-        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import attnops; c = time.perf_counter();"
-        "print(b - a, c - b)"
-    )
-    command = [sys.executable, "-c", code]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats)]
+    """Seconds of `import attnops` in a fresh process that has torch loaded, and torch's own import beside it: medians, half the ranges.
+
+    A first process compiles the modules to bytecode, and is not counted: where none may be written, it would be compiled every time.
+    """
+    with tempfile.TemporaryDirectory(prefix="attnops-bench-") as folder:
+        code = (
+            "import sys, time; a = time.perf_counter(); import torch; b = time.perf_counter();"
+            f"sys.dont_write_bytecode, sys.pycache_prefix = False, {folder!r};"
+            "b2 = time.perf_counter(); import attnops; c = time.perf_counter(); print(b - a, c - b2)"
+        )
+        command = [sys.executable, "-c", code]
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)][1:]
     out = {}
     for name, seconds in zip(("torch", "attnops"), zip(*(map(float, r.split()) for r in runs), strict=True), strict=True):
         out[f"{name}_s"] = round(statistics.median(seconds), 3)
