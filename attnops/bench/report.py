@@ -92,13 +92,14 @@ SPENT = "the time was spent"
 
 
 def joined(names: Iterable[str], found: Mapping[str, Found], reason: str = SPENT) -> dict[str, Any]:
-    """`rows`, `left_out` and `failed` of a suite, and `seconds` of all its cases; what nothing is known of was left out for `reason`."""
+    """`rows`, `left_out` and `failed` of a suite, `case_seconds` and their sum; what nothing is known of was left out for `reason`."""
     known = {**dict.fromkeys(names), **found}
     every = {name: found.get(name, Found(left_out=reason)) for name in known}
     return {
         "rows": [row for one in every.values() for row in one.rows],
         "left_out": {name: one.left_out for name, one in every.items() if one.left_out},
         "failed": {name: one.failed for name, one in every.items() if one.failed},
+        "case_seconds": {name: one.seconds for name, one in every.items() if one.seconds},
         "seconds": round(sum(one.seconds for one in every.values()), 1),
     }
 

@@ -54,7 +54,7 @@ SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
 SUITES: tuple[Suite, ...] = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", share=2.0),
-    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, needs=("transformers",), share=5.0),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, needs=("transformers",), share=8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, needs=("transformers",), share=2.0),
     Suite("compile", "cold and warm compilation, graphs and pieces", compile.cases, COLD, needs=("transformers",), share=2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, CAPTURE, needs=("transformers",), share=1.0),
