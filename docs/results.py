@@ -36,6 +36,7 @@ def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def stamp(data: dict[str, Any]) -> str:
     """What the figures were made with."""
     device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
+    device += f", {data['gpus']} side by side" if data.get("gpus", 1) > 1 else ""
     return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
 
 
