@@ -1,5 +1,6 @@
 """Running suites of `attnops bench`: shares of the time, cases in processes of their own, and what becomes of those that are lost."""
 
+import json
 import os
 import subprocess
 import sys
@@ -151,3 +152,25 @@ def test_a_process_ends_with_who_started_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(starter), str(child), str(pid)], check=True, env=environment)
     assert ends(pid.read_text()), "it runs on"
+
+
+def test_a_process_sees_a_gpu_and_cores_of_its_own(tmp_path):
+    package = tmp_path / "attnops" / "bench"
+    package.mkdir(parents=True)
+    told = "json.dumps([os.environ.get('CUDA_VISIBLE_DEVICES'), sorted(os.sched_getaffinity(0))])"
+    (package / "lanes.py").write_text(f"import json, os\ndef main(asked): print({told})\n")
+
+    def seen(gpu, device="cuda", visible="5,7", of=2):
+        asked = json.dumps({"device": device, "gpu": gpu, "of": of})
+        environment = {n: x for n, x in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": str(tmp_path)}
+        environment |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        done = subprocess.run([sys.executable, "-c", lanes.SEES_ONE, asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    (first, its), (second, others) = seen(0), seen(1)
+    everything = sorted(os.sched_getaffinity(0))
+    assert (first, second, seen(1, visible="")[0], seen(0, device="cpu")[0]) == ("5", "7", "1", "5,7")
+    assert seen(0, of=1)[1] == everything == seen(0, of=len(everything) + 1)[1]
+    if len(everything) > 1:
+        assert len(its) == len(others) == len(everything) // 2 and not set(its) & set(others)

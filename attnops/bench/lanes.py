@@ -34,15 +34,22 @@ asked = json.loads(sys.argv[1])
 if asked["device"] == "cuda":
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[asked["gpu"]] if seen else str(asked["gpu"])
-if hasattr(os, "sched_setaffinity") and asked["of"] > 1:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= asked["of"]:
-        os.sched_setaffinity(0, cores[asked["gpu"] :: asked["of"]])
+if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) >= asked["of"]:
+    def place(core):
+        try:
+            names = (f"/sys/devices/system/cpu/cpu{core}/topology/{n}" for n in ("physical_package_id", "core_id"))
+            return [int(open(name).read()) for name in names] + [core]
+        except (OSError, ValueError):
+            return [0, 0, core]
+    cores = sorted(os.sched_getaffinity(0), key=place)
+    share = len(cores) // asked["of"]
+    os.sched_setaffinity(0, cores[asked["gpu"] * share :][:share])
 from attnops.bench.lanes import main
 main(asked)
 """
 """What a process runs. CUDA and all that stands on it see no other GPU, so that none is taken by what forgets to ask for one. The cores
-are shared out, too, so that one that compiles takes none from another whose host time is measured."""
+are shared out, too, those that are two threads of one to the same process, so that one that compiles takes none from another whose host
+time is measured."""
 Put = Callable[[str, str, Found], None]
 """Is given a suite's name, a case's, and what was found of it."""
 LOST = "the device or its process was lost"
