@@ -111,7 +111,7 @@ def performance_short(root: Path = ROOT) -> str:
                 if not ours:
                     continue
                 best = min(ours, key=lambda way: ours[way])
-                eager, compiled = ways.get("hf_eager"), ways.get("hf_compiled", ways.get("hf_tuned"))
+                eager, compiled = ways.get("hf_eager"), ways.get("hf_compiled")
                 shown = ["-" if ms is None else f"{ms:.2f}" for ms in (eager, compiled)]
                 ratio = f"{compiled / ours[best]:.2f}x" if compiled else "-"
                 what = f"{suite} {case}" + (f", {layers[case]} layers" if case in layers else "")

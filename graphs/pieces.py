@@ -60,9 +60,11 @@ def start_workers() -> None:
     """
     if not torch.cuda.is_available():
         return
-    from torch._inductor.async_compile import maybe_warm_pool
+    from torch._inductor import async_compile
 
-    maybe_warm_pool()
+    # No torch promises it, and without it they start later.
+    if (start := getattr(async_compile, "maybe_warm_pool", None)) is not None:
+        start()
 
 
 INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}

@@ -1,14 +1,17 @@
 """Running suites of `attnops bench`: shares of the time, cases in processes of their own, and what becomes of those that are lost."""
 
-import json
+import ast
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="most suites measure transformers models")
 
@@ -154,23 +157,22 @@ def test_a_process_ends_with_who_started_it(tmp_path):
     assert ends(pid.read_text()), "it runs on"
 
 
-def test_a_process_sees_a_gpu_and_cores_of_its_own(tmp_path):
-    package = tmp_path / "attnops" / "bench"
-    package.mkdir(parents=True)
-    told = "json.dumps([os.environ.get('CUDA_VISIBLE_DEVICES'), sorted(os.sched_getaffinity(0))])"
-    (package / "lanes.py").write_text(f"import json, os\ndef main(asked): print({told})\n")
-
-    def seen(gpu, device="cuda", visible="5,7", of=2):
-        asked = json.dumps({"device": device, "gpu": gpu, "of": of})
-        environment = {n: x for n, x in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": str(tmp_path)}
-        environment |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-        done = subprocess.run([sys.executable, "-c", lanes.SEES_ONE, asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    (first, its), (second, others) = seen(0), seen(1)
+def test_a_process_sees_a_gpu_and_cores_of_its_own(tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    seen = "import os; print([os.environ.get('CUDA_VISIBLE_DEVICES'), sorted(os.sched_getaffinity(0))])"
+    python_that(tmp_path, monkeypatch, f'{sys.executable} -c "{seen}" >> {told}')
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"{gpu}-{gpu}"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     everything = sorted(os.sched_getaffinity(0))
-    assert (first, second, seen(1, visible="")[0], seen(0, device="cpu")[0]) == ("5", "7", "1", "5,7")
-    assert seen(0, of=1)[1] == everything == seen(0, of=len(everything) + 1)[1]
+
+    def of(count, device):
+        told.write_text("")
+        lanes.spread_over(count, suites.named(("kernels",)), replace(TOY, device=torch.device(device)), 1.0, lambda *_: None)
+        return dict(map(ast.literal_eval, told.read_text().splitlines()))
+
+    found = of(2, "cuda")
+    assert set(found) == {"GPU-0-0", "GPU-1-1"} and sorted(os.sched_getaffinity(0)) == everything
     if len(everything) > 1:
+        its, others = found.values()
         assert len(its) == len(others) == len(everything) // 2 and not set(its) & set(others)
+    assert of(1, "cpu") == {None: everything}

@@ -139,7 +139,7 @@ def _generate(setup: Setup, model: Any, batch: int, length: int, new: int, count
 
 def pieces(setup: Setup) -> list[Row]:
     """Of a decode step of `attnops.nn`, cut for the compiler at every attention call: how many parts there are and how many differ."""
-    dims, layers = (decoder.TINY, 4) if not setup.on_gpu else (decoder.LLAMA_8B, setup.layers or 8)
+    dims, layers = (decoder.TINY, 4) if not setup.on_gpu else (decoder.LLAMA_8B, setup.layers or LAYERS)
     model = decoder.built(layers, dims, setup.device, setup.dtype)
     values = decoder.step_values(layers, dims, 2, CONTEXT, setup.device, setup.dtype)
     values.pop("cache")

@@ -41,14 +41,14 @@ NEW, NEW_ON_GPU = 4, 16
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
 """What torch.compile is told for `hf_tuned`: CUDA graphs as in reduce-overhead, and what `Decode(inner="tuned")` turns on."""
 
-SMALL, MANY = (Point(1, 1024), Point(8, 1024)), Point(8, 1024)
+ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {
     "toy": {"llama": (Point(2, 12),)},
     "small": {name: (Point(1, 128), Point(4, 128)) for name in ("llama", "llama-small")},
-    "quick": {"llama-3-8b-shape": SMALL},
+    "quick": {"llama-3-8b-shape": (ONE, EIGHT)},
     "full": {
-        "llama-3-8b-shape": (*SMALL, Point(32, 2048)),
-        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (MANY,)),
+        "llama-3-8b-shape": (ONE, EIGHT, Point(32, 2048)),
+        **dict.fromkeys(("qwen3-4b-shape", "gpt-oss-20b-shape", "deepseek-v3-shape"), (EIGHT,)),
     },
 }
 

@@ -15,10 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from attnops.bench.claims import Claims
 from attnops.bench.report import Found, measured
@@ -28,28 +30,6 @@ from attnops.bench.verdict import why
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-SEES_ONE = """
-import json, os, sys
-asked = json.loads(sys.argv[1])
-if asked["device"] == "cuda":
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[asked["gpu"]] if seen else str(asked["gpu"])
-if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) >= asked["of"]:
-    def place(core):
-        try:
-            names = (f"/sys/devices/system/cpu/cpu{core}/topology/{n}" for n in ("physical_package_id", "core_id"))
-            return [int(open(name).read()) for name in names] + [core]
-        except (OSError, ValueError):
-            return [0, 0, core]
-    cores = sorted(os.sched_getaffinity(0), key=place)
-    share = len(cores) // asked["of"]
-    os.sched_setaffinity(0, cores[asked["gpu"] * share :][:share])
-from attnops.bench.lanes import main
-main(asked)
-"""
-"""What a process runs. CUDA and all that stands on it see no other GPU, so that none is taken by what forgets to ask for one. The cores
-are shared out, too, those that are two threads of one to the same process, so that one that compiles takes none from another whose host
-time is measured."""
 Put = Callable[[str, str, Found], None]
 """Is given a suite's name, a case's, and what was found of it."""
 LOST = "the device or its process was lost"
@@ -146,8 +126,8 @@ class _Lane:
         self.at: tuple[str, str] | None = None
         self._file, self._read = Path(asked["file"]), 0
         self._log = self._file.with_suffix(".log")
-        with self._log.open("w") as log:
-            command = [sys.executable, "-c", SEES_ONE, json.dumps(asked)]
+        command = [*_sees_one(asked["device"], self.gpu), sys.executable, "-m", "attnops.bench.lanes", json.dumps(asked)]
+        with self._log.open("w") as log, _cores(self.gpu, asked["of"]):
             # With the processes it starts it is a group, which ends as one.
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -173,10 +153,39 @@ class _Lane:
         self.process.wait()
 
 
-def main(asked: dict[str, Any]) -> None:
-    """A process's part, as `spread_over` has asked for it."""
+def _sees_one(device: str, gpu: int) -> list[str]:
+    """What a command begins with whose process sees one GPU, so that no other is taken by what forgets to ask for one."""
+    return ["env", f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(gpu).uuid}"] if device == "cuda" else []
+
+
+@contextlib.contextmanager
+def _cores(at: int, of: int) -> Iterator[None]:
+    """What is started in the block has its share of the cores: none that compiles takes one from another whose host time is measured."""
+    if not hasattr(os, "sched_setaffinity") or len(every := os.sched_getaffinity(0)) < of:
+        yield
+        return
+    # Two threads of one core go to the same process.
+    ordered, share = sorted(every, key=_place), len(every) // of
+    os.sched_setaffinity(0, ordered[at * share :][:share])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text()), core
+    except (OSError, ValueError):
+        return 0, 0, core
+
+
+def main(text: str) -> None:
+    """A process's part. text: JSON, as `spread_over` makes it."""
     from attnops.cli.explain import quiet_transformers
 
+    asked = json.loads(text)
     threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
     told = asked["setup"]
     told |= {"points": tuple(Point(*p) for p in told["points"]), "ways": tuple(told["ways"])}
@@ -207,3 +216,7 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -142,8 +142,8 @@ LATENT: dict[str, Make] = {
 OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
 """Arguments that the calls here do not pass on."""
 
-SLOW_TO_BUILD = {"flashinfer_cuda_cores", "flashmla_with_metadata"}
-"""A module that no kernel of ours shares, and what differs from `flashmla` in what is made beforehand alone."""
+LEFT_OUT = {"flashinfer_cuda_cores", "flashmla_with_metadata"}
+"""A module to build that no kernel of ours shares, and what differs from `flashmla` in what is made beforehand alone."""
 
 
 def vendors_of(call: Call) -> dict[str, Make]:
@@ -158,4 +158,4 @@ def vendors_of(call: Call) -> dict[str, Make]:
             found = DECODE if a["max_seqlen_q"] == 1 else {n: EXTEND[n] for n in ("fa3", "flashinfer_fa2")}
         case "mla_attention" if a["latent_pages"].dtype == a["q_nope"].dtype:
             found = LATENT
-    return {f"direct.{name}": make for name, make in found.items() if name not in SLOW_TO_BUILD}
+    return {f"direct.{name}": make for name, make in found.items() if name not in LEFT_OUT}

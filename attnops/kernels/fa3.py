@@ -236,20 +236,13 @@ def heads_first(
     attention_chunk: int = 0,
     policy: str = "",
 ) -> Callable[..., Tensor] | None:
-    """The dense call of all keys without sinks, which comes down to one call of the raw op; None for any other."""
+    """The dense call of all keys without sinks, which is one call of the raw op on views; None for any other."""
     if return_lse or q_scale is not None or any(x is not None for x in others) or not query.numel() or not key.numel():
         return None
-    fwd, tail = raw_op()
-    fwd = getattr(fwd, "_op", fwd)
-    splits = 1 if deterministic(policy) else 0
+    rules = (causal, window_left, window_right, softcap, attention_chunk)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: None) -> Tensor:
-        output: Tensor = fwd(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, None, None, None, None, None, None, None, None, None,
-            None, None, None, None, None, None, None, None, None, scale, causal, window_left, window_right, attention_chunk, softcap,
-            False, None, splits, None, 0, None, *tail,
-        )[0]  # fmt: skip
-        return output
+        return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, policy, scale, rules)[0]
 
     return run
 

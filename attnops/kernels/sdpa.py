@@ -24,22 +24,30 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     if surely(query.numel() == 0) or surely(key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    cpu, group = query.device.type == "cpu", int(query.shape[2]) // int(key.shape[2])
+    cpu = query.device.type == "cpu"
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-    if not (cpu and surely(query.shape[1] == 1)):
+    one = cpu and surely(query.shape[1] == 1)
+    out = _turned(q, k, v, mask, scale, causal, one).to(query.dtype)
+    return out if one else compact(out)
+
+
+def _turned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, one: bool) -> Tensor:
+    """`[B, H, S, D]` in, `[B, S, H, D]` out, contiguous if `one`: a query of one token on a CPU."""
+    group = int(q.shape[1]) // int(k.shape[1])
+    if not one:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
-        return compact(out.transpose(1, 2).to(query.dtype))
-    b, _, hq, d = query.shape
+        return out.transpose(1, 2)
+    b, hq, _, d = q.shape
     if group < MANY:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group != 1)
     else:
         # A group's heads are rows of one head's query, and its keys are read once for all of them.
         if mask is not None and mask.shape[1] != 1:
-            mask = mask.reshape(mask.shape[0], key.shape[2], group, mask.shape[3])
-        out = scaled_dot_product_attention(query.reshape(b, key.shape[2], group, d), k, v, attn_mask=mask, scale=scale)
-    return out.reshape(b, 1, hq, value.shape[3]).to(query.dtype)
+            mask = mask.reshape(mask.shape[0], k.shape[1], group, mask.shape[3])
+        out = scaled_dot_product_attention(q.reshape(b, k.shape[1], group, d), k, v, attn_mask=mask, scale=scale)
+    return out.reshape(b, 1, hq, v.shape[3])
 
 
 MANY = 4
@@ -117,34 +125,20 @@ def heads_first(
     **_: Any,
 ) -> Callable[..., Tensor] | None:
     """The dense call that comes down to torch's own on tensors as they are; None for any other."""
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, v_head_dim = value.shape[1:]
+    queries, keys = query.shape[1], key.shape[1]
     causal = causal and queries != 1
     ruled = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0 or any(x is not None for x in others)
     if ruled or not query.numel() or not value.numel() or (causal and (mask is not None or keys != queries)):
         return None
-    cpu, group = query.device.type == "cpu", heads // kv_heads
+    cpu = query.device.type == "cpu"
     if mask is not None and (not cpu or mask.dtype not in (torch.bool, query.dtype)):
         return None
-    if not (cpu and queries == 1):
+    one = cpu and queries == 1
 
-        def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
-            return out.transpose(1, 2).contiguous()
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+        return _turned(q, k, v, mask, scale, causal, one).contiguous()
 
-        return whole
-    by_row = group >= MANY
-    shape = (batch, kv_heads, group, head_dim)
-
-    def one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-        if by_row:
-            q = q.reshape(shape)
-            if mask is not None and mask.shape[1] != 1:
-                mask = mask.reshape(mask.shape[0], kv_heads, group, mask.shape[3])
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=not by_row and group != 1)
-        return out.reshape(batch, 1, heads, v_head_dim)
-
-    return one
+    return run
 
 
 def _drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
@@ -260,5 +254,5 @@ for _op, _run, _where, _more in (
     ("varlen_attention", varlen_attention, None, ", requests padded"),
     ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
 ):
-    _turned = heads_first if _op == "attention" else None
-    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, heads_first=_turned, about=ABOUT + _more))
+    _first = heads_first if _op == "attention" else None
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, heads_first=_first, about=ABOUT + _more))

@@ -24,6 +24,13 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 
+
+def watched() -> bool:
+    """Must others than the kernel see an eager call: may a gradient be asked for, does somebody listen in or stand in torch's place?"""
+    # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+    return _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
+
+
 Values = tuple[Any, ...]
 Types = tuple[type, ...]
 Run = Callable[..., Any]
@@ -58,9 +65,7 @@ class Direct:
 
     def __call__(self, values: Values) -> Any:
         """The op's result."""
-        # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone. Then: may a gradient be
-        # asked for, does somebody listen in, has somebody put something in the place of torch?
-        if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
+        if watched():
             args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
         types = [*map(type, values)]

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.compiler import is_compiling as _compiling
+from torch import Tensor
 
 # Read where they lie: a function that hands one out costs more than the read.
 from attnops.kernel import _REGISTRY, Kernel, takes
 from attnops.ops import dense
-from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, _profiling
+from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, watched
 from attnops.problem import _OVERRIDE, alike
 from attnops.select import _ACTIVE, choose, key_for
 
@@ -40,7 +38,7 @@ def known(
 
     Under autocast nothing is known, so that this may be asked before tensors are cast.
     """
-    if _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling():
+    if watched():
         return None
     plain = mask is None and sinks is None and kv_start is None and kv_end is None
     which = _which(plain or (mask is None, sinks is None, kv_start is None, kv_end is None), scale, causal, window_left, softcap, kernel)
@@ -68,8 +66,7 @@ def attention(
     """
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if (
-        _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling()
-        or torch.is_autocast_enabled(query.device.type) or not _plain(query, key, value, mask, sinks, kv_start, kv_end)
+        watched() or torch.is_autocast_enabled(query.device.type) or not _plain(query, key, value, mask, sinks, kv_start, kv_end)
         or type(window_left) is not int or not (scale is None or type(scale) is float)
     ):  # fmt: skip
         return dense.attention(
