@@ -4,10 +4,10 @@ WORKERS ?= 2
 BIN := .venv/bin
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-export OMP_NUM_THREADS ?= 1
+demo test: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint docs gpu-test gpu-bench gpu-tune gpu-sanitize
