@@ -345,7 +345,7 @@ def test_points_and_models():
     assert decode.models.config(Setup(CPU), "llama-8b-shape").num_hidden_layers == 1
     assert list(decode.cases(replace(TOY, model="gpt-oss"))) == ["gpt-oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
-    assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 6 and "deepseek-v3-shape 8x1k" in full
+    assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
     assert list(decode.cases(Setup(torch.device("cuda"), model="llama-8b-shape")))[-1] == "llama-8b-shape 32x2k"
 
 
