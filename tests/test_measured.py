@@ -226,6 +226,13 @@ def test_work():
     assert SQUARE.work(Sizes(1, 100, 1)).flops == 2 * (100 * 101 / 2) * 4 * 32
 
 
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50)])
+@pytest.mark.parametrize("window", [0, 4, 6, 42, 49, 80])
+def test_work_of_a_window(queries, keys, window):
+    seen = sum(min(keys - at, window + 1) for at in range(queries))
+    assert replace(SQUARE, window=window).work(Sizes(3, queries, keys / queries)).flops == pytest.approx(3 * 2 * seen * 4 * 32)
+
+
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 GRID = Grid(STEP, (1.0, 16.0), (1.0,), (1000.0, 5000.0), {"fast": (10.0, 20.0, 30.0, 110.0), "slow": (90.0, 300.0, 900.0, 5000.0)})

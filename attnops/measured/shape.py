@@ -107,14 +107,26 @@ class Shape:
 
     def work(self, at: Sizes) -> Work:
         """What a call of this shape must move and compute."""
-        keys = at.queries * at.ratio
+        keys = every = at.queries * at.ratio
         if self.window >= 0:
-            keys = min(keys, self.window + at.queries)
-        pairs = at.batch * at.queries * keys * (1 - 0.5 * (at.queries - 1) / max(keys, at.queries) if self.causal else 1.0)
+            keys = min(every, self.window + at.queries)
+        if self.causal:
+            pairs = at.batch * _causal_pairs(at.queries, every, self.window + 1 if self.window >= 0 else inf)
+        else:
+            pairs = at.batch * at.queries * keys
         width = self.head_dim + self.v_head_dim
         stored = self.head_dim if self.rope_dim else self.kv_heads * width
         moved = at.batch * (at.queries * self.q_heads * width * _width(self.dtype) + keys * stored * _width(self.kv_dtype))
         return Work(moved, 2.0 * pairs * self.q_heads * width)
+
+
+def _causal_pairs(queries: float, keys: float, most: float) -> float:
+    """Pairs of a request's new tokens and the keys that each sees, of which none sees more than `most`."""
+    unseen = keys - most
+    if unseen >= queries:
+        return queries * most
+    every = queries * keys * (1 - 0.5 * (queries - 1) / max(keys, queries))
+    return every - max(0.0, unseen) * (max(0.0, unseen) + 1) / 2
 
 
 def decodes(p: Problem) -> bool:
