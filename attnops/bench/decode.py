@@ -35,8 +35,9 @@ from attnops.bench.verdict import Row, Way, judged, ratio_to
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
 
-NEW, NEW_ON_GPU = 4, 8
-"""Tokens of a run. On a GPU the host is ahead after the first. Pages of a window let fewer than 32 be taken back."""
+NEW, NEW_ON_GPU = 4, 16
+"""Tokens of a run. On a GPU the host is ahead after the first, whose launch weighs the less the more there are. Fewer than 32: no more may
+be taken back from pages of a window."""
 
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
 """What torch.compile is told for `hf_tuned`: CUDA graphs as in reduce-overhead, and what `Decode(inner="tuned")` turns on."""
