@@ -32,7 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         items[:] = mine
 
 
-LONG = ("test_generate_over_pages", "test_decode_in_graphs_equals_eager", "test_generate_equals_eager", "test_a_llama_shape", "piecewise")
+LONG = (
+    "test_a_quick_run", "test_generate_over_pages", "test_decode_in_graphs_equals_eager", "test_generate_equals_eager",
+    "test_a_llama_shape", "piecewise",
+)  # fmt: skip
 """In names of tests that compile models."""
 
 
