@@ -106,18 +106,26 @@ def performance_short(root: Path = ROOT) -> str:
         for suite in ("decode", "prefill"):
             found = reports.get(suite, {"rows": []})["rows"]
             layers = {row["case"]: row["layers"] for row in found if "layers" in row}
+            spreads = {(row["case"], row["way"]): with_spread(row) for row in found if row.get("median_us")}
             for case, ways in by_case(found).items():
                 ours = {way: ms for way, ms in ways.items() if way.startswith("attnops") and way != "attnops_eager"}
                 if not ours:
                     continue
                 best = min(ours, key=lambda way: ours[way])
-                eager, compiled = ways.get("hf_eager"), ways.get("hf_compiled")
-                shown = ["-" if ms is None else f"{ms:.2f}" for ms in (eager, compiled)]
-                ratio = f"{min(eager, compiled) / ours[best]:.2f}x" if eager and compiled else "-"
+                theirs = {way: ms for way, ms in ways.items() if way.startswith("hf_") and way != "hf_eager"}
+                compiled = min(theirs, key=lambda way: theirs[way], default="")
+                both = [ways[way] for way in ("hf_eager", compiled) if way in ways]
+                ratio = f"{min(both) / ours[best]:.2f}x" if len(both) == 2 else "-"
                 what = f"{suite} {case}" + (f", {layers[case]} layers" if case in layers else "")
-                out.append([machine, what, *shown, f"{ours[best]:.2f} (`{best}`)", ratio])
+                shown = [spreads.get((case, way), "-") for way in ("hf_eager", compiled, best)]
+                out.append([machine, what, *shown[:2], f"{shown[2]} (`{best}`)", ratio])
     head = ["machine", "what", "transformers, ms", "transformers, compiled, ms", "attnops, compiled, ms", "speed, of the faster of theirs"]
     return table(head, out) if out else NONE
+
+
+def with_spread(row: dict[str, Any]) -> str:
+    """Milliseconds."""
+    return f"{row['median_us'] / 1000:.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")
 
 
 def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

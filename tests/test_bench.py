@@ -91,8 +91,8 @@ def test_only_the_ways_asked_for():
     chosen = replace(TOY, ways=("attnops_hf",))
     rows = decode.measure(chosen, decode.models.Kept(chosen), "llama", Point(2, 12))
     assert [row.way for row in rows] == ["hf_eager", "attnops_hf"] and all(row.median_us for row in rows)
-    with pytest.raises(InvalidInput, match="ways: got fastest, want some of hf_eager, hf_compiled"):
-        decode.measure(replace(TOY, ways=("fastest",)), decode.models.Kept(TOY), "llama", Point(2, 12))
+    with pytest.raises(InvalidInput, match="ways: got 'fastest', want some of hf_eager, hf_compiled"):
+        decode.cases(replace(TOY, ways=("fastest",)))
 
 
 def test_graphs_are_captured_and_counted():
@@ -235,10 +235,10 @@ def test_the_budget_of_a_model_tells_rounding_from_error():
         torch.manual_seed(0)
         config = transformers.LlamaConfig(num_hidden_layers=3, **dims)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    distance = decode.models.distance(model)
     prompt = torch.randint(3, 128, (2, 24))
     want = decode.models.exactly(model, prompt)
     with torch.no_grad():
+        distance = decode.models.distance(model, model(prompt).logits[:, -1:])
         allowed = decode.models.budget(model, distance(model(prompt).logits[:, -1:], want))
         model.set_attn_implementation("eager")
         assert 0 < distance(model(prompt).logits[:, -1:], want) < allowed
@@ -258,6 +258,32 @@ def test_errors_are_measured_as_said():
     assert [row.way for row in rows if row.median_us] == ["a"] and rows[1].error == 0.1
     rows = ratio_to([Row("c", "a", 2.0), Row("c", "b", 4.0), Row("d", "b", 4.0)], "a", "of")
     assert [row.more.get("of") for row in rows] == [None, 0.5, None]
+
+
+def test_nothing_is_right_beside_what_is_no_number():
+    want = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="there is nothing to compare with"):
+        decode.models.budget(decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want))
+    rows = judged("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
+    assert rows[0].wrong and rows[0].median_us is None
+
+
+def test_rows_that_are_not_compared_with_exact_ones_are_compared():
+    model, eager = decode.models.build(TOY, "llama"), torch.rand(4, 1, 8) + 1
+    distance = decode.models.distance(model, eager)
+    assert distance(eager * 1.01, eager[:2]) == pytest.approx(0.01)
+    others = eager.clone()
+    others[3] *= 1.5
+    assert distance(others, eager[:2]) == pytest.approx(0.25), "half of how far it is from what may be off as far"
+    others[3] = float("nan")
+    assert distance(others, eager[:2]) == distance(eager[:3], eager[:2]) == float("inf")
+
+
+def test_all_of_a_kernels_result_is_finite():
+    out = torch.ones(4, 2)
+    assert torch.equal(kernels._compared(out, lambda whole: whole[:1]), out[:1])
+    out[3, 1] = float("inf")
+    assert kernels._compared(out, lambda whole: whole[:1]).isnan().all()
 
 
 def test_times_are_medians_in_turn():
@@ -310,6 +336,23 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
     assert result.exit_code == 0 and "0 of 8 figures are worse" in result.stdout
 
 
+def test_what_cannot_be_compared(tmp_path):
+    rows = [Row("a", "x", 1.0, 0.1, more={"layers": 4}).as_dict()]
+    with pytest.raises(InvalidInput, match="suites decode and prefill, want two of one suite"):
+        compare({"suite": "decode", "rows": rows}, {"suite": "prefill", "rows": rows})
+    with pytest.raises(InvalidInput, match="1 and 1 rows, of which none"):
+        compare({"rows": rows}, {"rows": [{**rows[0], "way": "y"}]})
+    [change] = compare({"rows": rows}, {"rows": [{**rows[0], "layers": 32, "median_us": 9.0}]})
+    assert change.verdict == "unlike" and not change.worse
+    lost = compare({"rows": rows}, {"rows": [], "failed": {"a": "RuntimeError: lost"}})
+    assert [(c.verdict, c.worse) for c in lost] == [("failed", True), ("gone", False)]
+    for row, said in ((1, "row 0 has no case and way"), ({"case": "a", "way": "x", "median_us": "1"}, "row 0 has no number for median_us")):
+        path = tmp_path / "bad.json"
+        path.write_text(json.dumps({"rows": [row]}))
+        result = attnops("--compare", path, path)
+        assert result.exit_code == 2 and said in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -320,6 +363,12 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
         (["decode", "--device", "tpu"], "device: got 'tpu'"),
         (["decode", "--budget-s", 0], "budget_s: got 0"),
         (["decode", "--layers", -1], "layers: got -1"),
+        (["decode", "--model", "t5", "--device", "cpu"], "model: got 't5', a T5Config, want a decoder"),
+        (["decode", "--ways", "nope", "--device", "cpu"], "ways: got 'nope', want some of hf_eager"),
+        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want decode, whose ways were named"),
+        (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
+        (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
+        (["overhead", "--device", "cpu", "--plots", __file__], "want a folder"),
         (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),
         (["--compare", "a.json"], "compare: got 1 files"),
         (["--compare", "a.json", "b.json"], "file: got a.json"),
@@ -346,7 +395,7 @@ def test_points_and_models():
     assert list(decode.cases(replace(TOY, model="gpt-oss"))) == ["gpt-oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
-    assert list(decode.cases(Setup(torch.device("cuda"), model="llama-8b-shape")))[-1] == "llama-8b-shape 32x2k"
+    assert list(decode.cases(Setup(torch.device("cuda"), model="llama-8b-shape")))[-1] == "llama-3-8b-shape 32x2k"
 
 
 # Pictures and pages ---------------------------------------------------------------------------------------------------
@@ -387,10 +436,17 @@ def test_pages_are_made_of_the_files(reports_of, tmp_path, monkeypatch):
     assert line.startswith("| llama 2x12 | `attnops_new` | wrong: off by 3 | - |")
     short = page.performance_short(tmp_path)
     assert "| toy | decode llama 2x12, 1 layers |" in short and "attnops_new" not in short
+    made_up = {"hf_eager": 3.0, "hf_compiled": 4.0, "hf_tuned": 2.0, "attnops_eager": 1.0, "attnops_hf": 1.6}
+    rows = [Row("a", way, 1000 * ms, 100.0).as_dict() for way, ms in made_up.items()]
+    (tmp_path / "benchmarks" / "results" / "made_up").mkdir()
+    (tmp_path / "benchmarks" / "results" / "made_up" / "prefill.json").write_text(text_of({**reports["prefill"], "rows": rows}))
+    line = "| made_up | prefill a | 3.00 ± 0.10 | 2.00 ± 0.10 | 1.60 ± 0.10 (`attnops_hf`) | 1.25x |"
+    assert line in page.performance_short(tmp_path)
+    (tmp_path / "benchmarks" / "results" / "made_up" / "prefill.json").unlink()
     assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"] == list(page.stale_plots(tmp_path, False))
     assert not list(page.stale_plots(tmp_path, True))
     changed = json.loads((folder / "decode.json").read_text())
-    changed["rows"][1]["of_hf_eager"] += 1.0
+    changed["rows"][0]["of_hf_compiled"] += 1.0
     (folder / "decode.json").write_text(text_of(changed))
     assert list(page.stale_plots(tmp_path, True)) == ["docs/plots/toy-decode.svg"]
     (folder / "decode.json").unlink()

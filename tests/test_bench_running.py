@@ -1,6 +1,7 @@
 """Running suites of `attnops bench`: shares of the time, cases in processes of their own, and what becomes of those that are lost."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -155,6 +156,28 @@ def test_a_process_ends_with_who_started_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(starter), str(child), str(pid)], check=True, env=environment)
     assert ends(pid.read_text()), "it runs on"
+
+
+def test_threads_of_a_core_go_to_the_same_process(monkeypatch):
+    monkeypatch.setattr(lanes, "_place", lambda core: (0, core % 4, core))
+    given = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda who, cores: given.append(sorted(cores)))
+    for at in range(2):
+        with lanes._cores(at, 2):
+            pass
+    assert given == [[0, 1, 4, 5], [*range(8)], [2, 3, 6, 7], [*range(8)]]
+
+
+def test_an_ended_run_says_so(tmp_path, monkeypatch):
+    def ended(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "work", ended)
+    with pytest.raises(KeyboardInterrupt):
+        running.run(suites.named(("kernels",)), TOY, out=tmp_path)
+    [path] = tmp_path.iterdir()
+    assert set(json.loads(path.read_text())["left_out"].values()) == {"the run was ended before"}
 
 
 def test_a_process_sees_a_gpu_and_cores_of_its_own(tmp_path, monkeypatch):

@@ -226,10 +226,10 @@ def test_work():
     assert SQUARE.work(Sizes(1, 100, 1)).flops == 2 * (100 * 101 / 2) * 4 * 32
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50)])
-@pytest.mark.parametrize("window", [0, 4, 6, 42, 49, 80])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50), (50, 7), (2, 1)])
+@pytest.mark.parametrize("window", [-1, 0, 4, 6, 42, 49, 80])
 def test_work_of_a_window(queries, keys, window):
-    seen = sum(min(keys - at, window + 1) for at in range(queries))
+    seen = sum(max(0, keys - at if window < 0 else min(keys - at, window + 1)) for at in range(queries))
     assert replace(SQUARE, window=window).work(Sizes(3, queries, keys / queries)).flops == pytest.approx(3 * 2 * seen * 4 * 32)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COUNTS = ("device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
-"""Figures of a row of which more is worse, and which do not vary."""
+from attnops.bench.report import COUNTS
+from attnops.errors import InvalidInput
 
-REGRESSIONS = ("slower", "more", "wrong")
+REGRESSIONS = ("slower", "more", "wrong", "failed")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Change:
     """One figure of one row in both files.
 
     ratio: after over before. verdict: "slower" or "faster" by more than the spreads of both together, "same", "unknown" where a spread is;
-    of a count "more", "fewer" or "same"; "wrong" where there is no time any more, "right" where there is one now, "gone", "new".
+    of a count "more", "fewer" or "same"; "wrong" where there is no time any more, "right" where there is one now, "gone", "new"; "failed"
+    of a case that did not before; "unlike" of models with other numbers of layers.
     """
 
     case: str
@@ -43,9 +44,19 @@ class Change:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every figure of either report, in the order of `after`. Reports as `attnops.bench.report.read` gives them."""
+    """Every figure of either report, in the order of `after`. Reports as `attnops.bench.report.read` gives them.
+
+    Raises InvalidInput: they are of different suites, or have nothing in common.
+    """
+    suites = [str(report.get("suite")) for report in (before, after)]
+    if suites[0] != suites[1]:
+        raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
     old, new = ({(r["case"], r["way"]): r for r in report["rows"]} for report in (before, after))
-    out = [change for key, row in new.items() for change in _changes(key, old.get(key), row)]
+    failed = {name: why for name, why in after.get("failed", {}).items() if name not in before.get("failed", {})}
+    if not failed and not old.keys() & new.keys():
+        raise InvalidInput("files", f"{len(old)} and {len(new)} rows, of which none are of one case and way", "some that are")
+    out = [Change(name, "", "median_us", None, None, "failed") for name in failed]
+    out += [change for key, row in new.items() for change in _changes(key, old.get(key), row)]
     return out + [Change(*key, "median_us", row.get("median_us"), None, "gone") for key, row in old.items() if key not in new]
 
 
@@ -55,6 +66,9 @@ def _changes(key: tuple[str, str], old: Mapping[str, Any] | None, new: Mapping[s
         yield Change(*key, "median_us", None, us, "new")
         return
     before = old.get("median_us")
+    if old.get("layers") != new.get("layers"):
+        yield Change(*key, "median_us", before, us, "unlike")
+        return
     if "wrong" in new or "wrong" in old:
         verdict = "wrong" if "wrong" in new and "wrong" not in old else "right" if "wrong" not in new else "unknown"
         yield Change(*key, "median_us", before, us, verdict)

@@ -5,8 +5,8 @@
 `attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU. `hf_tuned` and
 `attnops_tuned` are `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. What takes long to compile is measured when
 it is asked for (`--ways`): those two, and in a full run on a GPU `attnops_hf` and `attnops_paged`, too.
-All are fed the same random tokens. The logits of a few steps are compared with the same model's in a wider dtype, from which they may be
-half as far again as those of `hf_eager`.
+All are fed the same random tokens. The logits of two rows are compared with the same model's in a wider dtype, from which they may be half
+as far again as those of `hf_eager`, and those of other rows with `hf_eager`'s, from which they may be twice as far.
 
 `first_s`: the first steps, compilation and capture among them, every way with an empty folder for what is compiled. `of_bandwidth`: bytes a
 step has to read, weights without the embedding and cached keys and values, over its time, as a share of the rate of a pass
@@ -54,8 +54,15 @@ PLACES: models.Places = {
 }
 
 
+WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged")
+ON_GPU = ("attnops_piecewise", "attnops_breakable", "attnops_tuned", "hf_tuned")
+
+
 def cases(setup: Setup) -> dict[str, Case]:
-    """Of the suite."""
+    """Of the suite. Raises InvalidInput: it has no such way on this device."""
+    known = WAYS + ON_GPU if setup.on_gpu else WAYS
+    if unknown := [way for way in setup.ways if way not in known]:
+        raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
     return models.over(setup, PLACES, measure)
 
 
@@ -66,10 +73,10 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
     base = ways["hf_eager"]
     assert base.result is not None
-    distance = models.distance(model)
     with torch.no_grad():
-        want = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT])
-        allowed = models.budget(model, distance(base.result(), want))
+        want, eager = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT]), base.result()
+        distance = models.distance(model, eager)
+        allowed = models.budget(model, distance(eager, want))
     rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
     rows = judged(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
     if setup.on_gpu:
@@ -137,8 +144,6 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         of_graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
         makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in of_graphs.items()}
         makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
-    if unknown := set(setup.ways) - makers.keys():
-        raise InvalidInput("ways", ", ".join(sorted(unknown)), f"some of {', '.join(makers)}")
     left = {"hf_tuned", "attnops_tuned"}  # tuning takes a minute a way
     if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
         left |= {"attnops_hf", "attnops_paged"}

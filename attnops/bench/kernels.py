@@ -3,7 +3,7 @@
 `automatic` is the op as it is called; `kernel` in its row names what it ran. `torch.*` are SDPA, flex_attention compiled and varlen_attn;
 `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`).
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, of the bytes that must be moved and the operations that
-must be done. Of every result the last rows of the first requests are compared with the exact ones.
+must be done. Of every result the last rows of the first requests are compared with the exact ones; all of it has to be finite.
 """
 
 from __future__ import annotations
@@ -149,7 +149,13 @@ def _rows_of(run: Callable[[], Any], part: Callable[[Tensor], Tensor]) -> Tensor
     """Of a peer's result, which may come with an lse, and as `[B, 1, Hq, D]`."""
     returned = run()
     out: Tensor = returned[0] if isinstance(returned, tuple) else returned
-    return part(out.flatten(0, -3))
+    return _compared(out, lambda whole: part(whole.flatten(0, -3)))
+
+
+def _compared(out: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """The part that is compared; NaN, where anything else of the result is not finite."""
+    rows = part(out)
+    return rows if bool(torch.isfinite(out).all()) else torch.full_like(rows, float("nan"))
 
 
 def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:
@@ -161,7 +167,7 @@ def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], al
             written.fill_(float("nan"))
         returned = run()
         returned = returned[0] if isinstance(returned, tuple) else returned
-        return part(returned if isinstance(returned, Tensor) else call.arguments["output"])
+        return _compared(returned if isinstance(returned, Tensor) else call.arguments["output"], part)
 
     return Way(Timed(run), result, budget=allowed)
 

@@ -15,11 +15,12 @@ from attnops.bench.setup import Point, Setup
 from attnops.bench.verdict import Row, relative_error
 from attnops.cli.models import config_of
 from attnops.cli.shapes import SHAPES
+from attnops.errors import InvalidInput
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 
 EXACT = 2
-"""Rows that are compared with what is exact: all would take their time, and rows are independent."""
+"""Rows that are compared with what is exact, which takes its time; the others are compared with transformers' eager model."""
 
 LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
@@ -43,8 +44,11 @@ def config(setup: Setup, name: str) -> Any:
 
 
 def checked(name: str) -> None:
-    """Raises InvalidInput: no such model."""
-    config_of(ALIASES.get(name, name))
+    """Raises InvalidInput: no such model, or none that gives a next token."""
+    import transformers
+
+    if type(found := config_of(ALIASES.get(name, name))) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
 
 
 def build(setup: Setup, name: str, seed: int = 0) -> Any:
@@ -91,8 +95,8 @@ Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
     """Cases of a suite: every model at its points. A model that the setup asks for has those of the first, if none of its own."""
     kept, here = Kept(setup), places[setup.size]
-    asked = [setup.model] if setup.model else list(here)
-    points = {name: setup.points or here.get(ALIASES.get(name, name), next(iter(here.values()))) for name in asked}
+    asked = [ALIASES.get(setup.model, setup.model)] if setup.model else list(here)
+    points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in asked}
     return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in asked for point in points[name]}
 
 
@@ -108,17 +112,28 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(setup.device)
 
 
-def distance(model: Any) -> Callable[[Tensor, Tensor], float]:
-    """Of logits from others, of which there may be the first rows alone.
+def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
+    """Of logits from exact ones of the first rows, and half that of the other rows from `eager`, which are off as far themselves.
 
     Of a model with experts that of the median row: where two experts are all but equal, rounding chooses.
     """
     experts = any(getattr(model.config, n, 0) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
-    return lambda got, want: relative_error(got[: want.shape[0]], want, 0.5 if experts else 1.0)
+    quantile = 0.5 if experts else 1.0
+
+    def off(got: Tensor, want: Tensor) -> float:
+        rows = want.shape[0]
+        if got.shape != eager.shape:
+            return float("inf")
+        return max(relative_error(got[:rows], want, quantile), relative_error(got[rows:], eager[rows:], quantile) / 2)
+
+    return off
 
 
 MORE = 1.5
 """Times the error of the base: another order of sums, or fewer roundings where kernels are fused, may be so much further off by chance."""
+
+MOST = 1 / MORE
+"""Of the base's error, so that zeros, which are off by 1, are wrong."""
 
 
 def budget(model: Any, base: float) -> float:
@@ -127,7 +142,10 @@ def budget(model: Any, base: float) -> float:
     MORE * base + gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of float32, and of the float32 in
     which products are added up. 4 + sqrt(L): the roundings of a layer, and one more of the residual stream a layer, which add up as
     random ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so does what they are off by.
+    Raises RuntimeError: the base is no number, or more than MOST, and nothing can be compared with it.
     """
+    if not base <= MOST:
+        raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST}: there is nothing to compare with")
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     u = torch.finfo(torch.float32).eps / 2
     gain = max(1.0, getattr(model.config, "initializer_range", 0.02) * width**0.5)

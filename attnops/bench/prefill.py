@@ -45,10 +45,10 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
         "hf_eager": first_token(model, prompt), "hf_compiled": first_token(setup.compiled(model.forward), prompt),
         "attnops_eager": first_token(patched, prompt), "attnops_compiled": first_token(setup.compiled(patched.forward), prompt),
     }  # fmt: skip
-    distance = models.distance(model)
     with torch.no_grad():
-        want = models.exactly(model, prompt[: models.EXACT])
-        allowed = models.budget(model, distance(ways["hf_eager"].timed.call(), want))
+        want, eager = models.exactly(model, prompt[: models.EXACT]), ways["hf_eager"].timed.call()
+        distance = models.distance(model, eager)
+        allowed = models.budget(model, distance(eager, want))
     clock = partial(steps_us, cap_s=4.0)
     rows = judged(
         f"{name} {point}", ways, want, allowed, clock, distance,

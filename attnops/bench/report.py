@@ -19,6 +19,9 @@ from attnops.bench.verdict import WRONG, Row, why
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
 
+COUNTS = ("device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
+"""Figures of a row of which more is worse, and which do not vary."""
+
 Case = Callable[[], Iterable[Row]]
 HERE = Path(__file__).resolve().parent
 
@@ -89,6 +92,7 @@ def measured(setup: Setup, name: str, case: Case) -> Found:
 
 
 SPENT = "the time was spent"
+NOT_YET = "the run was ended before"
 
 
 def joined(names: Iterable[str], found: Mapping[str, Found], reason: str = SPENT) -> dict[str, Any]:
@@ -134,6 +138,11 @@ def read(path: Path) -> dict[str, Any]:
         raise InvalidInput("file", f"{path} ({type(error).__name__})", "a results file of attnops bench") from None
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise InvalidInput("file", f"{path}, which has no rows", "a results file of attnops bench")
+    for at, row in enumerate(data["rows"]):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "way")):
+            raise InvalidInput("file", f"{path}, whose row {at} has no case and way", "a results file of attnops bench")
+        if odd := [name for name in ("median_us", "spread_us", *COUNTS) if not isinstance(row.get(name, 0), (int, float))]:
+            raise InvalidInput("file", f"{path}, whose row {at} has no number for {', '.join(odd)}", "a results file of attnops bench")
     return data
 
 

@@ -44,8 +44,8 @@ class Suite:
         return self.file or self.name
 
 
-SPEED = Picture("of_hf_eager", "times the speed of transformers' eager model", "Decode")
-FIRST = Picture("of_hf_eager", "times the speed of transformers' eager model", "Time to the first token")
+SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
+FIRST = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Time to the first token")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 
 COLD = Picture("median_us", "s", "First call of a decode step", scale=1e-6, log=True, more=False)

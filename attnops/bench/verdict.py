@@ -100,7 +100,7 @@ def judged(
             continue
         if error is None:
             rows[name] = Row(case, name, more=way.more)
-        elif error <= allowed:
+        elif error <= allowed < float("inf"):
             rows[name] = Row(case, name, error=_digits(error), budget=_digits(allowed), more=way.more)
         else:
             finite = error < float("inf")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from attnops.bench.compare import compare
 from attnops.bench.report import read
+from attnops.bench.running import make_folder
 from attnops.bench.running import run as run_suites
 from attnops.bench.setup import Point, Setup, device_of
 from attnops.bench.suites import Suite, named
@@ -43,8 +44,8 @@ def run(
     suites: names, () for all. model: a bundled name. device: cpu, cuda or "". layers: 0 for the suite's. points: `1x1k,8x1k`. ways: names
     in a suite's results, with commas, "" for all. budget_s: in all. out: a folder for a results file of each suite, plots: for a picture
     of each. commit: of the code. gpus: that share the cases. backend: as Setup has it.
-    Raises InvalidInput: no such suite, device, model or point, not so many GPUs, or no number that makes sense. MissingExtra: a suite's
-    package is missing.
+    Raises InvalidInput: no such suite, device, model, way or point, none that a suite asked for has, not so many GPUs, no number that makes
+    sense, or no folder. MissingExtra: a suite's package is missing.
     """
     if not budget_s > 0:
         raise InvalidInput("budget_s", budget_s, "> 0 seconds")
@@ -55,6 +56,12 @@ def run(
         require(suite.needs, "hf")
     if plots is not None:
         require(("matplotlib",), "bench")
+        make_folder("plots", plots)
+    names = tuple(suite.name for suite in chosen)
+    if (model or layers or points) and not any(suite.needs for suite in chosen):
+        raise InvalidInput("suites", ", ".join(names), "one that measures models: neither a model, nor layers, nor points are of others")
+    if ways and "decode" not in names:
+        raise InvalidInput("suites", ", ".join(names), "decode, whose ways were named")
     if model:
         from attnops.bench.models import checked
 
@@ -73,7 +80,6 @@ def run(
         show(report, console)
     written = [str(out / f"{suite.stem}.json") for suite in chosen] if out is not None else []
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
         written += [str(path) for suite in chosen if (path := draw(reports[suite.name], suite, plots / f"{suite.stem}.svg"))]
     if written:
         console.print(f"written: {', '.join(written)}", soft_wrap=True)
@@ -111,7 +117,10 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
-    """Compare two results files. Returns plain data: changes, regressions. Raises InvalidInput: a file is no results file."""
+    """Compare two results files. Returns plain data: changes, regressions.
+
+    Raises InvalidInput: a file is no results file, or they are not of one suite.
+    """
     old, new = read(before), read(after)
     changes = compare(old, new)
     for name, report in ((str(before), old), (str(after), new)):

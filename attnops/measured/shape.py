@@ -122,11 +122,11 @@ class Shape:
 
 def _causal_pairs(queries: float, keys: float, most: float) -> float:
     """Pairs of a request's new tokens and the keys that each sees, of which none sees more than `most`."""
+    queries = min(queries, keys)  # the others see none
     unseen = keys - most
     if unseen >= queries:
         return queries * most
-    every = queries * keys * (1 - 0.5 * (queries - 1) / max(keys, queries))
-    return every - max(0.0, unseen) * (max(0.0, unseen) + 1) / 2
+    return queries * (keys - 0.5 * (queries - 1)) - max(0.0, unseen) * (max(0.0, unseen) + 1) / 2
 
 
 def decodes(p: Problem) -> bool:
