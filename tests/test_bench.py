@@ -368,7 +368,7 @@ def test_what_cannot_be_compared(tmp_path):
         (["kernels", "--ways", "hf_eager"], "suites: got kernels, want decode, whose ways were named"),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
-        (["overhead", "--device", "cpu", "--plots", __file__], "want a folder"),
+        pytest.param(["overhead", "--device", "cpu", "--plots", __file__], "want a folder", marks=needs_matplotlib),
         (["decode", "--device", "cpu", "--gpus", 2], "gpus: got 2, want 1 to 1"),
         (["--compare", "a.json"], "compare: got 1 files"),
         (["--compare", "a.json", "b.json"], "file: got a.json"),
