@@ -104,34 +104,34 @@ def performance_short(root: Path = ROOT) -> str:
     out = []
     for machine, reports in measured(root):
         for suite in ("decode", "prefill"):
-            found = reports.get(suite, {"rows": []})["rows"]
-            layers = {row["case"]: row["layers"] for row in found if "layers" in row}
-            spreads = {(row["case"], row["way"]): with_spread(row) for row in found if row.get("median_us")}
-            for case, ways in by_case(found).items():
-                ours = {way: ms for way, ms in ways.items() if way.startswith("attnops") and way != "attnops_eager"}
-                if not ours:
+            for case, ways in by_case(reports.get(suite, {"rows": []})["rows"]).items():
+                eager, theirs, ours = ways.get("hf_eager"), fastest(ways, "hf_"), fastest(ways, "attnops_")
+                if ours is None:
                     continue
-                best = min(ours, key=lambda way: ours[way])
-                theirs = {way: ms for way, ms in ways.items() if way.startswith("hf_") and way != "hf_eager"}
-                compiled = min(theirs, key=lambda way: theirs[way], default="")
-                both = [ways[way] for way in ("hf_eager", compiled) if way in ways]
-                ratio = f"{min(both) / ours[best]:.2f}x" if len(both) == 2 else "-"
-                what = f"{suite} {case}" + (f", {layers[case]} layers" if case in layers else "")
-                shown = [spreads.get((case, way), "-") for way in ("hf_eager", compiled, best)]
-                out.append([machine, what, *shown[:2], f"{shown[2]} (`{best}`)", ratio])
+                ratio = f"{min(eager['median_us'], theirs['median_us']) / ours['median_us']:.2f}x" if eager and theirs else "-"
+                what = f"{suite} {case}" + (f", {ours['layers']} layers" if "layers" in ours else "")
+                out.append([machine, what, ms(eager), ms(theirs), f"{ms(ours)} (`{ours['way']}`)", ratio])
     head = ["machine", "what", "transformers, ms", "transformers, compiled, ms", "attnops, compiled, ms", "speed, of the faster of theirs"]
     return table(head, out) if out else NONE
 
 
-def with_spread(row: dict[str, Any]) -> str:
-    """Milliseconds."""
+def fastest(ways: dict[str, dict[str, Any]], whose: str) -> dict[str, Any] | None:
+    """The row of the fastest way whose name begins so, without the eager one."""
+    rows = [row for way, row in ways.items() if way.startswith(whose) and way != f"{whose}eager"]
+    return min(rows, key=lambda row: row["median_us"], default=None)
+
+
+def ms(row: dict[str, Any] | None) -> str:
+    """Milliseconds, with their spread."""
+    if row is None:
+        return "-"
     return f"{row['median_us'] / 1000:.2f}" + (f" ± {row['spread_us'] / 1000:.2f}" if "spread_us" in row else "")
 
 
-def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Milliseconds by case and way."""
-    found: dict[str, dict[str, float]] = {}
+def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows that have a time, by case and way."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row.get("median_us"):
-            found.setdefault(row["case"], {})[row["way"]] = row["median_us"] / 1000
+            found.setdefault(row["case"], {})[row["way"]] = row
     return found

@@ -44,7 +44,7 @@ class Guard:
         """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
         if active_policy() != self.policy:
             raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
-        if (self.casting or _any_autocast()) and casting() != self.casting:
+        if casting() != self.casting:
             raise StaleGraph("autocast", casting() or "off", self.casting or "off")
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")

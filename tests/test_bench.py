@@ -115,7 +115,7 @@ def ways(report):
 
 def test_whole_models_are_beside_their_peers(reports_of):
     [step] = ways(reports_of[0]["decode"]).values()
-    assert {"hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged"} <= set(step)
+    assert set(step) == set(decode.WAYS), "what may be asked for is what there is"
     [prompt] = ways(reports_of[0]["prefill"]).values()
     assert set(prompt) == {"hf_eager", "hf_compiled", "attnops_eager", "attnops_compiled"}
     for row in (*step.values(), *prompt.values()):
@@ -262,7 +262,7 @@ def test_errors_are_measured_as_said():
 
 def test_nothing_is_right_beside_what_is_no_number():
     want = torch.ones(2, 3)
-    with pytest.raises(RuntimeError, match="there is nothing to compare with"):
+    with pytest.raises(RuntimeError, match="nothing can be compared"):
         decode.models.budget(decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want))
     rows = judged("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
     assert rows[0].wrong and rows[0].median_us is None
@@ -395,7 +395,10 @@ def test_points_and_models():
     assert list(decode.cases(replace(TOY, model="gpt-oss"))) == ["gpt-oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
-    assert list(decode.cases(Setup(torch.device("cuda"), model="llama-8b-shape")))[-1] == "llama-3-8b-shape 32x2k"
+    short = Setup(torch.device("cuda"), model="llama-8b-shape")
+    assert list(decode.cases(short))[-1] == "llama-3-8b-shape 32x2k"
+    for suite in (compile, graphs):
+        assert "llama-3-8b-shape" in next(iter(suite.cases(short))), "of whatever name it was asked for by"
 
 
 # Pictures and pages ---------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     if suites[0] != suites[1]:
         raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
     old, new = ({(r["case"], r["way"]): r for r in report["rows"]} for report in (before, after))
-    failed = {name: why for name, why in after.get("failed", {}).items() if name not in before.get("failed", {})}
+    failed = [name for name in after.get("failed", ()) if name not in before.get("failed", ())]
     if not failed and not old.keys() & new.keys():
         raise InvalidInput("files", f"{len(old)} and {len(new)} rows, of which none are of one case and way", "some that are")
     out = [Change(name, "", "median_us", None, None, "failed") for name in failed]

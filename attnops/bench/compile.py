@@ -42,7 +42,7 @@ LAYERS = 8
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Of the suite."""
-    name = setup.model or MODELS[setup.size]
+    name = models.asked(setup, MODELS[setup.size])
     kept = models.Kept(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
     counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
     timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}

@@ -53,9 +53,9 @@ PLACES: models.Places = {
     },
 }
 
-
 WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged")
-ON_GPU = ("attnops_piecewise", "attnops_breakable", "attnops_tuned", "hf_tuned")
+TUNED_WAYS = ("attnops_tuned", "hf_tuned")
+ON_GPU = ("attnops_piecewise", "attnops_breakable", *TUNED_WAYS)
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -144,7 +144,7 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         of_graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
         makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in of_graphs.items()}
         makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
-    left = {"hf_tuned", "attnops_tuned"}  # tuning takes a minute a way
+    left = set(TUNED_WAYS)  # tuning takes a minute a way
     if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
         left |= {"attnops_hf", "attnops_paged"}
     chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left

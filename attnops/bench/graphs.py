@@ -31,7 +31,7 @@ MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "
 
 def cases(setup: Setup, device: Any = None) -> dict[str, Case]:
     """Of the suite. device: what captures, where it is not CUDA."""
-    name, kept = setup.model or MODELS[setup.size], models.Kept(setup)
+    name, kept = models.asked(setup, MODELS[setup.size]), models.Kept(setup)
     return {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES}
 
 

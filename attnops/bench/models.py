@@ -30,6 +30,12 @@ LAYERS = {
 }
 """By size of the run: how many layers are built, where not all are. One of a published shape is what a laptop's memory holds."""
 
+
+def asked(setup: Setup, default: str) -> str:
+    """The model that the setup asks for by its own name, so that results of it are found beside others'; else `default`."""
+    return ALIASES.get(setup.model, setup.model) or default
+
+
 def config(setup: Setup, name: str) -> Any:
     """The config of a bundled name, with as many layers as the setup has. Raises InvalidInput for an unknown name."""
     name = ALIASES.get(name, name)
@@ -95,9 +101,9 @@ Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
     """Cases of a suite: every model at its points. A model that the setup asks for has those of the first, if none of its own."""
     kept, here = Kept(setup), places[setup.size]
-    asked = [ALIASES.get(setup.model, setup.model)] if setup.model else list(here)
-    points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in asked}
-    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in asked for point in points[name]}
+    names = [asked(setup, "")] if setup.model else list(here)
+    points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
+    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in names for point in points[name]}
 
 
 def twin(model: Any) -> Any:
@@ -145,7 +151,7 @@ def budget(model: Any, base: float) -> float:
     Raises RuntimeError: the base is no number, or more than MOST, and nothing can be compared with it.
     """
     if not base <= MOST:
-        raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST}: there is nothing to compare with")
+        raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST:.3g}: nothing can be compared")
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     u = torch.finfo(torch.float32).eps / 2
     gain = max(1.0, getattr(model.config, "initializer_range", 0.02) * width**0.5)

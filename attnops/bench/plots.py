@@ -10,7 +10,7 @@ from typing import Any
 
 from attnops.bench.suites import Picture
 
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnops", "font.size": 8, "font.family": "sans-serif"}
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnops", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
 MARKS = "osD^v<>P*Xphd"
 OURS = "attnops"
 
@@ -57,7 +57,7 @@ def svg(report: Mapping[str, Any], picture: Picture) -> str:
         axes.set_title(f"{picture.title}: {report.get('device', '')}", loc="left")
         if picture.log:
             axes.set_xscale("log")
-            axes.tick_params(which="minor", labelbottom=False, length=0)
+            axes.minorticks_off()
         else:
             axes.set_xlim(left=0)
         axes.grid(axis="both", linewidth=0.3)

@@ -7,12 +7,10 @@ pytest.importorskip("transformers", reason="the suite measures transformers mode
 
 from attnops.bench import Point, Setup, decode
 
-WAYS = {"hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged", "attnops_piecewise", "attnops_breakable"}
-
 
 def test_a_quick_run() -> None:
     setup = Setup(torch.device("cuda", 0), quick=True, model="llama-8b-shape", layers=1, points=(Point(2, 128),))
     [case] = decode.cases(setup).values()
     rows = {row.way: row for row in case()}
-    assert rows.keys() == WAYS
+    assert rows.keys() == {*decode.WAYS, *decode.ON_GPU} - {*decode.TUNED_WAYS}
     assert {way: row.wrong for way, row in rows.items() if row.wrong or not row.median_us} == {}
