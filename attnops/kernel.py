@@ -134,6 +134,8 @@ class Kernel:
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     rounded_sums: its lse adds up weights already rounded to the query's dtype.
     batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
+    judge: the plain body that all others are compared with. On a GPU it answers where no other kernel can, or where its measured time
+        is the least; no estimate chooses it.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
     inline_when: the Problems for which that is done although the kernel is called, and timed, like any other elsewhere.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
@@ -166,6 +168,7 @@ class Kernel:
     tolerance: float = 1.0
     rounded_sums: bool = False
     batch_invariant: bool = False
+    judge: bool = False
     inline: bool = False
     inline_when: Callable[[Problem], bool] | None = None
     workspace_bytes: Callable[[Problem], int] | None = None

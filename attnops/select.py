@@ -90,6 +90,15 @@ class Decision:
     passed_over: tuple[str, ...] = ()
     costs: Mapping[str, Cost] = field(default_factory=dict)
 
+    @property
+    def by_judge(self) -> str:
+        """Why a GPU is left with the plain body, in a few words; nothing where a kernel answers."""
+        if self.kernel is None or not self.kernel.judge or self.problem.target.device != "cuda":
+            return ""
+        if self.policy.forced(self.problem.op) == self.kernel.name or _rank(self.kernel, self.policy.prefer) < len(self.policy.prefer):
+            return "asked for"
+        return "the fastest measured" if self.passed_over else "no kernel can run this call"
+
     def why_not(self, name: str) -> str:
         """Why a kernel that can run was passed over, in a few words."""
         if self.policy.prefer:
@@ -97,17 +106,20 @@ class Decision:
         cost = self.costs.get(name, Cost(0.0, ESTIMATED))
         if cost.how == MEASURED:
             return f"measured slower, {cost.us:.4g} us"
+        if self.problem.target.device == "cuda" and kernels_of(self.problem.op)[name].judge:
+            return "on a GPU only where nothing else can"
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[int, bool, float]:
         """What the choice was made by, the less the better: of two decisions of one op and policy, which kernel is to be chosen.
 
-        The kernel's place among those preferred, then its cost. Without a kernel: worse than any.
+        The kernel's place among those preferred, the plain body on a GPU last, then its cost. Without a kernel: worse than any.
         """
         if self.kernel is None:
-            return sys.maxsize, float("inf")
-        return _rank(self.kernel, self.policy.prefer), self.costs[self.kernel.name].us
+            return sys.maxsize, True, float("inf")
+        cost = self.costs[self.kernel.name]
+        return _rank(self.kernel, self.policy.prefer), bool(self.by_judge) and cost.how != MEASURED, cost.us
 
     @property
     def measured(self) -> str:
@@ -117,6 +129,7 @@ class Decision:
 
     def __str__(self) -> str:
         head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
+        head += f": {self.by_judge}" if self.by_judge else ""
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
         slower = [f"  not {n}: can run, {self.why_not(n)}" for n in self.passed_over]
         return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
@@ -163,8 +176,18 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
         else:
             fits.append(kernel)
     needed = costs(problem, fits, table)
-    fits.sort(key=lambda k: (_rank(k, policy.prefer), needed[k.name].us))
+    guessed = _guessed(problem, fits, needed)
+    fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
     return Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
+
+
+def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
+    """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
+    players = [k for k in kernels if not k.judge]
+    if problem.target.device != "cuda" or not players:
+        return False
+    best = min(players, key=lambda k: needed[k.name].us)
+    return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)
 
 
 def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iterator[Refusal]:

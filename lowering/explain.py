@@ -91,6 +91,7 @@ class Explanation:
                     "op": s.decision.problem.op,
                     "problem": s.decision.problem.summary(),
                     "kernel": s.decision.kernel.name if s.decision.kernel else None,
+                    "by_judge": s.decision.by_judge,
                     "can_run": list(s.decision.passed_over),
                     "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in s.decision.costs.items()},
                     "refused": {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,9 +40,11 @@ from attnops.kernel import (
     register,
     without,
 )
+from attnops.lowering.explain import packages_of_kernels
+from attnops.measured import Grid, Shape, Table
 from attnops.ops import OPS, _op
 from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
-from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, use
+from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES
 from tests.helpers import ROOT, fresh_process, ready_process
 
@@ -194,6 +197,67 @@ def test_when_nothing_fits_every_reason_is_told(lab, policy, reasons):
         assert reason in str(caught.value)
     assert set(caught.value.decision.refused) == {"slow", "fast", "steady"}
     assert str(caught.value).count("\n  not ") == 3
+
+
+GPU = Problem("attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+
+
+def judged(lab, **us):
+    """The lab with a judge that promises to be the fastest by far, and a table that holds these times."""
+    lab.kernels["attention"]["plain"] = Kernel("plain", "attention", nothing, cost_us=lambda p: 1e-3, judge=True, batch_invariant=True)
+    shape = Shape("attention", "float32", "float32", 4, 2, 8, 8, causal=False, decode=True)
+    grid = Grid(shape, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
+    return Table("Some GPU", "sm90", {f"attention.{n}": "any" for n in us}, (grid,)) if us else None
+
+
+@pytest.mark.parametrize(
+    ("us", "policy", "chosen", "says"),
+    [
+        ({}, "", "fast", ""),
+        ({}, "deny=fast", "steady", ""),
+        ({}, "deny=fast,slow,steady", "plain", "no kernel can run this call"),
+        ({}, "allow=plain", "plain", "no kernel can run this call"),
+        ({}, "prefer=plain", "plain", "asked for"),
+        ({}, "kernel=plain", "plain", "asked for"),
+        ({}, "deterministic", "steady", ""),
+        ({"plain": 5.0, "fast": 9.0, "slow": 9.0, "steady": 9.0}, "", "plain", "the fastest measured"),
+        ({"plain": 9.0, "fast": 5.0}, "", "fast", ""),
+        ({"plain": 5.0}, "", "fast", ""),  # no time of another is measured
+        ({"slow": 5.0}, "", "slow", ""),
+        ({"plain": 300.0, "slow": 2000.0}, "", "fast", ""),  # the best of the others, 4 times its estimate, is not measured
+    ],
+)
+def test_no_estimate_chooses_the_judge_on_a_gpu(lab, us, policy, chosen, says):
+    decision = select_by(judged(lab, **us), GPU, policy)
+    assert decision.kernel.name == chosen and decision.by_judge == says
+    head = str(decision).splitlines()[0]
+    assert head.endswith(f"-> {chosen}{decision.measured}" + f": {says}" * bool(says))
+    if "plain" in decision.passed_over and "plain" not in us:
+        assert "not plain: can run, on a GPU only where nothing else can" in str(decision)
+    on_cpu = select_by(None, replace(GPU, target=Target()), policy)
+    assert on_cpu.by_judge == "" and (policy or on_cpu.kernel.name == "plain"), "a CPU goes by estimates"
+
+
+def test_a_judge_ranks_behind_every_kernel(lab):
+    judged(lab)
+    plain, slow = select_by(None, GPU, "allow=plain"), select_by(None, GPU, "allow=slow")
+    assert slow.rank < plain.rank < select_by(None, GPU, "kernel=slow;deny=slow").rank
+    assert select_by(None, replace(GPU, target=Target()), "allow=plain").rank < slow.rank
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("op", list(OPS))
+def test_every_reference_is_lowered_in_place_or_judges(op, arch):
+    """Whatever the sizes: the reference of an op is chosen on a GPU only where it is alone, or where the compiler fuses it."""
+    plain = kernels_of(op)["reference"]
+    assert plain.judge != plain.inline or op == "fa3_schedule", "whose plain body is zeros, for a CPU alone"
+    for case in CASES[op]:
+        problem = replace(case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels()), dtype=torch.bfloat16)
+        for size in (1, 4096):
+            sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
+            found = select_by(None, replace(problem, kv_dtype=torch.bfloat16, **sizes))
+            if found.kernel is not None and found.kernel.judge:
+                assert not found.passed_over and found.by_judge, (str(case), str(found))
 
 
 def test_a_forced_kernel_that_cannot_run_raises_in_a_call():

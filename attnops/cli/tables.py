@@ -47,7 +47,9 @@ def _decision(decision: Decision) -> Table:
     for column in ("kernel", "", "field", "got", "wanted"):
         table.add_column(column, overflow="fold", no_wrap=column == "kernel")
     if decision.kernel is not None:
-        table.add_row(f"[bold green]{decision.kernel.name}[/]", f"[green]chosen[/]{decision.measured}")
+        judged = f": {decision.by_judge}" if decision.by_judge else ""
+        colour = "red" if judged else "green"
+        table.add_row(f"[bold {colour}]{decision.kernel.name}[/]", f"[{colour}]chosen{judged}[/]{decision.measured}")
     else:
         table.add_row("[bold red]none[/]", "[red]nothing fits[/]")
     for name in decision.passed_over:

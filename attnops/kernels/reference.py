@@ -27,7 +27,12 @@ def _reference(op: str, run: Callable[..., Any], inline: bool = False, capture: 
     invariant = op not in MATRIX_PRODUCTS
     about = "plain torch, float32 accumulation"
     cost_us = _fused_us if inline else _cost_us
-    register(Kernel("reference", op, run, cost_us=cost_us, capture=capture, inline=inline, batch_invariant=invariant, about=about))
+    judge = not inline  # what the compiler fuses in place is a kernel like any other
+    register(
+        Kernel(
+            "reference", op, run, cost_us=cost_us, capture=capture, batch_invariant=invariant, judge=judge, inline=inline, about=about
+        )
+    )
 
 
 MATRIX_PRODUCTS = (
