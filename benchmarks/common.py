@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def gpu_word(device: str) -> str:
-    """`h200` for an NVIDIA H200, `cpu` without one: names folders and shipped tables."""
-    return torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else "cpu"
+    """`h200` for an NVIDIA H200, `h100` for an NVIDIA H100 80GB HBM3, `cpu` without one: names folders and shipped tables."""
+    return word_of(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
+
+
+def word_of(gpu: str) -> str:
+    """The model in a device's name: letters and then digits, else the last word."""
+    found = re.search(r"\b[A-Z]{1,2}\d+[A-Z]?\b", gpu)
+    return (found[0] if found else gpu.split()[-1]).lower()
 
 
 def folder_of(device: str) -> Path:

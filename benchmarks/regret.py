@@ -338,7 +338,7 @@ def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed
         torch.cuda.set_device(device)
         pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
         clock = GraphClock(device, repeats=31)
-    stopwatch, rows = Stopwatch(clock, first_calls_s=40.0), []
+    stopwatch, rows = Stopwatch(clock, first_calls_s=budget_s / 4), []
     for held in calls:
         if time.monotonic() - start > budget_s:
             break

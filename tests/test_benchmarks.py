@@ -287,12 +287,24 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
     assert set(host) == {"eager.sdpa", "overload.sdpa", "kernel_run.sdpa"} and all(f["median_us"] > 0 for f in host.values())
 
 
+@pytest.mark.parametrize(
+    ("gpu", "word"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L40S", "l40s"), ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA B200", "b200"),
+    ],
+)  # fmt: skip
+def test_folders_are_named_by_the_model(suites, gpu, word):
+    assert import_module("common").word_of(gpu) == word
+
+
 def test_tune_writes_a_table(suites, monkeypatch, tmp_path):
     tune = import_module("tune")
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["tune.py", "--device", "cpu", "--grid", "tiny", "--ops", "paged_attention"])
     tune.main()
-    assert json.loads((tmp_path / "table.json").read_text())["format"] == 1
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written["format"] == 1 and written["made"]["bandwidth_tb_s"] > 0 and written["made"]["matmul_tflop_s"] > 0
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------

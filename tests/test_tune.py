@@ -143,7 +143,7 @@ def test_plans():
     assert {p.shape.op for p in plans_of("full")} == {"attention", "varlen_attention", "paged_attention", "mla_attention"}
     assert {p.shape.op for p in plans_of("full", ("mla_attention",))} == {"mla_attention"}
     assert len({p.shape for p in plans_of("full")}) == len(plans_of("full")), "every shape once"
-    with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| cpu \| tiny"):
+    with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| brief \| cpu \| tiny"):
         plans_of("huge")
     with pytest.raises(InvalidInput, match="ops: got write_kv"):
         plans_of("full", ("write_kv",))
@@ -151,6 +151,12 @@ def test_plans():
     assert min(points) > 5 and sum(points) < 3300, "about 30 ms for every point of them"
     window = next(p for p in plans_of("full") if p.shape.window >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held all the same"
+    brief = plans_of("brief")
+    assert [p.shape for p in brief] == [p.shape for p in plans_of("full")], "no shape is left out, and the order is that of use"
+    for few, all_ in zip(brief, plans_of("full"), strict=True):
+        for axis, full in zip((few.batch, few.queries, few.ratio), (all_.batch, all_.queries, all_.ratio), strict=True):
+            assert set(axis) <= set(full) and (axis[0], axis[-1]) == (full[0], full[-1]) and len(axis) <= 5
+    assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 1400
     assert powers(3, 50) == (3.0, 6.0, 12.0, 24.0, 48.0)
 
 
@@ -328,6 +334,25 @@ def test_the_budget_ends_it(lab, monkeypatch):
     table, report = measure([PLAN, other], Stopwatch(clock), CPU, budget_s=12.0)
     assert [g.shape for g in table.grids] == [SHAPE] and report.late == 5, "two sizes of six say nothing of the others"
     assert measure([PLAN], Stopwatch(clock), CPU, budget_s=1e-9)[1].late in (5, 6)
+
+
+def test_a_run_that_is_cut_off_leaves_a_table_of_what_it_had(lab, tmp_path):
+    for name in ("a", "b"):
+        lab(name)
+    seen = []
+
+    def keep(table):
+        store.save(table, tmp_path / "table.json")
+        seen.append(from_json((tmp_path / "table.json").read_text()))
+        assert seen[-1] == table
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    plans = [replace(PLAN, shape=replace(SHAPE, q_heads=n)) for n in (4, 8, 16)]
+    with pytest.raises(KeyboardInterrupt):
+        measure(plans, Stopwatch(Fake(linear)), CPU, keep=keep)
+    assert [[g.shape.q_heads for g in t.grids] for t in seen] == [[4], [4, 8]]
+    assert from_json((tmp_path / "table.json").read_text()).versions.keys() == {"attention.a", "attention.b"}
 
 
 def test_a_call_that_does_not_fit_is_left_out(lab, monkeypatch):

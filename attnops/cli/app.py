@@ -90,7 +90,7 @@ def explain(
 def tune(
     ops: Annotated[list[str] | None, typer.Option(help="Only these ops: a,b or repeated.")] = None,
     kernels: Annotated[list[str] | None, typer.Option(help="Only these kernels: a,b or repeated.")] = None,
-    grid: Annotated[str, typer.Option(help="full, cpu or tiny; default that of the device.")] = "",
+    grid: Annotated[str, typer.Option(help="full, brief, cpu or tiny; default that of the device.")] = "",
     budget_s: Annotated[float, typer.Option(help="Seconds in all; what comes too late is left out.")] = 150.0,
     first_calls_s: Annotated[float, typer.Option(help="Seconds a kernel's first calls may take before it is left out.")] = 20.0,
     output: Annotated[Path | None, typer.Option(help="A file to write instead of this user's table.")] = None,

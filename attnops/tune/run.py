@@ -33,6 +33,7 @@ SHORTEST = 0.6
 """The shortest request of a timed batch that reads a cache, as a share of the longest."""
 
 Progress = Callable[[str, int, int], None]
+Keep = Callable[[Table], None]
 
 
 @dataclass
@@ -52,6 +53,7 @@ def measure(
     device: torch.device,
     budget_s: float = 150.0,
     progress: Progress = lambda what, done, total: None,
+    keep: Keep = lambda table: None,
 ) -> tuple[Table, Report]:
     """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
 
@@ -59,7 +61,7 @@ def measure(
     counted; with them it all takes HARD budgets at most. Points that come too late have no time, and a table scales their smaller
     neighbour's; a shape of which less than ENOUGH was in time is left out, and so is one that a single kernel answers: there is nothing
     to choose.
-    progress: called with (shape, points done, points in all).
+    progress: called with (shape, points done, points in all). keep: called with the table so far after every shape.
     """
     start, report = time.monotonic(), Report()
     began = _timed_s(stopwatch)
@@ -68,7 +70,12 @@ def measure(
     if device.type == "cuda" and plans:
         with contextlib.suppress(torch.OutOfMemoryError):  # else it grows as far as it can
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-    grids = []
+    grids: list[Grid] = []
+
+    def table() -> Table:
+        report.seconds = round(time.monotonic() - start, 1)
+        return Table(gpu_name(device), str(Target.of(device)), _versions(grids), tuple(grids), _made(stopwatch, report))
+
     for plan in plans:
         mine = sum(map(plan.allows, _points(plan)))
         rest = budget_s - (_timed_s(stopwatch) - began)
@@ -77,10 +84,10 @@ def measure(
         grid, cut = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
         if len(grid.us) > 1 and cut <= (1 - ENOUGH) * mine:
             grids.append(grid)
+            keep(table())
         left -= mine
     report.broken |= {f"plan of {name}": why for name, why in stopwatch.unplanned.items()}
-    report.seconds = round(time.monotonic() - start, 1)
-    return Table(gpu_name(device), str(Target.of(device)), _versions(grids), tuple(grids), _made(stopwatch, report)), report
+    return table(), report
 
 
 def _step(progress: Progress, op: str, before: int, total: int, done: int) -> None:

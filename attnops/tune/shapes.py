@@ -138,6 +138,14 @@ FULL = (
     _decode(replace(PAGED, **D256)),
     _prefill(replace(DENSE, **D256)),
 )
+
+
+def _thinned(axis: Axis, most: int) -> Axis:
+    """`most` of the points at most, evenly spaced, both ends among them."""
+    return tuple(axis[round(i * (len(axis) - 1) / (most - 1))] for i in range(most)) if len(axis) > most else axis
+
+
+BRIEF = tuple(Plan(p.shape, _thinned(p.batch, 5), _thinned(p.queries, 5), _thinned(p.ratio, 4)) for p in FULL)
 TINY = (
     Plan(Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True), (1.0, 2.0), (8.0, 16.0), ONE),
     Plan(Shape("varlen_attention", "float32", "float32", 4, 2, 16, 16), (1.0, 2.0), (8.0, 16.0), ONE),
@@ -150,7 +158,7 @@ CPU = (
     Plan(Shape("varlen_attention", "float32", "float32"), (1.0, 4.0), (64.0, 256.0), ONE),
     Plan(Shape("paged_attention", "float32", "float32", page_size=16, decode=True), (1.0, 8.0), ONE, (256.0, 1024.0)),
 )
-GRIDS: dict[str, tuple[Plan, ...]] = {"full": FULL, "cpu": CPU, "tiny": TINY}
+GRIDS: dict[str, tuple[Plan, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
 
 
 def plans_of(grid: str, ops: Sequence[str] = ()) -> tuple[Plan, ...]:
