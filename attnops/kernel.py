@@ -181,7 +181,7 @@ class Kernel:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if self.op in ("varlen_attention", "paged_attention") and not takes(self.run, "padded"):
+        if self.op in ("varlen_attention", "varlen_attention_backward", "paged_attention") and not takes(self.run, "padded"):
             object.__setattr__(self, "run", _untold(self.run))
 
     def absences(self, target: Target) -> tuple[Refusal, ...]:

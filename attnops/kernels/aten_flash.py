@@ -1,7 +1,7 @@
 """`aten_flash`: the FlashAttention inside torch, called below autograd, for what SDPA's public function hides: lse and the gradient.
 
-CPU: any mask, float32, float64 and half types; heads are repeated for grouped queries. CUDA: half types, no mask.
-Both return the natural log-sum-exp of the scaled logits.
+CPU: dense calls with any mask, float32, float64 and half types; heads are repeated for grouped queries.
+CUDA: FlashAttention-2 (https://arxiv.org/abs/2307.08691) for dense and packed calls, half types, windows, no mask; see `aten_flash_cuda`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, dtypes, register, without
+from attnops.kernel import Kernel, Need, device, dtypes, register, without
+from attnops.kernels import aten_flash_cuda as cuda
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import Rules, compact, dense_visible, wide
+from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
 
 _ATEN = torch.ops.aten
 
@@ -39,12 +40,12 @@ def attention(
     if query.numel() == 0 or key.numel() == 0:
         lse = query.new_full(query.shape[:3] if return_lse else (0,), float("-inf"), dtype=torch.float32)
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+    if not on_cpu(query):
+        output, lse = cuda.forward(query, key, value, (scale, causal, window_left, window_right))
+        return output, cuda.tokens_first(lse) if return_lse else no_lse(query)
     q, k, v = _heads_first(query, key, value)
-    if query.device.type == "cpu":
-        top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
-        output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=scale)
-    else:
-        output, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal and query.shape[1] > 1, False, scale=scale)[:2]
+    top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
+    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=scale)
     lse = compact(lse.transpose(1, 2).float()) if return_lse else query.new_empty(0, dtype=torch.float32)
     return compact(output.transpose(1, 2)), lse
 
@@ -74,22 +75,23 @@ def attention_backward(
     none = query.new_empty(0)
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), none, none.clone()
+    if not on_cpu(query):
+        found = cuda.backward(grad_output, query, key, value, output, lse, (scale, causal, window_left, window_right))
+        return *found, none, none.clone()
     q, k, v = _heads_first(query, key, value)
     g, o, z = grad_output.transpose(1, 2), output.transpose(1, 2), lse.transpose(1, 2).contiguous()
-    if query.device.type == "cpu":
-        top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
-        z = z.to(torch.float64) if query.dtype == torch.float64 else z
-        grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            g.contiguous(), q, k, v, o, z, 0.0, top_left, attn_mask=bias, scale=scale
-        )
-    else:
-        seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout is on
-        sizes = (query.shape[1], key.shape[1])
-        grads = _ATEN._scaled_dot_product_flash_attention_backward(
-            g.contiguous(), q, k, v, o, z, None, None, *sizes, 0.0, causal and query.shape[1] > 1, seed, seed, scale=scale
-        )
+    top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
+    z = z.to(torch.float64) if query.dtype == torch.float64 else z
+    grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        g.contiguous(), q, k, v, o, z, 0.0, top_left, attn_mask=bias, scale=scale
+    )
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
     return compact(grad_q), _sum_groups(grad_k, key), _sum_groups(grad_v, value), none, none.clone()
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Which of torch's two kernels takes it?"""
+    return x.device.type == "cpu"
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,25 +124,82 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor | None, rules: Rules) -> tupl
     return False, bias
 
 
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    padded: bool = True,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.varlen_attention`."""
+    if not (query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1):
+        lse = query.new_full(query.shape[:2] if return_lse else (0,), float("-inf"), dtype=torch.float32)
+        return query.new_zeros((*query.shape[:2], value.shape[2])), lse
+    rules = (scale, causal, window_left, window_right)
+    output, raw = cuda.forward(query, key, value, rules, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    lse = cuda.tokens_first(raw) if return_lse else no_lse(query)
+    if padded:
+        cuda.clear(cu_seqlens_q, output)
+        if return_lse:
+            cuda.clear(cu_seqlens_q, lse, fill=float("-inf"))
+    return output, lse
+
+
+def varlen_attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    padded: bool = True,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
+    none = query.new_empty(0)
+    if not (query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1):
+        return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), none
+    rules, cu, longest = (scale, causal, window_left, window_right), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    grad_q, grad_k, grad_v = cuda.backward(grad_output, query, key, value, output, lse, rules, cu, longest)
+    if padded:
+        cuda.clear(cu_seqlens_q, grad_q)
+        cuda.clear(cu_seqlens_k, grad_k, grad_v)
+    return grad_q, grad_k, grad_v, none
+
+
 def _cost_us(p: Problem) -> float:
+    if p.target.device == "cuda":
+        return cuda.cost_us(p)
     logits = p.q_heads * max(p.tokens.hint, 1) * max(p.context.hint, 1)
     return 25.0 + logits * 0.6 * p.head_dim / 1e6
-
-
-def _cuda_limits(p: Problem) -> Refusal | None:
-    if p.target.device != "cuda":
-        return None
-    if p.target.arch < 80:
-        return Refusal("target", p.target, ">= sm80")
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return Refusal("dtype", p.dtype, "float16 | bfloat16 (CUDA)")
-    if p.head_dim % 8 or p.head_dim > 256:
-        return Refusal("head_dim", p.head_dim, "a multiple of 8, <= 256 (CUDA)")
-    if p.mask != "none" or p.windowed:
-        return Refusal("mask", p.mask if p.mask != "none" else f"window {p.window}", "none (CUDA)")
-    if p.causal and not p.sizes_equal and p.queries.hi != 1:
-        return Refusal("sizes_equal", p.sizes_equal, "as many keys as queries for causal (CUDA)")
-    return None
 
 
 def _one_head_dim(p: Problem) -> Refusal | None:
@@ -148,7 +207,9 @@ def _one_head_dim(p: Problem) -> Refusal | None:
 
 
 def _all_rows_see(p: Problem) -> Refusal | None:
-    # A row that sees nothing comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
+    # On a CPU a row that sees nothing comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
+    if p.target.device != "cpu":
+        return None
     if p.mask != "none" or (p.window[1] >= 0 and not p.causal):
         return Refusal("mask", p.mask if p.mask != "none" else f"window {p.window}", "none (a query might see no key)")
     if (p.causal or p.windowed) and not p.sizes_equal and p.queries.hi != 1:
@@ -157,15 +218,17 @@ def _all_rows_see(p: Problem) -> Refusal | None:
 
 
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
-NEEDS: tuple[Need, ...] = (
-    *without("softcap", "sinks", "kv_scales", "kv_range", "mask_grad", "lse_grad"),
-    _one_head_dim,
-    _all_rows_see,
-    _cuda_limits,
-)
+WITHOUT: tuple[Need, ...] = (*without("softcap", "sinks", "kv_scales", "kv_range", "mask_grad", "lse_grad"), _one_head_dim)
+NEEDS: tuple[Need, ...] = (*WITHOUT, _all_rows_see, cuda.limits)
+PACKED_NEEDS: tuple[Need, ...] = (device("cuda"), dtypes(*HALF_AND_SINGLE), *WITHOUT, cuda.limits)
 ABOUT = "torch's own FlashAttention, with lse and gradient"
 FORWARD_NEEDS = (dtypes(*HALF_AND_SINGLE, torch.float64), *NEEDS)
-register(Kernel("aten_flash", "attention", attention, needs=FORWARD_NEEDS, cost_us=_cost_us, about=ABOUT))
 # The saved lse is float32, too coarse for a float64 gradient.
 BACKWARD_NEEDS = (dtypes(*HALF_AND_SINGLE), *NEEDS)
-register(Kernel("aten_flash", "attention_backward", attention_backward, needs=BACKWARD_NEEDS, cost_us=_cost_us, about=ABOUT))
+for _op, _run, _needs in (
+    ("attention", attention, FORWARD_NEEDS),
+    ("attention_backward", attention_backward, BACKWARD_NEEDS),
+    ("varlen_attention", varlen_attention, PACKED_NEEDS),
+    ("varlen_attention_backward", varlen_attention_backward, PACKED_NEEDS),
+):
+    register(Kernel("aten_flash", _op, _run, needs=_needs, cost_us=_cost_us, about=ABOUT))

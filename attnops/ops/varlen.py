@@ -135,7 +135,7 @@ class _Varlen(torch.autograd.Function):
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         output, lse = overload(*tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
-        ctx.statics = {n: v for n, v in statics.items() if n != "padded"}
+        ctx.statics = statics
         ctx.set_materialize_grads(False)
         if not return_lse:
             ctx.mark_non_differentiable(lse)
@@ -215,7 +215,8 @@ BACKWARD = define(
     Op(
         name="varlen_attention_backward",
         schema="(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
-        f'Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, str policy="") '
+        f'Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, bool padded=True, '
+        'str policy="") '
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
         check=_check_backward,
         fake=_fake_backward,

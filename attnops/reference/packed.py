@@ -134,6 +134,7 @@ def varlen_attention_backward(
     window_right: int = -1,
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    padded: bool = True,
     policy: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks (`[0]` when there are none). Formula: see `attention_backward`."""

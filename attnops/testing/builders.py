@@ -78,7 +78,6 @@ def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: b
     """`<op>_backward` of a forward call: its output and lse as the reference gives them, and random gradients."""
     given = dict(forward.arguments)
     exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
-    given.pop("padded", None)
     statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only}
     output, lse = OPS[forward.op].reference(
         **{n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()} | {"return_lse": True}

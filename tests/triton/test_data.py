@@ -344,3 +344,19 @@ def test_a_copy_is_held_in_registers():
             tile = tiles.copy_tile(entries, 4096, 2)
             assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
     assert tiles.layers_at_once(80, 4096, 2048) == 4 and tiles.layers_at_once(3, 10**9, 2048) == 1
+
+
+@pytest.mark.parametrize("shape", [(130, 3, 5), (64, 2), (1, 4, 700)], ids=str)
+@interpreted
+def test_rows_of_no_request_are_cleared(shape):
+    """As what aten's flash kernels leave unwritten: the rest keeps its bits, in one tensor or two."""
+    from attnops.kernels._triton.data import clear_rows
+
+    for end in {0, 1, shape[0] - 1, shape[0], min(64, shape[0])}:
+        for count in (1, 2):
+            before = [torch.randn(shape, dtype=BF16 if count == 2 else F32) for _ in range(count)]
+            rows = [x.clone().index_fill_(0, torch.arange(end, shape[0]), float("nan")) for x in before]
+            fill = 0.0 if count == 2 else -float("inf")
+            clear_rows(torch.tensor([0, 7, end], dtype=torch.int32), tuple(rows), fill)
+            for x, old in zip(rows, before, strict=True):
+                assert torch.equal(x[:end], old[:end]) and (x[end:] == fill).all()

@@ -20,6 +20,7 @@ copy: Any = move.copy
 through: Any = move.through
 pad: Any = move.pad
 unpad: Any = move.unpad
+clear: Any = move.clear
 page_table: Any = tables.page_table
 kv_indices: Any = tables.kv_indices
 num_kv_splits: Any = tables.num_kv_splits
@@ -198,3 +199,20 @@ def make_num_kv_splits(lengths: Tensor, rule: str, most: int, tile: int, fill: i
         num_kv_splits[(-(-batch // REQUESTS),)](
             lengths, out, lengths.stride(0), batch, most, tile, fill, blocks, RULE=rule, BLOCK=REQUESTS, num_warps=tiles.WARPS, **OPTIONS
         )  # fmt: skip
+
+
+def clear_rows(starts: Tensor, rows: tuple[Tensor, ...], fill: float) -> None:
+    """Set the rows from `starts[-1]` on of one or two contiguous tensors of one shape to `fill`."""
+    a, b = rows[0], rows[-1]
+    if a.numel() == 0:
+        return
+    tokens, columns = a.shape[0], a[0].numel()
+    with torch.cuda.device_of(a):
+        clear[(-(-tokens // CLEARED), len(rows))](
+            starts, starts.stride(0) * (starts.shape[0] - 1), a, b, tokens, fill,
+            COLUMNS=columns, BLOCK_R=CLEARED, BLOCK=min(COLUMNS, tiles.power(columns)), num_warps=tiles.WARPS, **OPTIONS,
+        )  # fmt: skip
+
+
+CLEARED = 64
+"""Rows a program looks at: most look at the last length only, and leave."""

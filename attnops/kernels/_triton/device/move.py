@@ -108,3 +108,23 @@ def unpad(
     owned = (row < rows) & (low < requests)
     i = row - tl.load(starts_ptr + low * starts_b, mask=owned, other=0)
     move_rows(row, rows, low.to(tl.int64) * b + i * t, owned & (i < width), from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=["end_at", "rows"])
+def clear(
+    starts_ptr, end_at, a_ptr, b_ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid: (cdiv(rows, BLOCK_R), 1 for a alone or 2). a, b: `[rows, COLUMNS]`; rows of no request become `fill`."""
+    end = tl.load(starts_ptr + end_at)
+    first = tl.program_id(0) * BLOCK_R
+    if first + BLOCK_R > end:
+        row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
+        here = ((row >= end) & (row < rows))[:, None]
+        for start in range(0, COLUMNS, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            at = (row * COLUMNS)[:, None] + column
+            value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
+            if tl.program_id(1) == 0:
+                tl.store(a_ptr + at, value.to(a_ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+            else:
+                tl.store(b_ptr + at, value.to(b_ptr.dtype.element_ty), mask=here & (column < COLUMNS))

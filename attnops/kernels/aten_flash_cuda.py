@@ -1,0 +1,129 @@
+"""How `aten_flash` calls FlashAttention-2 on CUDA: torch's `_flash_attention_forward` and `_flash_attention_backward`.
+
+Both take tokens first, strided, and fewer key heads than query heads; causal and windows are bottom-right aligned. Read from torch's
+flash_api.cpp: lse comes heads first, natural, +inf for a query that sees no key; rows of no request are not written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import _installed
+from attnops.problem import Problem, Refusal
+from attnops.reference.attention import compact
+
+Static = tuple[float, bool, int, int]
+"""scale, causal, and the window's left and right."""
+
+Pair = tuple[Tensor, Tensor]
+INF = float("inf")
+PACK = 16
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, static: Static, cu: Pair | None = None, longest: tuple[int, int] = (0, 0)
+) -> tuple[Tensor, Tensor]:
+    """(output contiguous, lse heads first). Dense `[B, S, H, D]`, or packed `[T, H, D]` with `cu` and the `longest` request."""
+    scale, causal, left, right = static
+    cu_q, cu_k, max_q, max_k, right = _lengths(query, key, static, cu, longest)
+    q, k, v = (_in_packs(x) for x in (query, key, value))
+    output, lse = torch.ops.aten._flash_attention_forward.default(
+        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=left, window_size_right=right
+    )[:2]
+    return compact(output), lse
+
+
+def backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    static: Static,
+    cu: Pair | None = None,
+    longest: tuple[int, int] = (0, 0),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous. lse as the op keeps it."""
+    scale, causal, left, right = static
+    cu_q, cu_k, max_q, max_k, right = _lengths(query, key, static, cu, longest)
+    g, q, k, v, o = (_in_packs(x) for x in (grad_output.to(query.dtype), query, key, value, output))
+    turned = lse.transpose(-1, -2)
+    z = torch.nan_to_num(turned, nan=float("nan"), posinf=INF, neginf=INF, out=lse.new_empty(turned.shape))
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout is on
+    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward.default(
+        g, q, k, v, o, z, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, seed, scale=scale, window_size_left=left, window_size_right=right
+    )
+    return compact(grad_q), compact(grad_k), compact(grad_v)
+
+
+def tokens_first(lse: Tensor) -> Tensor:
+    """`[..., Hq, S]` of the kernel -> `[..., S, Hq]` contiguous, -inf where no key is seen."""
+    turned = lse.transpose(-1, -2)
+    return torch.nan_to_num(turned, nan=float("nan"), posinf=-INF, neginf=-INF, out=lse.new_empty(turned.shape))
+
+
+def clear(cu_seqlens: Tensor, *rows: Tensor, fill: float = 0.0) -> None:
+    """Set the rows of no request, those from `cu_seqlens[B]` on, to `fill`, in place. rows: contiguous, of one shape."""
+    if rows[0].is_cuda and _installed("triton"):
+        from attnops.kernels._triton.data import clear_rows
+
+        clear_rows(cu_seqlens, rows, fill)
+        return
+    past = torch.arange(rows[0].shape[0], device=cu_seqlens.device) >= cu_seqlens[-1]
+    for x in rows:
+        x.masked_fill_(past.view(-1, *[1] * (x.dim() - 1)), fill)
+
+
+def _lengths(
+    query: Tensor, key: Tensor, static: Static, cu: Pair | None, longest: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+    """(cu_q, cu_k, most queries, most keys, window's right) as aten takes them."""
+    _, causal, _, right = static
+    if cu is None:
+        return None, None, query.shape[1], key.shape[1], right
+    max_q, max_k = longest
+    if right >= 0 and not causal:
+        # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
+        right = -1 if right >= max_q + max_k else right
+        max_k = max(max_k, right + 1)
+    # With one query a request aten counts the requests instead of the tokens, and some may have none.
+    return cu[0].contiguous(), cu[1].contiguous(), max(max_q, 2), max_k, right
+
+
+def _in_packs(x: Tensor) -> Tensor:
+    """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
+    steps = [x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])]
+    return x if x.stride(-1) == 1 and not any(n % PACK for n in steps) else x.clone(memory_format=torch.contiguous_format)
+
+
+def limits(p: Problem) -> Refusal | None:
+    """What the CUDA kernels cannot do."""
+    if p.target.device != "cuda":
+        return None
+    if p.target.arch < 80:
+        return Refusal("target", p.target, ">= sm80")
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return Refusal("dtype", p.dtype, "float16 | bfloat16 (CUDA)")
+    if p.head_dim % 8 or p.head_dim > 256:
+        return Refusal("head_dim", p.head_dim, "a multiple of 8, <= 256 (CUDA)")
+    if p.mask != "none":
+        return Refusal("mask", p.mask, "none (CUDA)")
+    if p.window[1] >= 0 and not (p.causal or p.sizes_equal) and p.op.startswith("attention") and _more_queries(p):
+        return Refusal("window", p.window, "no right side with more queries than keys (CUDA)")
+    return None
+
+
+def _more_queries(p: Problem) -> bool:
+    return p.queries.hi is None or p.queries.hi > p.context.lo
+
+
+def cost_us(p: Problem) -> float:
+    """Launches, then products at what an H200 reaches; a backward makes five products where a forward makes two."""
+    context = max(p.context.hint, 1)
+    if p.window[0] >= 0:
+        context = min(context, p.window[0] + max(p.queries.hint, 1))
+    flops = 4.0 * p.q_heads * max(p.tokens.hint, 1) * context * p.head_dim * (0.5 if p.causal and p.queries.hi != 1 else 1.0)
+    packed = 5.0 * p.padded * p.op.startswith("varlen")
+    return (25.0 + 2.5 * flops / 2.9e8 if p.grad else 15.0 + flops / 3.4e8) + packed

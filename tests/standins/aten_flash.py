@@ -1,0 +1,126 @@
+"""A stand-in for `aten::_flash_attention_forward` and `_backward` on CUDA: torch's schemas, a float32 body on CPU. Not the kernel.
+
+Kept from torch's flash_api.cpp because the wrapper must cope with it: rows of no request are left unwritten (NaN here), lse comes heads
+first and is +inf for a query without keys, a window as wide as the longest request counts as none, one query a request means as many
+tokens as requests, results take the strides of what they are like, and rows must start at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+INF, NAN = float("inf"), float("nan")
+Called = list[str]
+
+
+@contextmanager
+def installed() -> Iterator[Called]:
+    """Within the block the ops run on CPU tensors, and `aten_flash` takes them for CUDA's; yields the names of the ops called."""
+    from attnops.kernels import aten_flash
+
+    calls: Called = []
+    library = torch.library.Library("aten", "IMPL")
+    for name, body in (("_flash_attention_forward", _forward), ("_flash_attention_backward", _backward)):
+        library.impl(name, _noted(calls, name, body), "CPU")
+    try:
+        with patch.object(aten_flash, "on_cpu", lambda x: False):
+            yield calls
+    finally:
+        library._destroy()
+
+
+def _noted(calls: Called, name: str, body: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return body(*args, **kwargs)
+
+    return run
+
+
+def _check(q: Tensor, k: Tensor, *tensors: Tensor) -> None:
+    for x in (q, k, *tensors):
+        assert x.dtype == q.dtype and x.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type"
+        assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
+        assert not any(n % 16 for n in (x.data_ptr(), *(s * x.element_size() for s in x.stride()[:-1]))), "misaligned address"
+    assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.shape[-2] % k.shape[-2] == 0
+
+
+def _requests(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> list[tuple[Any, Any]]:
+    """(index of the queries, index of the keys) of each request."""
+    if cu_q is None or cu_k is None:
+        return [(b, b) for b in range(q.shape[0])]
+    assert cu_q.is_contiguous() and cu_k.is_contiguous() and cu_q.dtype == cu_k.dtype == torch.int32
+    (a, b), (c, d) = (x.tolist() for x in (cu_q[:-1], cu_q[1:])), (x.tolist() for x in (cu_k[:-1], cu_k[1:]))
+    return [(slice(w, x), slice(y, z)) for w, x, y, z in zip(a, b, c, d, strict=True)]
+
+
+def _window(causal: bool, left: int | None, right: int | None, max_q: int, max_k: int) -> tuple[int, int]:
+    left, right = -1 if left is None or left >= max_k else left, -1 if right is None or right >= max_k else right
+    return left, 0 if causal else right
+
+
+def _see(n: int, count: int, left: int, right: int) -> Tensor:
+    i, j = torch.arange(n)[:, None] + count - n, torch.arange(count)[None]
+    return (j >= (i - left if left >= 0 else 0)) & (j <= (i + right if right >= 0 else count))
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, dropout: float, causal: bool,
+    debug: bool, *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(q, k, v)
+    assert dropout == 0.0 and not debug
+    assert cu_q is None or max_q > 1 or q.shape[0] == cu_q.shape[0] - 1, "shape is invalid for input"
+    left, right = _window(causal, window_size_left, window_size_right, max_q, max_k)
+    out = torch.empty_like(q).fill_(NAN)
+    lse = torch.full((q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]), NAN)
+    for rows, keys in _requests(q, k, cu_q, cu_k):
+        logits, values, _group = _logits(q[rows], k[keys], v[keys], scale, left, right)
+        total = torch.logsumexp(logits, -1)
+        weights = torch.exp(logits - torch.where(total == -INF, 0.0, total)[..., None]).to(q.dtype).float()
+        out[rows] = torch.einsum("hnk,khd->nhd", weights, values).to(q.dtype)
+        total = torch.where(total == -INF, INF, total)
+        if cu_q is None:
+            lse[rows] = total
+        else:
+            lse[:, rows] = total
+    return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64), q.new_empty(0)
+
+
+def _logits(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor, int]:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    logits = torch.einsum("nhd,khd->hnk", q.float(), k) * scale
+    return logits.masked_fill(~_see(q.shape[0], k.shape[0], left, right), -INF), v, group
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
+    max_k: int, dropout: float, causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    g, out = g.contiguous(), out.contiguous()
+    _check(q, k, v, g, out)
+    assert lse.dtype == torch.float32 and lse.is_contiguous() and not (lse == -INF).any()
+    left, right = _window(causal, window_size_left, window_size_right, max_q, max_k)
+    grads = [torch.empty_like(x).fill_(NAN) for x in (q, k, v)]
+    for rows, keys in _requests(q, k, cu_q, cu_k):
+        logits, values, group = _logits(q[rows], k[keys], v[keys], scale, left, right)
+        weights = torch.exp(logits - (lse[:, rows] if cu_q is not None else lse[rows])[..., None])
+        dout = g[rows].float()
+        delta = (dout * out[rows].float()).sum(-1).T
+        d_logits = weights * (torch.einsum("nhd,khd->hnk", dout, values) - delta[..., None]) * scale
+        wide_k = k[keys].float().repeat_interleave(group, 1)
+        grads[0][rows] = torch.einsum("hnk,khd->nhd", d_logits, wide_k).to(q.dtype)
+        for into, by_head in (
+            (grads[1], torch.einsum("hnk,nhd->khd", d_logits, q[rows].float())),
+            (grads[2], torch.einsum("hnk,nhd->khd", weights, dout)),
+        ):
+            into[keys] = by_head.to(q.dtype).unflatten(1, (-1, group)).sum(2).to(q.dtype)
+    return tuple(grads)
