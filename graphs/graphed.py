@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import Pages, ordinary
 from attnops.errors import InvalidInput, OverBudget, StaleGraph
-from attnops.graphs.buckets import Bucket, Buckets, Kind
+from attnops.graphs.buckets import Bucket, Buckets
 from attnops.graphs.device import CudaGraphs, Device
 from attnops.graphs.guard import Guard, compare, uncached_casts
 from attnops.graphs.inputs import Inputs, Roles, Values, sizes
@@ -33,20 +33,20 @@ class Method(Protocol):
 
     compile_seconds: float
 
-    def prepare(self, kind: Kind, values: Values) -> None:
-        """Once for a kind of batch, with the inputs of its largest bucket."""
+    def prepare(self, bucket: Bucket, values: Values) -> None:
+        """Once for all buckets of one trace, with the inputs of the largest."""
         ...
 
-    def plain(self, kind: Kind, values: Values) -> Any:
+    def plain(self, bucket: Bucket, values: Values) -> Any:
         """The step on these inputs, without graphs, as it will be captured."""
         ...
 
-    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """The step into `into`. Returns the outputs that every replay fills."""
         ...
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """By kind: (how many pieces differ, how many there are)."""
+        """By trace: (how many pieces differ, how many there are)."""
         ...
 
 
@@ -108,8 +108,10 @@ class Graphed:
         unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
         if unknown and not more:
             raise InvalidInput("batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
+        if roles.batch is None and buckets.verify:
+            raise InvalidInput("verify", buckets.verify, "() where the model takes no batch, which says how many tokens a request brings")
         self._entries: dict[Bucket, Entry] = {}
-        self._prepared: set[Kind] = set()
+        self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
         self._guard: Guard | None = None
         self._eager_calls = self._compared = 0
@@ -122,14 +124,14 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            kind, tokens, requests = sizes(self._roles, self.buckets, values)
-            bucket = self.buckets.find(kind, tokens, requests)
+            kind, tokens, requests, queries = sizes(self._roles, self.buckets, values)
+            bucket = self.buckets.find(kind, tokens, requests, queries)
             if bucket is not None:
                 self._check(values)
             entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
             if entry is None:
                 # Dropped for want of memory just now, or over the largest.
-                if bucket is not None and (bucket := self.buckets.find(kind, tokens, requests)) is not None:
+                if bucket is not None:
                     return self(**values)
                 self._eager_calls += 1
                 return self.model(**values)
@@ -147,9 +149,9 @@ class Graphed:
             wanted = self.buckets.all()
             missing = [bucket for bucket in wanted if bucket not in self._entries]
             for bucket in missing:
-                if bucket.kind not in self._prepared:
+                if bucket.trace not in self._prepared:
                     with self._capturing(values):
-                        self._compile(bucket.kind, values)
+                        self._compile(bucket, values)
             # What a session begins with is done once for all buckets, and after the compiler, which leaves much behind.
             with self._begun(values).session() if missing else nullcontext():
                 for done, bucket in enumerate(wanted, 1):
@@ -257,18 +259,18 @@ class Graphed:
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
         """Capture one bucket on rows of nobody. None: dropped for want of memory."""
         with self._capturing(values) as device:
-            self._compile(bucket.kind, values)
+            self._compile(bucket, values)
             began, compiled = time.perf_counter(), self._method.compile_seconds
             static, planned = self._static(bucket, self._roles.fixed(values))
-            need = device.measured(lambda: self._method.plain(bucket.kind, static))
+            need = device.measured(lambda: self._method.plain(bucket, static))
             if self._method.compile_seconds != compiled:
                 # A size that is told apart is compiled when it is met, and what the compiler needed is not what the bucket needs.
-                need = device.measured(lambda: self._method.plain(bucket.kind, static))
+                need = device.measured(lambda: self._method.plain(bucket, static))
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded()
             with _undone_on_error(recorded):
-                out = self._method.record(bucket.kind, static, device, recorded)
+                out = self._method.record(bucket, static, device, recorded)
             leaves, spec = pytree.tree_flatten(out)
             # The outputs' memory may serve the next bucket's graphs too.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -280,12 +282,12 @@ class Graphed:
         self._entries[bucket] = entry
         return entry
 
-    def _compile(self, kind: Kind, values: Values) -> None:
-        """Once for a kind, on its largest bucket."""
-        if kind not in self._prepared:
-            largest = next(b for b in self.buckets.all() if b.kind == kind)
-            self._method.prepare(kind, self._static(largest, self._roles.fixed(values))[0])
-            self._prepared.add(kind)
+    def _compile(self, bucket: Bucket, values: Values) -> None:
+        """Once for all buckets of one trace, on the largest."""
+        if bucket.trace not in self._prepared:
+            largest = next(b for b in self.buckets.all() if b.trace == bucket.trace)
+            self._method.prepare(largest, self._static(largest, self._roles.fixed(values))[0])
+            self._prepared.add(bucket.trace)
 
     def _begun(self, values: Values) -> Device:
         """The device. For the first of all captures the buffers are made, like the tensors of this call."""

@@ -40,22 +40,23 @@ class Roles:
         return {n: v for n, v in values.items() if n != self.batch and n not in self.tokens and n not in self.requests}
 
 
-def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int]:
-    """(kind, new tokens, requests) of a call. Raises InvalidInput: the batch is none, or says what graphs cannot.
+def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
+    """(kind, new tokens, requests, the most tokens of a request) of a call.
 
+    Raises InvalidInput: the batch is none, or says what graphs cannot.
     Without a batch a call has as many requests as the first argument by request has rows, and one token each where none is by token.
     """
     if roles.batch is None:
         requests = int(rows_of(roles.requests[0], values).shape[0]) if roles.requests else 0
         tokens = int(rows_of(roles.tokens[0], values).shape[0]) if roles.tokens else requests
-        return ("decode" if buckets.decode and roles.requests and tokens == requests else "mixed"), tokens, requests
+        return ("decode" if buckets.decode and roles.requests and tokens == requests else "mixed"), tokens, requests, tokens
     batch = values.get(roles.batch)
     if not isinstance(batch, PagedBatch):
         raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
     if batch.prefix or batch.shared is not None:
         raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): their tensors are of another size at every step")
     tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
-    return ("decode" if batch.max_seqlen_q <= 1 and tokens <= requests else "mixed"), tokens, requests
+    return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
 
 
 def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
@@ -111,7 +112,7 @@ class Inputs:
             found[self.roles.batch] = replace(
                 whole, page_table=whole.page_table[:requests], seq_lens=whole.seq_lens[:requests],
                 cu_seqlens_q=whole.cu_seqlens_q[: requests + 1], slots=whole.slots[:tokens], positions=whole.positions[:tokens],
-                max_seqlen_q=1 if bucket.kind == "decode" else tokens,
+                max_seqlen_q=bucket.queries,
                 padded=not (bucket.kind == "decode" and self.buckets.padding == "null"),
             )  # fmt: skip
         return found
@@ -134,7 +135,7 @@ class Inputs:
 
     def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
         """Copy a call's tensors into the bucket's rows, and neutral ones into those it does not fill. Raises InvalidInput."""
-        _, tokens, requests = sizes(self.roles, self.buckets, values)
+        _, tokens, requests, _ = sizes(self.roles, self.buckets, values)
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, buffer in self._rows.items():
             filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)

@@ -17,7 +17,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import Pages
 from attnops.errors import AttnopsError, InvalidInput, NotCapturable
 from attnops.graphs import breaks
-from attnops.graphs.buckets import Buckets, Kind
+from attnops.graphs.buckets import Bucket, Buckets, Kind
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Graphed, Options
 from attnops.graphs.inputs import Roles, Values
@@ -50,8 +50,9 @@ def piecewise(
 ) -> Graphed:
     """`model` compiled once and captured once a bucket. One graph a step, ended only where a kernel may not be captured.
 
-    The model is traced whole, once for decode steps and once for all others. The kernel of every call is chosen then, for all sizes of
-    the kind, and forced. What lies between calls of attention is compiled, pieces that do the same once; weights are their inputs.
+    The model is traced whole, once for decode steps, once for verify steps of so many queries, and once for all others. The kernel of
+    every call is chosen then, for all sizes of the trace, and forced. What lies between calls of attention is compiled, pieces that do
+    the same once; weights are their inputs.
 
     Args:
         model: a module or function. Its arguments and results may be structures.
@@ -119,8 +120,8 @@ def breakable(
 
 def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
     found = {str(k): tuple(v) for k, v in (eager or {}).items()}
-    if unknown := found.keys() - {"decode", "mixed"}:
-        raise InvalidInput("eager", sorted(unknown), "'decode' and 'mixed' as keys")
+    if unknown := found.keys() - {"decode", "verify", "mixed"}:
+        raise InvalidInput("eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
     return found
 
 
@@ -132,17 +133,17 @@ class Broken:
     eager: Mapping[str, tuple[str, ...]]
     compile_seconds: float = 0.0
 
-    def prepare(self, kind: Kind, values: Values) -> None:
+    def prepare(self, bucket: Bucket, values: Values) -> None:
         """What starts once is started."""
         self.model(**values)
 
-    def plain(self, kind: Kind, values: Values) -> Any:
+    def plain(self, bucket: Bucket, values: Values) -> Any:
         """The model."""
         return self.model(**values)
 
-    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """See `attnops.graphs.breaks`."""
-        return breaks.record(lambda: self.model(**values), device, into, self.eager.get(kind, ()))
+        return breaks.record(lambda: self.model(**values), device, into, self.eager.get(bucket.kind, ()))
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """None: nothing is compiled."""
@@ -151,7 +152,7 @@ class Broken:
 
 @dataclass
 class Compiled:
-    """Capture by `piecewise`. programs: by kind, the last traced; traces: how often, which is once unless a size of its own was met."""
+    """Capture by `piecewise`. programs: by trace, the last one; traces: how often, which is once unless a size of its own was met."""
 
     model: Callable[..., Any]
     roles: Roles
@@ -167,40 +168,41 @@ class Compiled:
     _into: tuple[Device, Recorded] | None = None
 
     def __post_init__(self) -> None:
-        self._open: set[str] = {b.kind for b in self.buckets.all()} if self.one_differs else set()
+        self._open: set[str] = {b.trace for b in self.buckets.all()} if self.one_differs else set()
 
     def splits(self) -> dict[str, Split]:
-        """By kind: where the model was cut."""
-        return {kind: program.split for kind, program in self.programs.items()}
+        """By trace: where the model was cut."""
+        return {trace: program.split for trace, program in self.programs.items()}
 
-    def prepare(self, kind: Kind, values: Values) -> None:
+    def prepare(self, bucket: Bucket, values: Values) -> None:
         """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
         if self.inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
         # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
         ours: weakref.ref[Compiled] = weakref.ref(self)
-        self._compiled[kind] = torch.compile(self._traced(kind), backend=lambda gm, _: _alive(ours)._backend(kind, gm), fullgraph=True)
+        run = torch.compile(self._traced(bucket), backend=lambda gm, _: _alive(ours)._backend(bucket, gm), fullgraph=True)
+        self._compiled[bucket.trace] = run
         try:
-            self.plain(kind, values)
+            self.plain(bucket, values)
         except (ConstraintViolationError, _SizeToldApart):
             # The model tells some size from the others, mostly 1: then such a size is traced by itself when it is met.
-            self._open.add(kind)
-            self.traces[kind] = 0
-            self.plain(kind, values)
+            self._open.add(bucket.trace)
+            self.traces[bucket.trace] = 0
+            self.plain(bucket, values)
 
-    def plain(self, kind: Kind, values: Values) -> Any:
+    def plain(self, bucket: Bucket, values: Values) -> Any:
         """The compiled pieces and what lies between them."""
         from torch._dynamo.exc import Unsupported, UserError
 
         began, before = time.perf_counter(), sum(self.traces.values())
         try:
             with _tracing():
-                out = self._compiled[kind](*self._given(kind, values))
+                out = self._compiled[bucket.trace](*self._given(bucket, values))
             if sum(self.traces.values()) != before:
                 self.compile_seconds += time.perf_counter() - began
             return out
         except ConstraintViolationError as e:
-            if kind in self._open:
+            if bucket.trace in self._open:
                 lines = [line.strip() for line in str(e).splitlines()]
                 told = next((line for line in lines if line.startswith("- ")), lines[0])
                 raise NotCapturable("the model", f"it takes one size only: {told.removeprefix('- ')}") from e
@@ -212,73 +214,72 @@ class Compiled:
                 raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
             raise
 
-    def record(self, kind: Kind, values: Values, device: Device, into: Recorded) -> Any:
+    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """The pieces into graphs."""
         self._into = device, into
         try:
-            return self.plain(kind, values)
+            return self.plain(bucket, values)
         finally:
             self._into = None
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """How many differ, and how many there are."""
-        return {kind: (p.compiled, len(p.pieces)) for kind, p in self.programs.items()}
+        return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
 
-    def _traced(self, kind: Kind) -> Callable[..., Any]:
-        """What is compiled. The most queries of a request follow from a tensor's shape, so that no int enters the graph."""
-        model, name = self.model, self.roles.batch
+    def _traced(self, bucket: Bucket) -> Callable[..., Any]:
+        """What is compiled. The most queries of a request are a constant, or a tensor's length in mixed batches: no int is an input."""
+        model, name, queries = self.model, self.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
 
         def step(values: Values, tables: tuple[Any, ...], padded: bool, prefix: Any) -> Any:
             if name is not None:
                 page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
-                longest = 1 if kind == "decode" else slots.shape[0]
+                longest = queries or slots.shape[0]
                 whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, plan, workspace, prefix)
                 values = {**values, name: whole}
             return model(**values)
 
         return step
 
-    def _given(self, kind: Kind, values: Values) -> tuple[Any, ...]:
+    def _given(self, bucket: Bucket, values: Values) -> tuple[Any, ...]:
         """The values, with the sizes that differ by bucket marked."""
-        least, most = self.buckets.span(kind)
-        # Of one size only nothing is dynamic: a symbol that is no other but 2 is a constant to whoever looks at its range.
-        sizes = self.buckets.decode if kind == "decode" else self.buckets.tokens
-        several = len([size for size in sizes if size > 1 or kind not in self._open]) > 1
+        alike, told_apart = self.buckets.alike(bucket.trace), bucket.trace in self._open
+        tokens, requests = {b.tokens for b in alike}, {b.requests for b in alike}
 
-        def marked(tensor: Tensor, differs: bool = True, more: int = 0) -> Tensor:
+        def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
+            # Of one size only nothing is dynamic: a symbol that is no other but 2 is a constant to whoever looks at its range.
+            several = len(sizes - {1} if told_apart else sizes) > 1
             # A size that is told apart is one to the compiler too, where others that are equal to it would stay symbols beside it.
-            alone = kind in self._open and tensor.shape[0] == 1 + more
-            if differs and several and not alone:
+            alone = told_apart and tensor.shape[0] == 1 + more
+            if several and not alone:
                 # One more than the largest: else "at least the largest" is a guard on a single size, and what is cached is bound to it.
-                bounds = {} if kind in self._open else {"min": least + more, "max": most + 1 + more}
+                bounds = {} if told_apart else {"min": min(sizes) + more, "max": max(sizes) + 1 + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
-        # In mixed batches the page table has as many rows in every bucket.
-        decode = kind == "decode"
         rest = {n: v for n, v in values.items() if n != self.roles.batch}
-        rest |= {n: marked(rest[n]) for n in self.roles.tokens} | {n: marked(rest[n], decode) for n in self.roles.requests}
+        rest |= {n: marked(rest[n], tokens) for n in self.roles.tokens} | {n: marked(rest[n], requests) for n in self.roles.requests}
         tables: tuple[Any, ...] = ()
         padded, prefix = True, None
         if self.roles.batch is not None:
             b: PagedBatch = values[self.roles.batch]
             tables = (
-                marked(b.page_table, decode), marked(b.seq_lens, decode), marked(b.cu_seqlens_q, decode, 1), marked(b.slots),
-                marked(b.positions), b.plan, b.workspace,
+                marked(b.page_table, requests), marked(b.seq_lens, requests), marked(b.cu_seqlens_q, requests, 1),
+                marked(b.slots, tokens), marked(b.positions, tokens), b.plan, b.workspace,
             )  # fmt: skip
             padded, prefix = b.padded, b.prefix
         return rest, tables, padded, prefix
 
-    def _backend(self, kind: Kind, gm: fx.GraphModule) -> Callable[..., Any]:
-        if kind not in self._open and (told := _outside_of(self.buckets.span(kind)[0])):
+    def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
+        trace = bucket.trace
+        if trace not in self._open and (told := _outside_of(min(b.tokens for b in self.buckets.alike(trace)))):
             raise _SizeToldApart(told)
         for change in self.passes:
             change(gm)
-        program = compile_parts(split(gm, self.eager.get(kind, ())), self.inner)
-        self.programs[kind] = program
-        self.traces[kind] = self.traces.get(kind, 0) + 1
+        program = compile_parts(split(gm, self.eager.get(bucket.kind, ())), self.inner)
+        self.programs[trace] = program
+        self.traces[trace] = self.traces.get(trace, 0) + 1
 
         ours: weakref.ref[Compiled] = weakref.ref(self)
 

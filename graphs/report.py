@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """rows: by bucket, as captured. compiled: by kind, pieces that differ, compiled once each. parts: by kind, pieces in the model.
+    """rows: by bucket, as captured. compiled: by trace (see `Bucket`), pieces that differ, compiled once each. parts: by trace, all pieces.
 
     compile_seconds: tracing, choice of kernels and compilation. input_bytes: of the buffers that graphs read. eager_calls: batches over
     the largest bucket that ran without graphs. dropped: buckets that the budget left no room for. compared: replays that were.

@@ -22,7 +22,7 @@ from attnops.bench.report import Case
 from attnops.bench.setup import Setup
 from attnops.bench.timing import spread, synchronize
 from attnops.bench.verdict import Row
-from attnops.graphs import Buckets
+from attnops.graphs import Bucket, Buckets
 from attnops.graphs.inputs import Roles
 from attnops.graphs.modes import Compiled
 from attnops.graphs.pieces import INNER
@@ -147,7 +147,7 @@ def pieces(setup: Setup) -> list[Row]:
     method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(2,)), inner, {})
     start = time.perf_counter()
     with torch.no_grad():
-        method.prepare("decode", values)
+        method.prepare(Bucket(2, 2, "decode"), values)
     synchronize()
     unique, parts = method.pieces()["decode"]
     us = round((time.perf_counter() - start) * 1e6)

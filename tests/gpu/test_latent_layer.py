@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnops.cache import LatentCache, PagedBatch, Planner
 from attnops.errors import NoKernel, PageSizeConflict
+from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import LatentSpec
@@ -142,6 +143,25 @@ def test_a_captured_decode_follows_lengths_and_tables(heads: int) -> None:
             tensor.copy_(getattr(batch, name))
         graph.replay()
         assert off(out, module(hidden, batch=batch, latent_pages=pages)) < NEAR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kernel", [None, *kernels_of("mla_attention")])
+def test_decode_and_verify_in_graphs(kernel: str | None, heads: int, found: dict[str, Any]) -> None:
+    """Captured for 4 requests of 4 drafts at most, then replayed on other lengths, fewer drafts and fewer requests."""
+    with skipping(kernel):
+        module, cache = layer(heads, kernel), cache_for(heads, kernels=kernel and (kernel,))
+        planner, ids = planner_for(cache, heads, kernel), [cache.alloc() for _ in FIRST]
+        pages = cache.latent_pages[0]
+        module(torch.cat(new(FIRST)), batch=planner(cache.batch(ids, FIRST)), latent_pages=pages)
+        buckets = Buckets(decode=(2, 4), verify=(4,))
+        step = breakable(module, buckets, tokens=("hidden",), cache=cache, prepare=planner)
+        for who, counts in ((4, (4, 4, 4, 4)), (4, (1, 4, 2, 3)), (3, (1, 1, 1)), (2, (4, 2)), (4, (0, 1, 0, 4)), (4, (1, 1, 1, 1))):
+            batch, hidden = cache.batch(ids[:who], counts), torch.cat(new(counts))
+            got = step(hidden, batch=batch, latent_pages=pages).clone()
+            # Eager writes the same latents into the same slots again.
+            assert off(got, module(hidden, batch=planner(batch), latent_pages=pages)) < NEAR
+    found.setdefault("latent_layer", {})[f"graphs, {kernel or 'chosen'}, {heads} heads"] = str(step.report())
 
 
 @pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])

@@ -46,7 +46,7 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
     method = modes.Compiled if mode is piecewise else modes.Broken
     real = method.prepare
-    monkeypatch.setattr(method, "prepare", lambda self, kind, values: prepared.append(kind) or real(self, kind, values))
+    monkeypatch.setattr(method, "prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
     pair.step._device = pair.device = device
     batch, _ = pair.batches("ab", 1)

@@ -34,9 +34,11 @@ def test_latents(mode):
         cache.latent_pages[0].fill_(float("nan"))
         cache.latent_pages[0][0] = 0
     more = {"inner": "eager"} if mode is piecewise else {}
-    step = mode(model, Buckets(decode=(2, 4), tokens=(16,), requests=4), tokens=("hidden",), cache=mine, graphs=StandIn(), **more)
+    buckets = Buckets(decode=(2, 4), tokens=(16,), requests=4, verify=(3,))
+    step = mode(model, buckets, tokens=("hidden",), cache=mine, graphs=StandIn(), **more)
     ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
-    for who, new in ((slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1)):
+    steps = [(slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1), (slice(3), 3), (slice(2), [1, 4])]
+    for who, new in steps:
         batch, twin = mine.batch(ids[who], new), theirs.batch(twins[who], new)
         hidden = torch.randn(batch.slots.shape[0], 32)
         with torch.no_grad():
@@ -45,4 +47,4 @@ def test_latents(mode):
             close(got, model(hidden, twin, theirs.latent_pages[0]))
     if mode is piecewise:
         # These layers tell one token from several, so a bucket of one would be traced by itself.
-        assert step._method.traces == {"mixed": 1, "decode": 1}
+        assert step._method.traces == {"mixed": 1, "decode": 1, "verify 3": 1}

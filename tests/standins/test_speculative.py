@@ -12,12 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from attnops.cache import PagedBatch, Planner
+from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
 from attnops.kernels import _sgl, trtllm
-from attnops.ops import mla_attention, pad_queries, unpad_queries
+from attnops.ops import LatentSpec, mla_attention, pad_queries, unpad_queries
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent
 from attnops.testing.latent import DEEPSEEK, SMALL
+from tests.graphs.standin import StandIn
 from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_fa3
 from tests.standins import sgl_kernel_mla as _registers  # noqa: F401
 from tests.triton.process import interpreted
@@ -140,6 +143,37 @@ def test_draft_extend(name, accepted):
 @interpreted
 def test_draft_extend_in_triton(accepted):
     extend("triton", accepted)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_verify_steps_in_graphs(name):
+    """Captured for 4 requests of 4 drafts: 4 queries of a request, not 16. Then other lengths, fewer drafts, fewer requests."""
+
+    def step(q_nope, q_pe, batch, latent_pages, kv_scale, q_scale):
+        t = {"kv_scale": kv_scale, "q_scale": q_scale, "max_seqlen_q": batch.max_seqlen_q, "scale": 192**-0.5}
+        t |= {"plan": batch.plan, "workspace": batch.workspace}
+        return mla_attention(q_nope, q_pe, latent_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, **t, kernel=name)
+
+    page, fixed, kernel = 16 if name == "reference" else 64, {}, KERNELS[name]
+    with ready(name):
+        spec = LatentSpec(q_heads=16, page_size=64, dtype=BF16)
+        sizes = {"max_tokens": 16, "max_requests": 4, "max_pages": 10}
+        planner = Planner(spec, **sizes, device="cpu", kernel=name) if name.startswith("flashinfer") else None
+        scratch = torch.zeros(2**24, dtype=torch.uint8) if kernel.workspace_bytes else None
+    buckets = Buckets(decode=(2, 4), verify=(4,))
+    graphed = breakable(step, buckets, tokens=("q_nope", "q_pe"), graphs=StandIn(), prepare=planner)
+    for q_lens, seq_lens in (((4, 4, 4, 4), (70, 9, 130, 64)), ((4, 1, 3), (66, 130, 3)), ((3, 3), (64, 65))):
+        used = [-(-n // page) for n in seq_lens]
+        t = call(name, q_lens, seq_lens, spare=30 - sum(used), wider=10 - max(used)).arguments
+        for n in ("latent_pages", "kv_scale", "q_scale"):
+            fixed[n] = t.get(n) if fixed.get(n) is None else fixed[n].copy_(t[n])
+        none = torch.zeros(sum(q_lens), dtype=torch.int64)
+        batch = PagedBatch(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], none - 1, none, 4, workspace=scratch)
+        given = {"q_nope": t["q_nope"], "q_pe": t["q_pe"], "batch": batch, **fixed}
+        with ready(name), torch.no_grad():
+            got, want = graphed(**given).clone(), step(**given | {"batch": planner(batch) if planner else batch})
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+    assert [str(r.bucket) for r in graphed.report().rows] == ["verify 4 x4", "verify 4 x2"]
 
 
 def test_one_graph_serves_whatever_is_accepted():
