@@ -313,6 +313,13 @@ def deterministic(policy: str) -> bool:
     return "deterministic" in policy and "deterministic" in policy.split(";")
 
 
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that a program may have on a GPU of compute capability `arch` (CUDA C++ programming guide)."""
+    if arch < 80:
+        return 64 * 1024
+    return (227 if arch in (90, 100, 103, 110) else 163 if arch in (80, 87) else 99) * 1024
+
+
 # The vocabulary of needs ----------------------------------------------------------------------------------------------
 
 

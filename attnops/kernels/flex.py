@@ -10,13 +10,13 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, dtypes, register, without
-from attnops.problem import Problem, Refusal
+from attnops.kernel import Kernel, Need, dtypes, register, shared_limit, without
+from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, no_lse, same_chunk
 from attnops.reference.packed import lengths_of, rows_of
 
@@ -61,7 +61,7 @@ def attention(
     key = key.masked_fill(_outside(keys, start, end), 0.0) if ranged else key
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
-    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks)
+    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None)
     output, lse = _with_sinks(output, lse, sinks)
     lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
@@ -119,6 +119,7 @@ def varlen_attention(
 
 
 BLOCK = 128
+WARP_GROUPS = (90, 100, 103, 110)
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -204,7 +205,9 @@ def _outside(keys: int, start: Tensor, end: Tensor) -> Tensor:
     return ((j < start[:, None]) | (j >= end[:, None]))[..., None, None]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None) -> tuple[Tensor, Tensor]:
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, masked: bool = False
+) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`, 0 and -inf for a query that sees nothing."""
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
@@ -213,8 +216,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: Bl
     with warnings.catch_warnings(), _dispatch_keys():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
-            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(), **_options(query)
-        )
+            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(),
+            **_options(query, key, value, masked),
+        )  # fmt: skip
     lse = aux.lse
     seen = torch.isfinite(lse)
     return torch.where(seen[..., None], output, torch.zeros_like(output)), torch.where(seen, lse, -float("inf"))
@@ -251,9 +255,71 @@ def _dispatch_keys() -> Iterator[None]:
         yield
 
 
-def _options(query: Tensor) -> dict[str, Any]:
+def _options(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> dict[str, Any]:
+    if query.device.type == "cpu":
+        return {}
+    arch = Target.of(query.device).arch
+    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, arch, masked, key.shape[2])
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
-    return {} if query.device.type == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
+    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **chosen._asdict()}}
+
+
+class Tile(NamedTuple):
+    """Torch's kernel options: queries and keys of a program's step, loads in flight, warps."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_stages: int
+    num_warps: int
+
+
+# By the widest head dim: up to 64, 128, 256, and above.
+HALF_TILES = (Tile(128, 128, 3, 4), Tile(128, 64, 3, 8), Tile(64, 32, 3, 4), Tile(64, 32, 3, 8))
+SINGLE_TILES = (Tile(128, 32, 3, 4), Tile(64, 32, 3, 4), Tile(32, 32, 3, 4), Tile(32, 16, 3, 4))
+
+
+def shared_bytes(tile: Tile, head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool) -> int:
+    """An upper bound of a program's shared memory: queries, weights, and the keys, values and mask of every load in flight.
+
+    Read off what Triton 3.6 and 3.7 compile of torch's template. Products of warp groups hold one load more than others.
+    """
+    queries, keys, stages, _ = tile
+    width, v_width = padded(head_dim), padded(v_head_dim)
+    if stages == 1:
+        held, mask = keys * max(width, v_width), 0
+    else:
+        flight = stages if itemsize == 2 and arch in WARP_GROUPS else stages - 1
+        held, mask = flight * keys * (width + v_width), 4 * queries * keys * (stages - 1) * masked
+    return (queries * width + held + queries * keys) * itemsize + mask + 2048
+
+
+def tile(head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool = False, keys: int = BLOCK) -> Tile:
+    """The tile of a call on `arch`, made smaller until its shared memory fits. No tile has more than `keys` keys, rounded up.
+
+    Torch's defaults fit neither every mask nor every head dim. Where no tile fits, the smallest is returned; `_fitting` refuses the call.
+    """
+    widest, limit = max(padded(head_dim), padded(v_head_dim)), shared_limit(arch)
+    found = (HALF_TILES if itemsize == 2 else SINGLE_TILES)[(widest > 64) + (widest > 128) + (widest > 256)]
+    if found.BLOCK_N == 128 and arch not in WARP_GROUPS:
+        found = found._replace(BLOCK_N=64)
+    found = found._replace(BLOCK_N=min(found.BLOCK_N, padded(keys)))
+    while shared_bytes(found, head_dim, v_head_dim, itemsize, arch, masked) > limit:
+        if found.num_stages > 2:
+            found = found._replace(num_stages=2)
+        elif found.BLOCK_N > 16:
+            found = found._replace(BLOCK_N=found.BLOCK_N // 2)
+        elif found.BLOCK_M > 16:
+            found = found._replace(BLOCK_M=found.BLOCK_M // 2)
+        elif found.num_stages > 1:
+            found = found._replace(num_stages=1)
+        else:
+            break
+    return found
+
+
+def padded(n: int) -> int:
+    """The next power of two, at least 16: what a matrix product takes."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 @functools.cache
@@ -288,8 +354,19 @@ def _power_of_two_group(p: Problem) -> Refusal | None:
     return None if ok or p.target.device != "cuda" else Refusal("group_size", p.group_size, "a power of two (CUDA)")
 
 
+def _fitting(p: Problem) -> Refusal | None:
+    """The smallest tile fits the shared memory of a program."""
+    if p.target.device != "cuda":
+        return None
+    sizes = (p.head_dim, p.v_head_dim, p.dtype.itemsize, p.target.arch)
+    masked = p.mask != "none"
+    needed, limit = shared_bytes(tile(*sizes, masked, 1), *sizes, masked), shared_limit(p.target.arch)
+    want = f"a tile within {limit} bytes of shared memory (takes {needed})"
+    return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want) if needed > limit else None
+
+
 SINGLE_AND_HALF = (torch.float16, torch.bfloat16, torch.float32)
-COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads)
+COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads, _fitting)
 ABOUT = "torch flex_attention, a kernel compiled for the call's mask"
 register(Kernel("flex", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
 register(Kernel("flex", "varlen_attention", varlen_attention, needs=(*COMMON, *without("mask")), cost_us=_cost_us, about=ABOUT))
