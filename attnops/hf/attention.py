@@ -12,6 +12,7 @@ from torch.nn.functional import dropout as drop
 from attnops.errors import InvalidInput
 from attnops.hf import descriptor, keyed, latent
 from attnops.hf.key_cache import PagedKeyCache
+from attnops.hf.routed import routed
 from attnops.kernel import own_kernel
 from attnops.ops import heads_first
 from attnops.ops.dense import default_scale
@@ -35,8 +36,14 @@ _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indi
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
-def attention_function(kernel: str | None) -> AttentionFunction:
-    """A function for `AttentionInterface.register`. kernel: forced on every call of an op that has a kernel of that name."""
+def attention_function(kernel: str | None, additive: bool = False, proven: bool = False) -> AttentionFunction:
+    """A function for `AttentionInterface.register`.
+
+    Args:
+        kernel: forced on every call of an op that has a kernel of that name.
+        additive: the mask alone says what is visible, as in eager attention. None shows all, whatever `is_causal` says.
+        proven: serve modules of any class. Otherwise those alone whose masks transformers itself leaves out, see `routed`.
+    """
     ops = ("attention", "paged_attention", "mla_attention")
     dense_kernel, paged_kernel, latent_kernel = (own_kernel(op, kernel) for op in ops)
 
@@ -84,6 +91,9 @@ def attention_function(kernel: str | None) -> AttentionFunction:
         """
         if others:
             check_others(others)
+        if not (additive or proven or routed(type(module))):
+            want = "attnops.patch(model), which tries what masks this model can do with: transformers does not route it through sdpa"
+            raise InvalidInput("attn_implementation", f"attnops for {type(module).__name__}", want)
         if sinks is None:
             sinks = s_aux
         if sinks is not None and sinks.dim() != 1:
@@ -106,7 +116,7 @@ def attention_function(kernel: str | None) -> AttentionFunction:
                 cap = float(softcap or 0.0)
                 return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
             key, value = type(module).expand_kv(module, key[0], value[0])
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end = -1, None, None
         mask = attention_mask
         if mask is None:

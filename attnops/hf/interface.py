@@ -25,11 +25,15 @@ CACHES: tuple[Kept, ...] = ("hf", "paged")
 
 @dataclass(frozen=True)
 class Options:
-    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask. cache: see attnops.hf.paged."""
+    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask. cache: see attnops.hf.paged.
+
+    proven: these masks were tried with the model (attnops.hf.proof), whatever transformers says of its class.
+    """
 
     kernel: str | None = None
     mask: Mode = "auto"
     cache: Kept = "hf"
+    proven: bool = False
 
 
 def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
@@ -59,7 +63,7 @@ def implementation(options: Options) -> str:
     name = NAME if options == Options() else f"{NAME}_{zlib.crc32(repr(options).encode()):08x}"
     # A second registration would be another function object, and compiled code is guarded by the first.
     if name not in AttentionInterface._global_mapping:
-        AttentionInterface.register(name, attention_function(options.kernel))
+        AttentionInterface.register(name, attention_function(options.kernel, options.mask == "additive", options.proven))
         AttentionMaskInterface.register(name, paged_mask_function(options.mask))
         AttentionInterface.register(PREFIX + name, continuous_function(options.kernel))
     return name

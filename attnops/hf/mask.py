@@ -1,7 +1,8 @@
 """The mask function HuggingFace calls once a forward and layer type, and what it makes.
 
 `dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and nothing is padded. `explicit`: as dense, but a causal mask
-is always written out, for models that compute with it. `compact`: a descriptor (see descriptor.py) where it is exact, else dense.
+is always written out, for models that compute with it. `additive`: floats that are added to scores, as eager attention is given them.
+`compact`: a descriptor (see descriptor.py) where it is exact, else dense.
 `auto`: compact on CUDA, dense elsewhere.
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. That is checked on the mask itself,
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from attnops.hf import descriptor
 from attnops.hf.descriptor import Pattern
 from attnops.problem import pretended
 
-Mode = Literal["auto", "dense", "explicit", "compact"]
-MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact")
+Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
+MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact", "additive")
 
 
 _FAR = ("cuda",)  # device types that run behind the host: a look at their data waits, and a mask costs more than lengths
@@ -89,10 +90,11 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
                 exact, mask = _compact(call, pattern)
                 if exact:
                     return mask
-        if mode != "explicit" and allow_is_causal_skip and torch.compiler.is_compiling() and _says_nothing(call, local_size):
+        skips = mode not in ("explicit", "additive") and allow_is_causal_skip
+        if skips and torch.compiler.is_compiling() and _says_nothing(call, local_size):
             return None
         skip = not _must_not_wait(call)
-        return sdpa_mask(  # type: ignore[no-any-return]
+        return (eager_mask if mode == "additive" else sdpa_mask)(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -101,7 +103,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip and skip and mode != "explicit",
+            allow_is_causal_skip=skips and skip,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip,
             use_vmap=use_vmap,
             config=config,

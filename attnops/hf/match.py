@@ -46,13 +46,14 @@ class Site:
 class Match:
     """What of a model can be switched. sites: every attention module. configs: the config objects to switch. explicit: why the
     model needs masks that are written out, if it does. edits: which class computes with its masks, if one does. shared: modules of
-    other models that hold one of the configs."""
+    other models that hold one of the configs. unrouted: classes of the models of usable modules that transformers keeps from its sdpa."""
 
     sites: list[Site] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
     explicit: str | None = None
     edits: str | None = None
     shared: int = 0
+    unrouted: tuple[type, ...] = ()
 
 
 def match(model: nn.Module) -> Match:
@@ -65,17 +66,24 @@ def match(model: nn.Module) -> Match:
     _agree(found.sites, models)
     usable = [site for site in found.sites if site.reason is None]
     configs = {id(site.config): site.config for site in usable}
-    for path, owner in models.items():
+    for path, model_of in models.items():
         # The masks are made by the models above the attention modules, each by its own config object.
         below = [site for site in found.sites if _within(site.path, path)]
         if below and all(site.reason is None for site in below):
-            configs.setdefault(id(owner.config), owner.config)
+            configs.setdefault(id(model_of.config), model_of.config)
     found.configs = list(configs.values())
     switched = [m for m in models.values() if id(m.config) in configs]
     found.edits = _edits(found.sites, switched)
     found.explicit = found.edits or _computes_by_itself(found.sites, switched)
     found.shared = _strangers(found.configs, model)
+    owners = dict.fromkeys(type(owner) for site in usable if (owner := _owner(site, models)) is not None)
+    found.unrouted = tuple(cls for cls in owners if not getattr(cls, "_supports_sdpa", False))
     return found
+
+
+def _owner(site: Site, models: dict[str, PreTrainedModel]) -> PreTrainedModel | None:
+    """The nearest model around a module."""
+    return models[max((path for path in models if _within(site.path, path)), key=len)] if models else None
 
 
 def _within(path: str, parent: str) -> bool:
@@ -118,8 +126,7 @@ def _agree(sites: list[Site], models: dict[str, PreTrainedModel]) -> None:
 
 
 def _reads_masks_for_itself(site: Site, models: dict[str, PreTrainedModel]) -> bool:
-    owner = models[max((path for path in models if _within(site.path, path)), key=len)] if models else None
-    if getattr(owner, "_supports_sdpa", False):
+    if getattr(_owner(site, models), "_supports_sdpa", False):
         return False  # then it can do with bool masks, by transformers' own word
     return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
 

@@ -21,7 +21,9 @@ from attnops.hf.mask import Mode, growing
 from attnops.hf.match import Match, Site, match
 from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.paged_cache import PagedModelCache
+from attnops.hf.proof import prove
 from attnops.hf.report import PATCHED, Report, Row, Verification
+from attnops.hf.routed import routed
 from attnops.hf.verify import compare, output_of
 
 _HANDLE = "_attnops"
@@ -33,7 +35,9 @@ class Patched:
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, found: Match, decode: Decode) -> None:
+    def __init__(
+        self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, proof: str, found: Match, decode: Decode
+    ) -> None:
         self.model = model
         self.asked = asked
         self.implementation = implementation(options)
@@ -42,7 +46,7 @@ class Patched:
         self._own_generate: Any = None
         self.decode = decode
         self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
-        self._report = _report(model, self.implementation, options, found, self._paged)
+        self._report = _report(model, self.implementation, options, found, self._paged, proof)
         # Whose generate() promises that its masks only grow.
         self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
         self.active = False
@@ -238,7 +242,9 @@ def patch(
         kernel: force this kernel on every call, eager and compiled; None chooses per call.
         mask: "auto": lengths instead of masks on CUDA where that is exact, bool masks elsewhere. "dense": bool masks, or none where
             the call is plainly causal. "explicit": as dense, and never none; chosen by itself for a model whose code computes with
-            its masks. "compact": lengths on every device; the host may wait for the device at each step to check the mask.
+            its masks. "additive": floats, as eager attention is given them; chosen by itself for a model that transformers does not
+            route through its sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every
+            device; the host may wait for the device at each step to check the mask.
         cache: "hf": transformers' caches, whichever a call uses. "paged": `generate()` keeps its cache in pages that attnops owns, and
             so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values, and of layers
             with a sliding window no more than the window; of models of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with
@@ -261,6 +267,8 @@ def patch(
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
+    if mask == "additive" and cache == "paged":
+        raise InvalidInput("mask", repr(mask), "another with cache='paged': pages take no additive masks")
     if how.mode != "hf" and cache != "paged":
         raise InvalidInput("decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
@@ -276,19 +284,37 @@ def patch(
     if all(site.reason is not None for site in found.sites):
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
         raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *(reasons or ["it has no attention module"])]))
-    handle = Patched(model, owner, asked, replace(asked, mask="explicit") if found.explicit else asked, found, how)
+    handle = Patched(model, owner, asked, *_served(owner, found, asked), found, how)
     handle._apply()
     return handle
 
 
-def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None) -> Report:
+def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, str]:
+    """The options that the model is served with, and how they were tried. Raises PatchError: none will do."""
+    if not found.unrouted:
+        return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
+    proof = prove(owner, found, asked)
+    if proof.mode is None:
+        raise PatchError(f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.told}")
+    if asked.cache == "paged" and proof.mode == "additive":
+        told = "which needs the additive masks of eager attention, and pages take none"
+        raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
+    trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
+    return replace(asked, mask=proof.mode, proven=proof.mode != "additive" and not trusted), proof.told
+
+
+def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:
     rows = tuple(
         Row(site.path, type(site.module).__name__, PATCHED if site.reason is None else f"skipped: {site.reason}", _form(site, paged))
         for site in found.sites
     )
     notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
-    if found.explicit:
+    if options.mask == "additive":
+        notes.append("masks are added to scores, as eager attention is given them, and nothing is left out")
+    elif found.explicit:
         notes.append(f"masks are always written out: {found.explicit}")
+    if proof:
+        notes.append(f"transformers does not route it through sdpa; {proof}")
     if found.shared:
         notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
     if options.cache == "paged":
