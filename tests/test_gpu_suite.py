@@ -1,18 +1,33 @@
-"""What can be said of the GPU suite without one: its grid is made of calls in order, and the runner merges what its processes found."""
+"""What can be said of the GPU suite without one: its grids are made of calls in order, and its runner goes on, stops, and says what ran."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
 
-from attnops.bench.claims import Claims
+from attnops.kernel import all_kernels, kernels_of
+from attnops.lowering.explain import packages_of_kernels
 from attnops.ops import OPS
-from tests.gpu.run import counts, merge, text_of, unfinished
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Source
+from tests.gpu import run
+from tests.gpu.flashinfer_modules import is_built, suite
+from tests.gpu.grid import COVERED, PAIRS, share_of, values
+from tests.gpu.journal import Journal, Pass, joined, text_of
 from tests.gpu.wide import WIDE, DeviceSource
 from tests.helpers import ROOT
+from tests.pairwise import cover, pairwise
+
+H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
+
+
+# The grids ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", WIDE)
@@ -32,10 +47,64 @@ def test_the_grid_has_what_it_is_there_for():
         for case in WIDE[op]:
             if "32768" not in case.label:
                 problem = case.build(DeviceSource(0, "cpu")).problem
-                for name, values in sizes.items():
-                    values.add(getattr(problem, name))
+                for name, found in sizes.items():
+                    found.add(getattr(problem, name))
     assert sizes["page_size"] >= {1, 16, 64, 128, 256} and sizes["group_size"] >= {1, 2, 3, 4, 8, 16}
     assert sizes["head_dim"] >= {64, 96, 128, 192, 256, 576} and sizes["dtype"] >= {torch.float16, torch.bfloat16}
+
+
+def test_a_cover_has_every_pair_that_the_grid_has():
+    axes = {"a": (1, 2, 3), "b": "xyz", "c": (True, False), "d": (None, 1.0, 2.0)}
+    points = pairwise(**axes)
+    seen = {pair for point in points for pair in combinations(zip(axes, point, strict=True), 2)}
+    assert seen == {((n, x), (m, y)) for n, m in combinations(axes, 2) for x in axes[n] for y in axes[m]}
+    assert 9 <= len(points) <= 12 and points == pairwise(**axes)
+    assert cover({}) == [] and cover({"only": {"a": 1, "b": 2}}) == ["only"]
+
+
+@functools.cache
+def problems(op):
+    """The Problem of each case on an H200, by label."""
+    with pretend(H200):
+        return {case.label: case.call().problem for case in CASES[op]}
+
+
+def pairs_of(some):
+    """All pairs of values of two fields in some Problems."""
+    return {pair for p in some for pair in combinations(((name, str(value)) for name, value in values(p).items()), 2)}
+
+
+@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.name in COVERED and k.op in CASES], ids=lambda k: f"{k.op}.{k.name}")
+def test_what_is_left_out_is_named_and_has_no_pair_of_its_own(kernel):
+    built = is_built if kernel.name == "flashinfer" else lambda *_: True
+    with pretend(H200):
+        share = share_of(kernel, CASES[kernel.op], Source, built=built)
+    taken, left = {case.label for _, case in share.cases}, share.left_out.get(PAIRS, [])
+    assert len(taken) + sum(map(len, share.left_out.values())) + len(share.refused) == len(CASES[kernel.op])
+    assert pairs_of(problems(kernel.op)[n] for n in taken) >= pairs_of(problems(kernel.op)[n] for n in left)
+
+
+def test_shares_are_all_of_it():
+    kernel, cases = kernels_of("paged_attention")["triton"], CASES["paged_attention"]
+    with pretend(H200):
+        whole, *shares = (share_of(kernel, cases, Source, *at) for at in ((0, 1), (0, 3), (1, 3), (2, 3)))
+    assert sorted(seed for share in shares for seed, _ in share.cases) == [seed for seed, _ in whole.cases]
+    assert shares[0].left_out == whole.left_out and not any(share.refused or share.left_out for share in shares[1:])
+
+
+def test_the_modules_are_those_of_the_grid():
+    modules = suite(H200)
+    kernel = kernels_of("paged_attention")["flashinfer"]
+    assert 5 < len(modules) < 16, "each takes nvcc up to a minute"
+    for case in CASES["paged_attention"]:
+        with pretend(H200):
+            call = case.call()
+        problem = replace(call.problem, plan="host", workspace=1 << 62)
+        if not kernel.refusals(problem) and all(t.numel() for t in call.tensors().values()):
+            assert is_built(problem, call.arguments["max_seqlen_q"])
+
+
+# The journal ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_of_a_report_is_the_report():
@@ -44,65 +113,149 @@ def test_the_text_of_a_report_is_the_report():
     assert ' "a": [1, 2],\n "b": {"cases": 1}\n}' in text_of(report)
 
 
-def test_reports_are_merged():
-    parts = [{"torch": "2", "passed": True, "numerics": {"a": 1}}, {"torch": "2", "passed": False, "numerics": {"b": 2}, "replay": {}}]
-    assert merge(parts) == {"torch": "2", "passed": False, "numerics": {"a": 1, "b": 2}, "replay": {}}
-    assert merge([])["passed"] is False
+def test_findings_of_one_name_are_joined():
+    a = {"numerics": {"k": {"cases": 2, "worst": 0.25, "first": "x"}, "l": 1}, "whole": True, "names": ["a"]}
+    b = {"numerics": {"k": {"cases": 3, "worst": 0.5, "first": "y"}}, "whole": False, "names": ["b"], "more": 1}
+    k = {"cases": 5, "worst": 0.5, "first": "x"}
+    assert joined(a, b) == {"numerics": {"k": k, "l": 1}, "whole": False, "names": ["a", "b"], "more": 1}
 
 
-def test_outcomes_are_counted():
-    assert counts(["...\n3 passed, 1 skipped in 2.0s\n", "x\n1 failed, 2 passed in 1s"]) == {"passed": 5, "skipped": 1, "failed": 1}
-    assert counts(["killed"]) == {}
-    whole = {"0": "...\n3 passed, 1 skipped in 2.00s\n", "3": "4 passed in 193.70s (0:03:13)"}
-    assert unfinished({**whole, "1": "", "2": "..F\n"}) == ["1", "2"]
+def ended(test, outcome="passed", **more):
+    return {"test": test, "outcome": outcome, "seconds": 1.0, "reason": "", "found": {}, **more}
 
 
-HOOKS = ("pytest_runtest_protocol", "pytest_runtest_logreport")
-MODULE = """
-import pytest
-@pytest.fixture(scope="module")
-def one():
-    yield 1
-    {after}
-def test_0(one): {first}
-def test_1(one): assert one == 1
-def test_2(one): assert one == 1
+def test_a_pass_is_passed_when_all_ran_and_nothing_failed():
+    start = [{"part": 1, "at": 10.0}, {"collected": ["a", "b"], "alone": ["b"], "at": 11.0}]
+    assert Pass.of([]).report()["passed"] is False
+    assert Pass.of([*start, ended("a", at=14.0)]).report()["not_run"] == ["b"]
+    whole = Pass.of([*start, ended("a", at=14.0), {"part": 2, "at": 100.0}, ended("b", at=102.0)]).report()
+    assert whole["passed"] and (whole["seconds"], whole["parts_s"]) == (6, [4, 2]) and "not_run" not in whole
+    for bad in (ended("b", "failed", at=15.0), {"broken": "no file", "at": 15.0}):
+        assert not Pass.of([*start, ended("a", at=14.0), ended("b", at=14.0), bad]).report()["passed"]
+    skipped = Pass.of([*start, *(ended(n, "skipped", reason="no device") for n in "ab")]).report()
+    assert not skipped["passed"] and skipped["skipped_tests"] == {"no device": ["a", "b"]}
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    journal.add(test="a", n=1)
+    journal.path.write_text(journal.path.read_text() + '{"test": "b", ')
+    assert [r["test"] for r in journal.records()] == ["a"]
+
+
+# The runner, on files that need no device -----------------------------------------------------------------------------
+
+HEAD = """
+import os, time, pytest, torch
+pytestmark = pytest.mark.gpu
+@pytest.fixture
+def found(request):
+    figures = {}
+    request.node.user_properties.append(("found", figures))
+    return figures
 """
 
 
-def as_a_shard(folder, taken, *, after="pass", first="assert one == 1"):
-    """Run two files with fixtures of their own, as one of several processes of run.py; others have taken some tests. pytest's output."""
-    (folder / "conftest.py").write_text("".join(f"from tests.gpu.conftest import {name} as {name}\n" for name in HOOKS))
-    for name in ("a", "b"):
-        (folder / f"test_{name}.py").write_text(MODULE.format(after=after, first=first))
-    (folder / "found").mkdir()
-    others = Claims(folder / "found")
-    assert all(others.take("gpu-test", name) for name in taken)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
-        cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "SHARD": "0/2", "OUT": str(folder / "found"), "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return done.returncode, done.stdout
+@pytest.fixture
+def suite_of(tmp_path, monkeypatch):
+    """Makes a file of tests, and returns what runs it: the exit status, what was printed, and kernels.json."""
+
+    def made(text):
+        (tmp_path / "test_it.py").write_text(HEAD + text)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+        def go(*options, processes=1, out="out"):
+            command = [sys.executable, "tests/gpu/run.py", "--no-modules", "--processes", str(processes), "--tests", str(tmp_path)]
+            if "--state" not in options:
+                options = ("--state", str(tmp_path / "state.jsonl"), *options)
+            done = subprocess.run(
+                [*command, *options], cwd=ROOT, env={**os.environ, "OUT": str(tmp_path / out)}, capture_output=True, text=True
+            )
+            return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / out / "kernels.json").read_text())
+
+        return go
+
+    return made
 
 
-TAKEN = ("test_a.py::test_1", "test_a.py::test_2", "test_b.py::test_0")
+def test_two_processes_run_each_test_once(suite_of, tmp_path):
+    """Also one that ends its process, which fails alone, and a fixture that fails when it is taken down."""
+    go = suite_of(f"""
+@pytest.mark.parametrize("n", range(4))
+def test_one(n, found):
+    open({str(tmp_path / "ran")!r}, "a").write(f"{{n}}\\n")
+    found.setdefault("numerics", {{}})["k"] = {{"cases": 2, "worst": n / 4}}
+def test_skipped(): pytest.skip("no such library")
+def test_dies(): os._exit(7)
+@pytest.fixture(scope="module")
+def one():
+    yield 1
+    assert False, "not taken down"
+def test_last(one): pass
+@pytest.mark.alone
+def test_measures(found):
+    assert len(open({str(tmp_path / "ran")!r}).read().split()) == 4
+    found["clock"] = {{"us": 1.5}}
+""")
+    status, said, report = go(processes=2)
+    assert status == run.NOTHING and not report["passed"], said
+    assert report["tests"] == {"passed": 5, "skipped": 1, "failed": 2, "not_run": 0}, said
+    assert sorted((tmp_path / "ran").read_text().split()) == list("0123")
+    assert report["numerics"] == {"k": {"cases": 8, "worst": 0.75}} and report["clock"] == {"us": 1.5}
+    assert report["skipped_tests"] == {"no such library": ["test_it.py::test_skipped"]}
+    failed = {name.partition("::")[2]: why for name, why in report["failed_tests"].items()}
+    assert "exit status 7" in failed["test_dies"] and "not taken down" in failed["test_last"] and "FAILED test_it.py::test_dies" in said
+    assert {"commit", "date", "device", "torch", "packages", "slowest_s"} <= report.keys()
 
 
-def test_what_another_process_has_taken_is_left_to_it(tmp_path):
-    """Between two files with fixtures of their own, where pytest wants what stands taken down in order."""
-    code, said = as_a_shard(tmp_path, TAKEN)
-    assert code == 0 and counts([said]) == {"passed": 3}, said
+def test_parts_go_on_where_the_last_one_ended(suite_of, tmp_path):
+    """At the limit the running test ends; the next part runs the others, here and where only the journal was carried."""
+    go = suite_of(f"""
+@pytest.mark.parametrize("n", range(3))
+def test_one(n, found, request):
+    open({str(tmp_path / "ran")!r}, "a").write(f"{{n}}\\n")
+    if not os.path.exists({str(tmp_path / "out" / "kernels.json")!r}):
+        part = request.config.pluginmanager.get_plugin("gpu-test-part")
+        assert 0 < part.until - time.time() <= 600
+        part.until = time.time()
+    found["n"] = {{str(n): n}}
+""")
+    status, said, report = go("--seconds", "600")
+    assert status == run.LEFT and not report["passed"] and report["not_run"] == [f"test_it.py::test_one[{n}]" for n in (1, 2)], said
+    status, said, report = go("--state", str(tmp_path / "other.jsonl"), "--resume", str(tmp_path / "out" / "gpu-test.jsonl"), out="there")
+    assert status == 0 and report["passed"] and report["n"] == {"0": 0, "1": 1, "2": 2} and len(report["parts_s"]) == 2, said
+    assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
 
 
-def test_what_fails_when_it_is_taken_down_is_said(tmp_path):
-    """By pytest, of the test that was passed over; and then the device is asked, which here is none."""
-    code, said = as_a_shard(tmp_path, TAKEN, after="assert False")
-    assert code == 2 and "ERROR test_a.py::test_2" in said and counts([said]) == {"passed": 1, "error": 1}, said
+def test_a_process_whose_device_is_lost_takes_no_more(suite_of):
+    """Another takes its place: a device that is lost to one process answers the next."""
+    go = suite_of("""
+def test_loses(monkeypatch):
+    torch.cuda.is_initialized = lambda: True  # and there is none, so that nothing answers
+    assert False
+def test_z(): assert not torch.cuda.is_initialized()
+""")
+    status, said, report = go()
+    assert status == run.NOTHING and report["tests"] == {"passed": 1, "skipped": 0, "failed": 1, "not_run": 0}, said
 
 
-def test_a_process_whose_device_is_lost_takes_no_more(tmp_path):
-    """Here no device answers at all."""
-    code, said = as_a_shard(tmp_path, (), first="assert one == 2")
-    assert code == 2 and counts([said.rpartition("!!!")[2].strip()]) == {"failed": 1}, said
-    assert Claims(tmp_path / "found").free("gpu-test", "test_a.py::test_1")
+@pytest.mark.parametrize("text", ["import no_such_module", "def test_a(): pytest.skip('no device')"])
+def test_nothing_is_no_success(suite_of, text):
+    status, said, report = suite_of(text)()
+    assert status == run.NOTHING and not report["passed"] and "no test passed" in said, said
+    assert ("no_such_module" in said) == ("no_such_module" in text)
+
+
+def test_other_code_begins_a_new_pass(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "state")
+    assert run.opened(journal, None, [], False, False) == "a new pass"
+    journal.add(collected=["a", "b"], alone=[])
+    journal.add(**ended("a"))
+    assert run.opened(journal, None, [], False, False) == "goes on: 1 tests have ended, 1 have not"
+    monkeypatch.setattr(run, "code", lambda: "other")
+    assert run.opened(journal, None, [], False, True).startswith("goes on")
+    assert "other tests or options" in run.opened(Journal(tmp_path / "copy"), journal.path, ["-k x"], False, True)
+    assert "other code" in run.opened(journal, None, [], False, False) and not Pass.of(journal.records()).ended
+    journal.add(collected=["a"], alone=[])
+    journal.add(**ended("a"))
+    assert run.opened(journal, None, [], False, False) == "a new pass: the last was at its end"

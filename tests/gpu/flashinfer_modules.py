@@ -1,61 +1,93 @@
-"""Builds in advance, side by side, what FlashInfer's tests need: `python3 -m tests.gpu.flashinfer_modules [wide] [list]`.
+"""Builds in advance, side by side, what FlashInfer's tests need: `python3 -m tests.gpu.flashinfer_modules [list]`.
 
-Without `wide`: the grid of tests/gpu/test_kernels.py and tests/gpu/test_flashinfer.py. `wide` adds the grid at size. `list` builds nothing.
+Attention's modules of the grid of tests/gpu/test_kernels.py and those of tests/gpu/test_flashinfer.py, latent attention's, and XQA's of
+tests/gpu/test_xqa.py. The grids at size and of plans are run on these alone. `list` builds nothing.
 """
 
+import functools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels._flashinfer_build import Module, build
-from attnops.testing import CASES, Case
+from attnops.kernels._flashinfer_build import Module
+from attnops.problem import Problem, Target, pretend
+from attnops.testing import CASES
 
 OWN = (
     "decode:bfloat16:128", "fa2:bfloat16:128", "fa2:bfloat16:64", "fa2:bfloat16:64:window:sinks", "fa3:bfloat16:64",
-    "fa3:bfloat16:64:window:sinks", "fa3:bfloat16:192x128",
+    "fa3:bfloat16:64:window:sinks", "fa3:bfloat16:192x128", "fa3:bfloat16:128",
 )  # fmt: skip
-"""What tests/gpu/test_flashinfer.py calls on SM90."""
+"""What tests/gpu/test_flashinfer.py calls on SM90, and the module of most of the grid at size."""
+AT_ONCE = 3
+"""Modules that are built side by side, each by several compilers of up to 4 GB."""
 
 
-def of_cases(cases: Iterable[Case], source: Any) -> set[Module]:
-    """The modules of the cases that flashinfer takes. source: makes the Source of a seed."""
-    found = set()
-    for case in cases:
-        call = case.build(source(0))
-        kernel = kernels_of(call.op)["flashinfer"]
-        if not kernel.refusals(replace(call.problem, plan="host")) and all(t.numel() for t in call.tensors().values()):
-            found.add(Module.of(call.problem, call.arguments["max_seqlen_q"]))
-    return found
+def module_of(problem: Problem, queries: int) -> Module:
+    """The module of a paged or packed call, or of its plan."""
+    return Module.of(replace(problem, op=problem.op.removeprefix("plan_")), queries)
 
 
-def grid(wide: bool, device: str = "cuda") -> set[Module]:
-    """The modules of the GPU suite's grids."""
-    from attnops.testing import Source
+@functools.cache
+def suite(target: Target) -> frozenset[Module]:
+    """The modules that the GPU suite builds on `target`."""
+    found = {Module.parse(text) for text in OWN} if target.arch == 90 else set()
+    with pretend(target):
+        for op in ("paged_attention", "varlen_attention"):
+            kernel = kernels_of(op)["flashinfer"]
+            for case in CASES[op]:
+                call = case.call()
+                problem = replace(call.problem, plan="host", workspace=1 << 62)
+                if not any(need(problem) for need in kernel.needs) and all(t.numel() for t in call.tensors().values()):
+                    found.add(module_of(problem, call.arguments.get("max_seqlen_q", 0)))
+    return frozenset(found)
 
-    ops = ("paged_attention", "varlen_attention")
-    found = set.union(*(of_cases(CASES[op], lambda seed: Source(seed, device)) for op in ops))
-    if wide:
-        at_size = import_module("tests.gpu.wide")
-        found |= set.union(*(of_cases(at_size.WIDE[op], lambda seed: at_size.DeviceSource(seed, device)) for op in ops))
-    return found
+
+def is_built(problem: Problem, queries: int) -> bool:
+    """Is the module of the call one of the suite's?"""
+    return module_of(problem, queries) in suite(problem.target)
+
+
+def others() -> dict[str, Callable[[], Any]]:
+    """What loads, and so builds, each module of latent attention and of XQA."""
+    from attnops.kernels._flashinfer import FA2, FA3, NAMES
+    from attnops.kernels._flashinfer_mla import _module
+    from tests.gpu.test_xqa import BUILT, load
+
+    half, bf16, e4m3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+    pairs = [(path, *dtypes) for path in (FA2, FA3) for dtypes in ((bf16, bf16), (half, half), (bf16, e4m3))]
+    latents: dict[str, Callable[[], Any]] = {f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(_module, *p) for p in pairs}
+    return latents | {f"xqa {name}": functools.partial(load, *point) for name, point in BUILT.items()}
+
+
+def loaded(name: str, load: Callable[[], Any]) -> None:
+    """Load one, and print how long that took or why it failed: a test that needs it says more."""
+    start = time.perf_counter()
+    try:
+        load()
+        print(f"{time.perf_counter() - start:7.1f} s  {name}", flush=True)
+    except Exception as error:
+        print(f"failed    {name}: {str(error)[:2000]}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    wanted = grid("wide" in arguments)
-    if torch.cuda.get_device_capability() == (9, 0):
-        wanted |= {Module.parse(text) for text in OWN}
-    print(*sorted(map(str, wanted)), f"{len(wanted)} modules", sep="\n")
+    if find_spec("flashinfer") is None:
+        print("flashinfer is not installed")
+        return 0
+    wanted = suite(Target.of(torch.device("cuda", 0)))
+    print(*sorted(map(str, wanted)), f"{len(wanted)} modules", sep="\n", flush=True)
     if "list" not in arguments:
-        start = time.perf_counter()
-        for module, seconds in build(wanted).items():
-            print(f"{seconds:7.1f} s  {module}", flush=True)
-        print(f"{time.perf_counter() - start:7.1f} s in all")
+        import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
+
+        rest = [(str(module), module.load) for module in sorted(wanted, key=lambda m: (-m.path, str(m)))]  # the slow ones first
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda one: loaded(*one), [*rest, *others().items()]))
     return 0
 
 

@@ -1,27 +1,52 @@
-"""Runs the GPU tests in several processes, because kernels that are built at first use keep one core busy each, and merges their results.
+"""Runs the GPU tests in several processes, because kernels that are built at first use keep one core busy each.
 
-    python3 tests/gpu/run.py [PROCESSES [PYTEST OPTIONS ...]]
+    python3 tests/gpu/run.py                    the whole pass, however long it takes
+    python3 tests/gpu/run.py --seconds 450      one part of it; the same command again goes on where this one ended
+    python3 tests/gpu/run.py --seconds 450 --resume part1/gpu-test.jsonl     the same on another machine
+    python3 tests/gpu/run.py --tests tests/gpu/test_fa.py -- -k decode       some of it
 
-Writes kernels.json under $OUT if set, else benchmarks/results/local. Exits with 1 when a test failed.
+A part begins no test after its time and waits for those that run. Writes kernels.json, gpu-test.jsonl (the journal) and gpu-test.log under
+$OUT if set, else benchmarks/results/local. Exits with 0 when every test has run and none failed, with 1 when one failed or none passed,
+and with 3 when tests are left for another part.
 """
 
-import json
+from __future__ import annotations
+
+import argparse
+import hashlib
 import os
-import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SELECTED = tuple(sys.argv[2:])
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.gpu.journal import FAILED, Journal, Pass, text_of  # noqa: E402
+
 # Of the stand-ins only the files that define nothing at import: an op defined twice ends the process when the real library loads.
 PINS = tuple(f"tests/standins/test_{name}.py" for name in ("fa3", "fa4"))
-OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
-SECONDS, SECONDS_ALONE = 400, 70
-ALONE = "alone"
-"""The shard of what measures."""
+TESTS = ("tests/gpu", "tests/hf/test_cuda.py", *PINS)
+OPTIONS = ("-m", "gpu", "-q", "-p", "tests.gpu.part", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
+TEST_S = 200
+"""Seconds of one test, where pytest-timeout is installed: a process that hangs in a kernel ends itself."""
+HUNG_S = 300.0
+"""Seconds after which a process that still runs one test is ended from outside."""
+BUILD_S = 900.0
+"""Seconds after which tests no longer wait for FlashInfer's modules."""
+MAX_JOBS = "6"
+"""Compilers that build one module of FlashInfer: three modules are built at once, and a compiler of one may take 4 GB."""
+AGAIN = 2
+"""How often each process is started anew after it has died."""
+NOTHING, LEFT = 1, 3
+CODE = ("attnops", "lowering", "graphs", "tests")
 
 
 def devices() -> list[str]:
@@ -35,104 +60,219 @@ def devices() -> list[str]:
     return [str(at) for at, _ in enumerate(found.strip().splitlines())] or ["0"]
 
 
-def start(shard: str, folder: Path, device: str) -> subprocess.Popen[bytes]:
-    """One process on one GPU, which takes the tests that no other has, its output in shard.<name>.txt."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "tests/gpu", "tests/hf/test_cuda.py", *PINS, *OPTIONS, *SELECTED],
-        cwd=ROOT,
-        env={**os.environ, "SHARD": shard, "OUT": str(folder), "CUDA_VISIBLE_DEVICES": device},
-        stdout=(folder / f"shard.{shard.partition('/')[0]}.txt").open("w"),
-        stderr=subprocess.STDOUT,
-    )
-
-
-def run(processes: int, folder: Path) -> int:
-    """Every shard to its end or the end of the time, then what measures, with nothing beside it. Returns how many failed."""
-    for taken in folder.glob("*.taken"):
-        taken.unlink()
-    # Its modules take a minute each; the tests that call them come last.
-    builder = subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, stdout=(folder / "built.txt").open("w"), stderr=subprocess.STDOUT
-    )
-    gpus = devices()
-    failed = ended([start(f"{at}/{processes}", folder, gpus[at % len(gpus)]) for at in range(processes)], SECONDS)
-    builder.kill()
-    builder.wait()
-    return failed + ended([start(ALONE, folder, gpus[0])], SECONDS_ALONE)
-
-
-def ended(started: list[subprocess.Popen[bytes]], seconds: float) -> int:
-    """Wait for all, so many seconds in all. Returns how many failed."""
-    failed, end = 0, time.monotonic() + seconds
-    for process in started:
-        try:
-            failed += process.wait(max(end - time.monotonic(), 0.1)) not in (0, 5)  # 5: no test fell to this one
-        except subprocess.TimeoutExpired:
-            process.kill()
-            failed += 1
-    return failed
-
-
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several: sections are joined, `passed` is that of all."""
-    whole: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, dict):
-                whole.setdefault(name, {}).update(value)
-            else:
-                whole[name] = value
-    return whole | {"passed": bool(parts) and all(part["passed"] for part in parts)}
-
-
-def counts(texts: list[str]) -> dict[str, int]:
-    """Tests by outcome, from the last lines of pytest's outputs."""
-    found: dict[str, int] = {}
-    for text in texts:
-        for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", text.strip().rpartition("\n")[2]):
-            found[outcome] = found.get(outcome, 0) + int(number)
+def results() -> Path:
+    """Where results go: $OUT if set, else benchmarks/results/local."""
+    found = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
+    found.mkdir(parents=True, exist_ok=True)
     return found
 
 
-def unfinished(texts: dict[str, str]) -> list[str]:
-    """The shards whose output has no last line of pytest's: they were ended, or ended themselves."""
-    return sorted(name for name, text in texts.items() if not re.search(r" in \d+\.\d+s", text.strip().rpartition("\n")[2]))
+def code() -> str:
+    """A digest of the code that is tested and of its tests."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def text_of(report: dict[str, Any]) -> str:
-    """The file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
-    sections = []
-    for name, section in sorted(report.items()):
-        pairs = sorted(section.items()) if isinstance(section, dict) else ()
-        entries = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in pairs]
-        sections.append(f"{json.dumps(name)}: " + ("{\n" + ",\n".join(entries) + "\n}" if entries else json.dumps(section)))
-    return "{\n" + ",\n".join(sections) + "\n}\n"
+@dataclass
+class Worker:
+    """One process on one GPU, which takes the tests that no other has."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    device: str
+    alone: bool
+    again: int = AGAIN
 
 
-def main() -> int:
+@dataclass
+class Runner:
+    """One part. folder: of this part alone. until: when no further test begins, seconds since the epoch."""
+
+    journal: Journal
+    folder: Path
+    tests: tuple[str, ...]
+    options: tuple[str, ...]
+    until: float = float("inf")
+    copy: Path | None = None
+    logs: list[Path] = field(default_factory=list)
+
+    def start(self, device: str, alone: bool, again: int = AGAIN) -> Worker:
+        """Start a process."""
+        log = self.folder / f"{len(self.logs)}.log"
+        self.logs.append(log)
+        timeout = ("--timeout", str(TEST_S), "--timeout-method", "thread") if find_spec("pytest_timeout") else ()
+        said = {
+            "GPU_TEST_JOURNAL": str(self.journal.path),
+            "GPU_TEST_CLAIMS": str(self.folder),
+            "GPU_TEST_UNTIL": "0" if self.until == float("inf") else str(self.until),
+            "GPU_TEST_ALONE": str(int(alone)),
+            "GPU_TEST_BUILT": str(self.folder / "built"),
+            "CUDA_VISIBLE_DEVICES": device,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *self.tests, *OPTIONS, *timeout, *self.options],
+            cwd=ROOT, env={**os.environ, **said}, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        return Worker(process, log, device, alone, again)
+
+    def wait(self, workers: list[Worker], builder: subprocess.Popen[bytes] | None = None) -> None:
+        """Wait for all of them; what dies is started anew, without the test in which it died."""
+        began = looked = time.monotonic()
+        while workers:
+            if builder is not None and (builder.poll() is not None or time.monotonic() - began > BUILD_S):
+                (self.folder / "built").touch()
+            for worker in [w for w in workers if w.process.poll() is not None]:
+                workers.remove(worker)
+                if self._ended(worker) and worker.again and time.time() < self.until:
+                    workers.append(self.start(worker.device, worker.alone, worker.again - 1))
+            if time.monotonic() - looked > 5:
+                looked = time.monotonic()
+                self._look(workers)
+            time.sleep(0.1)
+
+    def _look(self, workers: list[Worker]) -> None:
+        """Keep a copy of the journal, and end what hangs."""
+        if self.copy is not None:
+            shutil.copy(self.journal.path, self.copy)
+        begun = {record["pid"]: record["at"] for record in Pass.of(self.journal.records()).begun.values()}
+        for worker in workers:
+            if time.time() - begun.get(worker.process.pid, time.time()) > HUNG_S:
+                end(worker.process)
+
+    def _ended(self, worker: Worker) -> bool:
+        """Write down what a process left open. Returns whether there is more to do for another."""
+        records = self.journal.records()
+        lost = [r["begun"] for r in Pass.of(records).begun.values() if r["pid"] == worker.process.pid]
+        status, said = worker.process.returncode, worker.log.read_text(errors="replace")[-3000:]
+        if not any(r.get("ready") == worker.process.pid for r in records):
+            self.journal.add(broken=f"exit status {status} before the first test: {said}")
+            return False
+        for test in lost:
+            reason = f"its process ended with exit status {status}: {said}"
+            self.journal.add(test=test, outcome=FAILED, seconds=0.0, reason=reason, found={})
+        if Pass.of(records).broken or any(r.get("stopped") == worker.process.pid for r in records):
+            return False
+        return bool(lost) or status not in (0, 1, 5)  # 5: no test fell to this one
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started here, with those that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(runner: Runner, processes: int, modules: bool) -> None:
+    """All processes to the end of the tests or of the part, then what measures, with nothing beside it."""
+    gpus = devices()
+    builder = None
+    if modules:
+        # FlashInfer's modules take a minute each; the tests that call them come last.
+        runner.logs.append(runner.folder / "built.log")
+        builder = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.flashinfer_modules"], cwd=ROOT, env={**os.environ, "MAX_JOBS": MAX_JOBS},
+            stdout=runner.logs[-1].open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    else:
+        (runner.folder / "built").touch()
+    workers = [runner.start(gpus[at % len(gpus)], False) for at in range(processes)]
+    try:
+        runner.wait(workers, builder)
+        now = Pass.of(runner.journal.records())
+        if now.left(True) and not now.left(False) and time.time() < runner.until:
+            workers = [runner.start(gpus[0], True)]
+            runner.wait(workers)
+    finally:
+        for process in [w.process for w in workers] + ([builder] if builder else []):
+            end(process)
+
+
+def opened(journal: Journal, resume: Path | None, options: list[str], anew: bool, any_code: bool) -> str:
+    """Make the journal one that this part may go on with. Returns what was done."""
+    journal.path.parent.mkdir(parents=True, exist_ok=True)
+    if resume is not None and len(Pass.of(Journal(resume).records()).ended) > len(Pass.of(journal.records()).ended):
+        shutil.copy(resume, journal.path)
+    before, head = Pass.of(journal.records()), {"pass": code(), "options": options}
+    why = ""
+    if not before.head:
+        why = "a new pass"
+    elif anew:
+        why = "a new pass, as asked"
+    elif before.head["options"] != options:
+        why = "a new pass: the last was of other tests or options"
+    elif before.head["pass"] != head["pass"] and not any_code:
+        why = "a new pass: the last was of other code"
+    elif not before.not_run and not before.broken and before.ended:
+        why = "a new pass: the last was at its end"
+    if why:
+        journal.path.write_text("")
+        journal.add(**head)
+        return why
+    return f"goes on: {len(before.ended)} tests have ended, {len(before.not_run)} have not"
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin no test after so many seconds; 0: no limit")
+    parser.add_argument("--processes", type=int, default=0, help="0: three for four cores, at most 14 a GPU")
+    parser.add_argument("--state", type=Path, default=ROOT / ".cache" / "gpu-test.jsonl", help="the journal")
+    parser.add_argument("--resume", type=Path, help="a journal of another machine, taken if it is further than the one here")
+    parser.add_argument("--anew", action="store_true", help="begin a new pass")
+    parser.add_argument("--any-code", action="store_true", help="go on although the code has changed")
+    parser.add_argument("--no-modules", action="store_true", help="build no FlashInfer modules beside the tests")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files and folders instead of the whole suite")
+    parser.add_argument("options", nargs="*", help="of pytest, after --")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    given = parsed(arguments)
     # Kernels are compiled by more threads than there are processes.
-    processes = int(sys.argv[1]) if len(sys.argv) > 1 else max(1, min(9 * len(devices()), (os.cpu_count() or 1) * 9 // 16))
-    folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "local")
-    folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    failed = run(processes, folder)
-    shards = [*map(str, range(processes)), ALONE]
-    by_shard = {name: (folder / f"shard.{name}.txt").read_text() for name in shards}
-    texts = list(by_shard.values())
-    print("\n".join(texts))
-    files = [file for name in shards if (file := folder / f"kernels.{name}.json").exists()]
-    report = merge([json.loads(file.read_text()) for file in files])
-    if failures := sorted({name for text in texts for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)}):
-        report["failed_tests"] = failures
-    if cut := unfinished(by_shard):
-        report["unfinished"] = cut
-    report |= {"tests": counts(texts), "seconds": round(time.monotonic() - began), "passed": failed == 0 and bool(files)}
-    (folder / "kernels.json").write_text(text_of(report))
-    for file in (*files, *folder.glob("*.taken")):
-        file.unlink()
-    print(f"{report['tests']} in {report['seconds']} s, {processes} processes -> {folder / 'kernels.json'}")
-    return 0 if report["passed"] else 1
+    processes = given.processes or max(1, min(14 * len(devices()), (os.cpu_count() or 1) * 3 // 4))
+    began, journal, out = time.time(), Journal(given.state), results()
+    print(opened(journal, given.resume, [*given.tests, *given.options], given.anew, given.any_code), flush=True)
+    journal.add(part=len(Pass.of(journal.records()).parts) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(
+            journal, Path(folder), tuple(given.tests), tuple(given.options), began + given.seconds if given.seconds else float("inf"),
+            out / "gpu-test.jsonl",
+        )  # fmt: skip
+        try:
+            run(runner, processes, not given.no_modules)
+        finally:
+            logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in runner.logs]
+            (out / "gpu-test.log").write_text("\n".join(logs))
+            shutil.copy(journal.path, out / "gpu-test.jsonl")
+    now = Pass.of(journal.records())
+    report = now.report()
+    (out / "kernels.json").write_text(text_of(report))
+    return say(now, out, processes)
+
+
+def say(now: Pass, out: Path, processes: int) -> int:
+    """Print what a reader needs first. Returns the exit status."""
+    report = now.report()
+    for name, reason in report.get("failed_tests", {}).items():
+        print(f"FAILED {name}\n{reason[-1200:]}\n")
+    for text in now.broken:
+        print(f"BROKEN {text[-1200:]}\n")
+    for reason, names in report.get("skipped_tests", {}).items():
+        print(f"skipped {len(names)}: {reason[:160]}")
+    print("slowest:", *(f"\n{s:7.1f} s  {name}" for name, s in [*report.get("slowest_s", {}).items()][:12]))
+    tests, parts = report["tests"], report["parts_s"]
+    print(f"{tests} of {len(now.collected)} in {report['seconds']} s, parts {parts}, {processes} processes -> {out / 'kernels.json'}")
+    if report["passed"]:
+        return 0
+    if not tests["passed"]:
+        print("no test passed: this run shows nothing")
+    if report.get("failed_tests") or now.broken or not tests["passed"]:
+        return NOTHING
+    print(f"{tests['not_run']} tests are left: the same command goes on with them")
+    return LEFT
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

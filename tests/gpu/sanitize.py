@@ -81,13 +81,14 @@ def main() -> int:
     if given.sample:
         print(f"{sample(given.sample)} cases")
         return 0
-    from tests.gpu.conftest import folder, versions
+    from tests.gpu.part import versions
+    from tests.gpu.run import results
 
     command = sanitizer()
     if command is None:
         parser.error("compute-sanitizer: not found, want it on PATH or in /usr/local/cuda/bin")
     report = versions() | {tool: check(tool, command, given.cases, given.limit_s) for tool in TOOLS}
-    path = folder() / "sanitizer.json"
+    path = results() / "sanitizer.json"
     path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     print({tool: report[tool] for tool in TOOLS}, path)
     return 0 if all(report[t].get("finished") and report[t]["errors"] == 0 for t in TOOLS) else 1

@@ -1,35 +1,43 @@
 """Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live in a CUDA graph."""
 
-import random
-import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from attnops.kernel import Capture, Kernel, all_kernels
+from attnops.kernel import Capture, Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
+from attnops.problem import Target
 from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
 from attnops.testing.check import OPAQUE
 from attnops.testing.equip import equip
 from attnops.testing.inputs import Source
+from tests.gpu.flashinfer_modules import is_built as module_is_built
+from tests.gpu.grid import Share, share_of, shares
 from tests.gpu.wide import WIDE, DeviceSource
-
-# A kernel that is built anew for every shape or dtype shows how far it comes; what it did not reach is counted in the results.
-SECONDS = 25.0
 
 KERNELS = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels()]
 
 
-def run_all(kernel: Kernel, cases: tuple[Case, ...], source: Any) -> dict[str, Any]:
-    """The cases through `check_kernel`, in a fixed random order and until the time is up. source: makes the Source of a seed."""
-    wrong, refused, worst, ran, left_out = [], [], 0.0, 0, 0
-    end = time.monotonic() + SECONDS
-    for seed, case in enumerate(random.Random(kernel.name).sample(cases, len(cases))):
-        if time.monotonic() > end:
-            left_out += 1
-            continue
+def spread(kernels: Iterable[Kernel]) -> list[Any]:
+    """Kernel, part and parts: one test a kernel, several where each case is compiled."""
+    out = []
+    for kernel in kernels:
+        parts, name = shares(kernel), f"{kernel.op}.{kernel.name}"
+        out += [pytest.param(kernel, at, parts, id=f"{name}-{at + 1}of{parts}" if parts > 1 else name) for at in range(parts)]
+    return out
+
+
+def run_share(kernel: Kernel, grid: str, cases: tuple[Case, ...], source: Any, part: int, parts: int, found: dict[str, Any]) -> None:
+    """Run one share of the cases through `check_kernel`; a mismatch fails when all have run. source: makes the Source of a seed."""
+    if absent := kernel.absences(Target.of(torch.device("cuda", 0))):
+        share = Share(refused=[f"{kernel.op}.{kernel.name}: {'; '.join(map(str, absent))}"] * (0 if part else len(cases)))
+    else:
+        share = share_of(kernel, cases, source, part, parts, module_is_built if kernel.name == "flashinfer" else lambda *_: True)
+    wrong, refused, worst, ran = [], share.refused, 0.0, 0
+    for seed, case in share.cases:
         try:
             figures = check_kernel(kernel, case.build(source(seed)))
         except Mismatch as mismatch:
@@ -43,34 +51,28 @@ def run_all(kernel: Kernel, cases: tuple[Case, ...], source: Any) -> dict[str, A
             refused.append(f"{case}: {figures}")
         else:
             ran, worst = ran + 1, max(worst, figures.worst)
-    done = {"cases": ran, "refused": len(refused), "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
-    if left_out:
-        done["left_out_for_time"] = left_out
-    return done | ({"first_wrong": wrong[0][:300]} if wrong else {"why_refused": refused[0][:300]} if not ran else {})
+    name, left_out = f"{kernel.op}.{kernel.name}", sum(map(len, share.left_out.values()))
+    done: dict[str, Any] = {"cases": ran, "refused": len(refused)}
+    done |= {"left_out": left_out, "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
+    done |= {"first_wrong": wrong[0][:300]} if wrong else {"why_refused": refused[0][:300]} if refused and not ran else {}
+    found.setdefault(grid, {})[name] = done
+    if share.left_out:
+        found.setdefault("left_out_cases", {})[f"{grid} {name}"] = share.left_out
+    assert not wrong, done
+    if not ran:
+        why = "; ".join(map(str, absent)) or (refused[0] if refused else "fewer cases than shares")
+        pytest.skip(f"takes no case on this GPU: {why[:300]}")
 
 
-def settle(done: dict[str, Any]) -> None:
-    assert not done["wrong"], done
-    if not done["cases"]:
-        pytest.skip(f"takes no case on this GPU: {done['why_refused']}")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_numerics(kernel: Kernel, found: dict[str, Any]) -> None:
-    done = run_all(kernel, CASES[kernel.op], lambda seed: Source(seed, "cuda"))
-    found.setdefault("numerics", {})[f"{kernel.op}.{kernel.name}"] = done
-    settle(done)
+@pytest.mark.parametrize(("kernel", "part", "parts"), spread(all_kernels()))
+def test_numerics(kernel: Kernel, part: int, parts: int, found: dict[str, Any]) -> None:
+    run_share(kernel, "numerics", CASES[kernel.op], lambda seed: Source(seed, "cuda"), part, parts, found)
 
 
 # `reference` is what the oracle runs, in float64.
-AT_SIZE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.op in WIDE and k.name != "reference"]
-
-
-@pytest.mark.parametrize("kernel", AT_SIZE)
-def test_numerics_at_size(kernel: Kernel, found: dict[str, Any]) -> None:
-    done = run_all(kernel, WIDE[kernel.op], lambda seed: DeviceSource(seed, "cuda"))
-    found.setdefault("numerics_at_size", {})[f"{kernel.op}.{kernel.name}"] = done
-    settle(done)
+@pytest.mark.parametrize(("kernel", "part", "parts"), spread(k for k in all_kernels() if k.op in WIDE and k.name != "reference"))
+def test_numerics_at_size(kernel: Kernel, part: int, parts: int, found: dict[str, Any]) -> None:
+    run_share(kernel, "numerics_at_size", WIDE[kernel.op], lambda seed: DeviceSource(seed, "cuda"), part, parts, found)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -92,10 +94,12 @@ def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
     name, done, why = "default" if kernel is None else kernel.name, 0, ""
     for case in CASES[op.name]:
         call = case.call(seed=3, device="cuda")
+        # What the dispatcher is called with is checked; without any kernel for it there is no result to check.
+        takers = [kernel] if kernel is not None else list(kernels_of(op.name).values())
+        if all(refused := [refusals(k, call) for k in takers]):
+            why = "; ".join(map(str, refused[0]))
+            continue
         if kernel is not None:
-            if refused := refusals(kernel, call):
-                why = "; ".join(map(str, refused))
-                continue
             call = equip(kernel, call)
         with torch.no_grad():
             checked = torch.library.opcheck(getattr(op.packet, name), call.args, call.kwargs, raise_exception=False)

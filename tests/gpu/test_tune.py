@@ -18,27 +18,35 @@ STEP = Plan(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
 LATENT = Plan(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
 
 
+@pytest.mark.alone
 def test_the_clock_times_a_copy(found: dict[str, Any]) -> None:
     clock = GraphClock("cuda")
     source = torch.empty(1 << 28, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     [us] = [sorted(t)[len(t) // 2] for t in clock.in_turn({"copy": lambda: target.copy_(source)}).values()]
     rate = 2 * source.numel() * 2 / us / 1e6
-    assert 0.2 < rate < 20, f"{rate} TB/s"
-    assert 0.5 < clock.launch_us < 50
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    assert 0.2 < us / (start.elapsed_time(end) * 50) < 5, "another unit than that of CUDA's events"
     found.setdefault("clock", {}).update({"copy_tb_s": round(rate, 2), "launch_us": round(clock.launch_us, 2)})
 
 
-def test_a_replay_takes_no_longer_than_a_launch() -> None:
-    """The same call by its graph and by launches: what differs is the host's part."""
+@pytest.mark.alone
+def test_what_can_be_captured_is_timed_by_its_graph(found: dict[str, Any]) -> None:
+    """And the same call by launches: what differs is the host's part."""
     call = build(STEP.shape, [1] * 16, [4096] * 16, Pool("cuda"))
     clock = GraphClock("cuda")
     kernel = kernels_of("paged_attention")["sdpa"]
     run = lambda: kernel.run(*call.args, **call.kwargs)  # noqa: E731
     run()
     graph = clock(kernel, call, run)
+    assert not clock._uncapturable
     clock._uncapturable.add((kernel.op, kernel.name))
-    assert graph < 1.2 * clock(kernel, call, run)
+    found.setdefault("clock", {})["replay_us"], found["clock"]["launched_us"] = round(graph, 2), round(clock(kernel, call, run), 2)
 
 
 @pytest.mark.parametrize("plan", [STEP, LATENT], ids=["decode", "latent"])

@@ -61,20 +61,21 @@ CASES: dict[str, Callable[[int, Features], Call]] = {
 }
 
 
+def load(page: int, f: Features) -> Any:
+    """The module of a point, which builds it if need be."""
+    from flashinfer.xqa import get_xqa_module
+
+    return get_xqa_module(f.dtype, f.kv_dtype or f.dtype, page, f.head_dim, f.q_heads // f.kv_heads, f.window[0] >= 0, f.dtype, 1)
+
+
 @pytest.fixture(scope="module")
 def built() -> None:
     """All modules, built side by side."""
     if why := refusals(XQA, decode(*BUILT["bf16_page16_d128_group4"])):
         pytest.skip("; ".join(map(str, why)))
 
-    from flashinfer.xqa import get_xqa_module
-
-    def build(point: tuple[int, Features]) -> None:
-        page, f = point
-        get_xqa_module(f.dtype, f.kv_dtype or f.dtype, page, f.head_dim, f.q_heads // f.kv_heads, f.window[0] >= 0, f.dtype, 1)
-
     with ThreadPoolExecutor(len(BUILT)) as pool:
-        list(pool.map(build, BUILT.values()))
+        list(pool.map(lambda point: load(*point), BUILT.values()))
 
 
 @pytest.mark.parametrize("case", CASES)
