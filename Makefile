@@ -1,16 +1,17 @@
 # `make demo` and `make test` are all a fresh clone needs: both make the environment first.
 PYTHON ?= python3
 WORKERS ?= 2
+JOBS ?= 1
 BIN := .venv/bin
 
 # One thread a process: two workers share two cores, and sums in a fixed order give the same digits on every run.
-demo test: export OMP_NUM_THREADS ?= 1
+demo test census: export OMP_NUM_THREADS ?= 1
 # Beside the code, so that a second run finds what the first one compiled.
-demo test: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-demo test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+demo test census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+demo test census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs gpu-test gpu-bench gpu-tune gpu-sanitize
+.PHONY: help demo test lint docs census gpu-test gpu-bench gpu-tune gpu-sanitize
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -27,6 +28,9 @@ lint: .venv/.ready ## ruff, mypy, pyright
 
 docs: .venv/.ready ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
+
+census: .venv/.ready ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
+	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS)
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3; PART_S=450 for a part of so many seconds, again for the next

@@ -1,0 +1,439 @@
+"""The checks of one model type: patched against eager, in float32."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnops
+from attnops.errors import AttnopsError
+from benchmarks.census import inputs as given_inputs
+from benchmarks.census.inputs import PADDINGS, Inputs, padded, padding, parameters, tokens
+
+EPS = torch.finfo(torch.float32).eps
+MODES = ("auto", "explicit", "compact")
+"""Mask modes. "auto" is "dense" on a CPU."""
+CACHES = ("dynamic", "static", "none")
+NEW, PROMPT = 5, 7
+FLOOR = 32 * EPS
+TIMES_NOISE = 8.0
+TEETH = 4.0
+"""A token that is hidden changes the output by at least so many bounds, or the bound proves nothing."""
+
+
+class Wrong(AssertionError):
+    """The patched model gives something else than eager."""
+
+
+class Eager(Exception):
+    """transformers' own eager model cannot do it."""
+
+
+Found = dict[str, Tensor]
+Check = Callable[[], None]
+
+
+def outputs_of(result: Any, prefix: str = "") -> Found:
+    """The float tensors of a model's output, by name; caches and weights of attention left out."""
+    found: Found = {}
+    items = result.items() if hasattr(result, "items") else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    for name, value in items:
+        if any(word in str(name) for word in ("past_key_values", "attentions", "cache", "router", "loss", "mems")):
+            continue
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and value.numel():
+                found[f"{prefix}{name}"] = value.detach().clone()
+        elif isinstance(value, (tuple, list)) or hasattr(value, "items"):
+            found |= outputs_of(value, f"{prefix}{name}.")
+    if isinstance(result, Tensor):
+        found[prefix or "output"] = result.detach().clone()
+    return found
+
+
+def run(model: Any, given: Inputs) -> Found:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return outputs_of(model(**given))
+
+
+def visible(found: Found, given: Inputs) -> Found:
+    """What padding leaves meaningful: positions that are not padding, or else rows without any."""
+    masks = [given[name] for name in ("attention_mask", "decoder_attention_mask") if isinstance(given.get(name), Tensor)]
+    if not masks:
+        return found
+    whole = torch.stack([mask.bool().all(1) for mask in masks]).all(0)
+    # A decoder that is given a row of padding by its encoder says nothing in that row.
+    some = torch.stack([mask.bool().any(1) for mask in masks]).all(0)
+    kept: Found = {}
+    for name, value in found.items():
+        mask = next((mask for mask in masks if value.shape[:2] == mask.shape and ("encoder" not in name or mask is masks[0])), None)
+        if mask is not None and "pool" not in name:
+            kept[name] = value[mask.bool() & some[:, None]]
+        elif value.shape == (len(whole), len(whole)):
+            kept[name] = value[whole][:, whole]  # similarities, of the rows to each other
+        elif value.shape[:1] == whole.shape and value.dim() > 1:
+            kept[name] = value[whole]
+    return kept
+
+
+def distance(ours: Found, eager: Found) -> float:
+    """The largest difference of any output over that output's largest eager value. Infinite where ours is not finite and eager is."""
+    worst = 0.0
+    for name, want in eager.items():
+        if name not in ours or ours[name].shape != want.shape:
+            raise Wrong(f"{name} is {list(ours[name].shape) if name in ours else 'missing'}, want {list(want.shape)}")
+        fine = torch.isfinite(want)
+        if not fine.any():
+            continue
+        if not torch.isfinite(ours[name][fine]).all():
+            return float("inf")
+        top = want[fine].abs().max().item()
+        off = (ours[name][fine].double() - want[fine].double()).abs().max().item()
+        worst = max(worst, off / top if top else off)
+    return worst
+
+
+class Subject:
+    """One model with its inputs, eager's answers and the bound on differences from them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.names = parameters(model)
+        self.given = given_inputs.first_that_runs(model)
+        self.cases: dict[str, Inputs] = {}
+        self.eager: dict[str, Found] = {}
+        self.failed: dict[str, str] = {}
+        for kind in PADDINGS:
+            made = padded(model, self.given, kind)
+            if made is None:
+                continue
+            try:
+                found = run(model, made)
+                self.eager[kind], self.cases[kind] = found, made
+            except Exception as error:
+                self.failed[kind] = short(error)
+        again = distance(run(model, self.given), self.eager["none"])
+        if again > FLOOR:
+            raise ValueError(f"eager differs from itself by {again:.1e} from run to run")
+        self.noise = max(self._noise(kind) for kind in ("none", "left") if kind in self.cases)
+        self.limit = FLOOR + TIMES_NOISE * self.noise
+
+    def _noise(self, kind: str) -> float:
+        """How far eager's output moves when each weight moves by its last bit."""
+        noise = 0.0
+        for seed in (5, 6):
+            with nudged(self.model, seed):
+                moved = run(self.model, self.cases[kind])
+            noise = max(noise, distance(visible(moved, self.cases[kind]), visible(self.eager[kind], self.cases[kind])))
+        return noise
+
+    def compare(self, kind: str, ours: Found) -> None:
+        case = self.cases[kind]
+        off = distance(visible(ours, case), visible(self.eager[kind], case))
+        if not off <= self.limit:
+            raise Wrong(f"off by {off:.1e}, bound {self.limit:.1e}")
+
+
+class nudged:
+    """Within the block each float32 weight is off by a random one of -1, 0, 1 units in the last place."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self.model, self.seed = model, seed
+
+    def __enter__(self) -> None:
+        draw = given_inputs.seeded(self.seed)
+        self.kept = [(p, p.detach().clone()) for p in self.model.parameters() if p.dtype == torch.float32]
+        with torch.no_grad():
+            for parameter, _ in self.kept:
+                parameter.mul_(1 + EPS * torch.randint(-1, 2, parameter.shape, generator=draw))
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for parameter, was in self.kept:
+                parameter.copy_(was)
+
+
+def short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def ours_in(error: BaseException | None) -> AttnopsError | None:
+    """An error of attnops in the chain of causes."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, AttnopsError):
+            return error
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None
+
+
+def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
+    """Greedy tokens `[B, NEW]` and their logits `[B, NEW, V]`."""
+    options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": cache != "none"}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    torch.manual_seed(3)
+    result = model.generate(**given, **options)
+    logits = torch.stack(list(result.logits), 1)
+    return result.sequences[:, -logits.shape[1] :], logits
+
+
+def same_generation(ours: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor], limit: float) -> None:
+    """Logits of each step, as long as the tokens before it are the same; another token only where two are as good as equal."""
+    if ours[1].shape != eager[1].shape:
+        raise Wrong(f"logits {list(ours[1].shape)}, want {list(eager[1].shape)}")
+    top = eager[1][torch.isfinite(eager[1])].abs().max().item()
+    live = torch.ones(ours[0].shape[0], dtype=torch.bool)
+    for step in range(eager[1].shape[1]):
+        a, b = ours[1][live, step], eager[1][live, step]
+        if not len(a):
+            break
+        off = distance({"logits": a}, {"logits": b}) if a.numel() else 0.0
+        if not off <= limit:
+            raise Wrong(f"step {step}: logits off by {off:.1e}, bound {limit:.1e}")
+        for row in live.nonzero().flatten().tolist():
+            mine, theirs = ours[0][row, step], eager[0][row, step]
+            if not torch.equal(mine, theirs):
+                gap = abs(float(eager[1][row, step, mine] - eager[1][row, step, theirs])) if mine.dim() == 0 else float("inf")
+                if gap > 4 * limit * top:
+                    raise Wrong(f"step {step}: token {mine.tolist()}, want {theirs.tolist()}, {gap / top:.1e} apart")
+                live[row] = False
+
+
+def gradients(model: Any, given: Inputs) -> Found:
+    """Of a random projection of what is visible, by parameter."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    result = model(**given)
+    total: Any = 0
+    weigh = {name: t for name, t in _floats(result).items() if t.requires_grad}
+    for name, kept in visible(weigh, given).items():
+        draw = torch.randn(kept.shape, generator=given_inputs.seeded(sum(map(ord, name))))
+        total = total + torch.nan_to_num(kept * draw).sum()
+    if not isinstance(total, Tensor):
+        raise ValueError("no output has a gradient")
+    total.backward()
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _floats(result: Any) -> Found:
+    items = result.items() if hasattr(result, "items") else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    names = ("logits", "last_hidden_state", "encoder_last_hidden_state")
+    named = {str(name): t for name, t in items if isinstance(t, Tensor) and t.is_floating_point()}
+    return {name: t for name, t in named.items() if name in names} or named
+
+
+def gradient_distance(ours: Found, eager: Found) -> float:
+    """The largest difference over that parameter's largest gradient; those a thousandth of the largest of all count as such."""
+    if ours.keys() != eager.keys():
+        raise Wrong(f"parameters with a gradient differ: {sorted(ours.keys() ^ eager.keys())[:3]}")
+    top = max((g.abs().max().item() for g in eager.values()), default=0.0)
+    worst = 0.0
+    for name, want in eager.items():
+        if not torch.isfinite(want).all():
+            continue
+        if not torch.isfinite(ours[name]).all():
+            return float("inf")
+        off = (ours[name] - want).abs().max().item()
+        worst = max(worst, off / max(want.abs().max().item(), 1e-3 * top, 1e-30))
+    return worst
+
+
+def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, Check]]:
+    """Name and function of every check. A function returns, or raises: Wrong, Eager, an AttnopsError that refuses, or anything else."""
+    model = subject.model
+    yield "sensitive", lambda: sensitive(subject)
+    for mode in MODES:
+        for kind in PADDINGS:
+            if kind in subject.cases:
+                yield f"forward {kind} {mode}", lambda kind=kind, mode=mode: forward(subject, kind, mode)
+            elif kind in subject.failed:
+                yield f"forward {kind} {mode}", lambda kind=kind: _raise(Eager(subject.failed[kind]))
+    if generates(model):
+        for mode in MODES:
+            for cache in CACHES:
+                yield f"generate {cache} {mode}", lambda cache=cache, mode=mode: generate(subject, cache, {"mask": mode})
+        yield "generate paged", lambda: generate(subject, "dynamic", {"cache": "paged"})
+        if "attention_mask" in subject.names:
+            yield "steps dynamic compact", lambda: steps(subject, "compact")
+    trained = "left" if "left" in subject.cases else "none"
+    for mode in MODES:
+        yield f"gradients {mode}", lambda mode=mode: same_gradients(subject, trained, mode)
+    for kind in ("none", "left"):
+        if kind in subject.cases:
+            yield f"compile aot_eager {kind}", lambda kind=kind: compiled(subject, kind, "aot_eager")
+    if inductor:
+        yield "compile inductor left", lambda: compiled(subject, "left", "inductor")
+    yield "copies", lambda: copies(subject)
+    yield "unpatch", lambda: unpatched(subject)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def generates(model: Any) -> bool:
+    return bool(getattr(type(model), "can_generate", lambda: False)()) and hasattr(model, "prepare_inputs_for_generation")
+
+
+def sensitive(subject: Subject) -> None:
+    """Would the bound see a token that is missing? Without a mask to hide one, a change of one input stands for it."""
+    given = dict(subject.given)
+    if "attention_mask" in subject.names and "input_ids" in given:
+        mask = torch.ones(given["input_ids"].shape, dtype=torch.int64)
+        mask[:, 2] = 0
+        given["attention_mask"] = mask
+    else:
+        name = next(iter(given))
+        changed = given[name].clone()
+        changed.view(-1)[: max(1, changed.numel() // 4)] = 0.5 if changed.is_floating_point() else 7
+        given[name] = changed
+    off = distance(run(subject.model, given), subject.eager["none"])
+    if off < TEETH * subject.limit:
+        raise Eager(f"its output changes by {off:.1e} when a token is hidden, and the bound is {subject.limit:.1e}")
+
+
+def forward(subject: Subject, kind: str, mode: str) -> None:
+    with attnops.patch(subject.model, mask=mode):
+        subject.compare(kind, run(subject.model, subject.cases[kind]))
+
+
+def prompt(subject: Subject) -> Inputs:
+    """The inputs that generate() takes: a prompt padded on the left."""
+    given = {name: value for name, value in subject.given.items() if not name.startswith("decoder_")}
+    if "input_ids" in given and "attention_mask" in subject.names:
+        if "pixel_values" not in given and "bbox" not in given:
+            given["input_ids"] = tokens(length=PROMPT)
+        given["attention_mask"] = padding("left", given["input_ids"].shape[1])
+    return given
+
+
+def generate(subject: Subject, cache: str, options: dict[str, Any]) -> None:
+    given = prompt(subject)
+    kept = subject.__dict__.setdefault("generated", {})
+    if cache not in kept:
+        try:
+            kept[cache] = generation(subject.model, given, cache)
+        except Exception as error:
+            kept[cache] = Eager(short(error))
+    if isinstance(kept[cache], Eager):
+        raise kept[cache]
+    with attnops.patch(subject.model, **options):
+        same_generation(generation(subject.model, given, cache), kept[cache], 2 * subject.limit)
+
+
+def steps(subject: Subject, mode: str) -> None:
+    """Prefill, one token, two tokens, by hand, with a cache that grows."""
+    from transformers import DynamicCache
+
+    model = subject.model
+    if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in subject.names or "input_ids" not in subject.given:
+        raise Eager("it takes no cache of keys by hand")
+    ids, mask = tokens(), padding("left")
+    assert mask is not None
+
+    def by_hand() -> Found:
+        cache, found = DynamicCache(config=model.config), {}
+        for begin, end in ((0, 6), (6, 7), (7, 9)):
+            with torch.no_grad():
+                result = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            found[f"{begin}"] = result.logits[mask[:, begin:end].bool()].clone()
+        return found
+
+    try:
+        eager = by_hand()
+    except Exception as error:
+        raise Eager(short(error)) from error
+    with attnops.patch(model, mask=mode):
+        off = distance(by_hand(), eager)
+    if not off <= 2 * subject.limit:
+        raise Wrong(f"off by {off:.1e}, bound {2 * subject.limit:.1e}")
+
+
+def same_gradients(subject: Subject, kind: str, mode: str) -> None:
+    kept = subject.__dict__.setdefault("gradients", {})
+    if not kept:
+        try:
+            kept["eager"] = gradients(subject.model, subject.cases[kind])
+            with nudged(subject.model, 5):
+                kept["noise"] = gradient_distance(gradients(subject.model, subject.cases[kind]), kept["eager"])
+        except Exception as error:
+            kept["error"] = Eager(short(error))
+    if "error" in kept:
+        raise kept["error"]
+    limit = 4 * FLOOR + TIMES_NOISE * max(kept["noise"], subject.noise)
+    with attnops.patch(subject.model, mask=mode):
+        off = gradient_distance(gradients(subject.model, subject.cases[kind]), kept["eager"])
+    if not off <= limit:
+        raise Wrong(f"gradients off by {off:.1e}, bound {limit:.1e}")
+
+
+def compiled(subject: Subject, kind: str, backend: str) -> None:
+    torch._dynamo.reset()
+    try:
+        with attnops.patch(subject.model):
+            subject.compare(kind, run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind]))
+    except Wrong:
+        raise
+    except Exception as error:
+        if ours_in(error) is not None:
+            raise
+        torch._dynamo.reset()
+        try:
+            run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
+        except Exception as stock:
+            raise Eager(short(stock)) from stock
+        raise
+    finally:
+        torch._dynamo.reset()
+
+
+def copies(subject: Subject) -> None:
+    """A deep copy and a pickle of a patched model answer as it does."""
+    try:
+        pickle.dumps(subject.model)
+        copy.deepcopy(subject.model)
+    except Exception as error:
+        raise Eager(short(error)) from error
+    with attnops.patch(subject.model, mask="compact"):
+        want = run(subject.model, subject.given)
+        for twin in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(subject.model))):
+            if (off := distance(run(twin, subject.given), want)) > FLOOR:
+                raise Wrong(f"a copy is off by {off:.1e}")
+
+
+def unpatched(subject: Subject) -> None:
+    """To the bit what it was before the first patch."""
+    for kind, case in subject.cases.items():
+        for name, value in run(subject.model, case).items():
+            if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(subject.eager[kind][name])):
+                raise Wrong(f"{name} ({kind}) is not what it was before patch()")
+    left = [name for name in vars(subject.model) if "attnops" in name]
+    if left or subject.model.config._attn_implementation != "eager":
+        raise Wrong(f"left behind: {left}, {subject.model.config._attn_implementation}")
+
+
+def patches(model: Any) -> dict[str, Any]:
+    """What patch() says of the model: how many modules are patched, and why others are not. Raises PatchError."""
+    with attnops.patch(model) as handle:
+        report = handle.report()
+    reasons = sorted({row.status.removeprefix("skipped: ") for row in report.skipped})
+    return {"patched": len(report.patched), "modules": len(report.rows), "skipped": reasons}
+
+
+def quiet() -> None:
+    """No warnings of transformers and torch: a model that is made small triggers hundreds."""
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()

@@ -1,0 +1,201 @@
+"""Inputs for any model of transformers: what its forward asks for, in a size that eager accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+ROWS, LENGTH = 3, 9
+PADDINGS = ("none", "left", "right", "hole", "row", "packed")
+"""No mask at all; zeros on the left, on the right, in the middle; a row of zeros; two requests in one row, told by positions."""
+
+Inputs = dict[str, Any]
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    """Ordinary tokens: none of the special ones, which are the lowest and the highest."""
+    return torch.randint(5, 60, (rows, length), generator=seeded(seed))
+
+
+def padding(kind: str, length: int = LENGTH) -> torch.Tensor | None:
+    """int64 `[ROWS, length]`; the last row is never padded. None where no mask is given."""
+    if kind in ("none", "packed"):
+        return None
+    mask = torch.ones(ROWS, length, dtype=torch.int64)
+    third = max(1, length // 3)
+    if kind == "left":
+        mask[0, :third] = mask[1, :1] = 0
+    elif kind == "right":
+        mask[0, -third:] = mask[1, -1:] = 0
+    elif kind == "hole":
+        mask[0, third : third + 2] = 0
+        mask[1, :1] = mask[1, third + 1] = 0
+    elif kind == "row":
+        mask[0] = 0
+        mask[1, :third] = 0
+    return mask
+
+
+def packed_positions(length: int = LENGTH) -> torch.Tensor:
+    first = length // 2 + 1
+    row = torch.cat([torch.arange(first), torch.arange(length - first)])
+    return row.expand(ROWS, length).contiguous()
+
+
+def parameters(model: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(type(model).forward).parameters)
+
+
+def size_of(config: Any, *names: str, default: int) -> int:
+    """The first of these fields that the config, or one below it, has."""
+    from transformers import PreTrainedConfig
+
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    for below in vars(config).values():
+        if isinstance(below, PreTrainedConfig) and (found := size_of(below, *names, default=-1)) != -1:
+            return found
+    return default
+
+
+def _pixels(config: Any) -> Iterator[torch.Tensor]:
+    channels = size_of(config, "num_channels", "in_channels", "in_chans", default=3)
+    side = size_of(config, "image_size", "img_size", "input_size", default=32)
+    frames = size_of(config, "num_frames", default=2)
+    for edge in dict.fromkeys((side, 32, 64, 128, 224)):
+        yield torch.randn(ROWS, channels, edge, edge, generator=seeded())
+        yield torch.randn(ROWS, frames, channels, edge, edge, generator=seeded())
+
+
+def _features(config: Any) -> Iterator[torch.Tensor]:
+    mels = size_of(config, "num_mel_bins", "feature_size", "num_mel_bands", "n_mels", "input_feat_per_channel", "input_size", default=16)
+    frames = 2 * size_of(config, "max_source_positions", default=32)
+    for length in dict.fromkeys((frames, 64, 128, 200)):
+        yield torch.randn(ROWS, mels, length, generator=seeded())
+        yield torch.randn(ROWS, length, mels, generator=seeded())
+
+
+def _patches(model: Any) -> Iterator[Inputs]:
+    """Vision towers that take flat patches, with the grid of each image."""
+    config = model.config
+    patch = size_of(config, "patch_size", default=8)
+    channels = size_of(config, "in_channels", "num_channels", "in_chans", default=3)
+    times = size_of(config, "temporal_patch_size", default=1)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
+    count = int(grid.prod(1).sum())
+    names = parameters(model)
+    first = "hidden_states" if "hidden_states" in names else "pixel_values"
+    for width in (channels * times * patch * patch, channels * patch * patch):
+        flat = torch.randn(count, width, generator=seeded())
+        for name in ("grid_thw", "image_grid_thw", "grid_hws"):
+            if name in names:
+                yield {first: flat, name: grid}
+
+
+def candidates(model: Any) -> Iterator[Inputs]:
+    """Inputs to try, most telling first. Masks come later."""
+    config, names = model.config, parameters(model)
+    base: Inputs = {}
+    decodes = "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False)
+    if decodes:
+        base["decoder_input_ids"] = tokens(length=LENGTH - 2, seed=2)
+    main = getattr(model, "main_input_name", "input_ids")
+    if "input_ids" in names and main in ("input_ids", "pixel_values"):
+        yield {"input_ids": tokens(), **base}
+        if "pixel_values" in names:
+            for pixels in _pixels(config):
+                yield {"input_ids": tokens(), "pixel_values": pixels, **base}
+        if "bbox" in names:
+            yield {"input_ids": tokens(), "bbox": torch.randint(0, 30, (ROWS, LENGTH, 4), generator=seeded()).sort(-1).values, **base}
+    if any(name in names for name in ("grid_thw", "image_grid_thw", "grid_hws")):
+        yield from _patches(model)
+    if "pixel_values" in names:
+        yield from ({"pixel_values": pixels, **base} for pixels in _pixels(config))
+    if "pixel_values_videos" in names:
+        yield from ({"pixel_values_videos": pixels, **base} for pixels in _pixels(config) if pixels.dim() == 5)
+    for name in ("input_features", "audio_features", "input_values"):
+        if name in names:
+            if name == "input_values":
+                yield {name: torch.randn(ROWS, 1600, generator=seeded()), **base}
+                yield {name: torch.randn(ROWS, 1, 1600, generator=seeded()), **base}
+            yield from ({name: features, **base} for features in _features(config))
+    if "inputs_embeds" in names:
+        width = size_of(config, "hidden_size", "d_model", "n_embd", default=32)
+        yield {"inputs_embeds": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
+    if "hidden_states" in names:
+        width = size_of(config, "hidden_size", "d_model", default=32)
+        yield {"hidden_states": torch.randn(ROWS, LENGTH, width, generator=seeded()), **base}
+    if "past_values" in names:
+        yield from _series(model)
+
+
+def _series(model: Any) -> Iterator[Inputs]:
+    config, names = model.config, parameters(model)
+    length = size_of(config, "context_length", default=16) + max(getattr(config, "lags_sequence", None) or [0])
+    wide = size_of(config, "num_input_channels", "input_size", default=1)
+    shape = (ROWS, length) if wide == 1 else (ROWS, length, wide)
+    ahead = size_of(config, "prediction_length", default=4)
+    given: Inputs = {"past_values": torch.randn(shape, generator=seeded())}
+    if "past_time_features" in names:
+        times = size_of(config, "num_time_features", default=0)
+        given |= {"past_time_features": torch.randn(ROWS, length, times), "past_observed_mask": torch.ones(shape)}
+        given |= {"future_time_features": torch.randn(ROWS, ahead, times), "future_values": torch.randn(ROWS, ahead)}
+    yield given
+
+
+def first_that_runs(model: Any) -> Inputs:
+    """The first candidate that eager accepts. Raises ValueError with the first error when it accepts none."""
+    errors = []
+    for given in candidates(model):
+        try:
+            with torch.no_grad():
+                model(**given)
+            return given
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    if not errors:
+        needed = [p for p in parameters(model).values() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+        wanted = ", ".join(p.name for p in needed[1:])
+        raise ValueError(f"no input is known for it: its forward takes {wanted}")
+    raise ValueError(f"eager accepts none of {len(errors)} inputs: {errors[0]}")
+
+
+def padded(model: Any, given: Inputs, kind: str) -> Inputs | None:
+    """The inputs with this padding, or None where the model takes none of that kind."""
+    names = parameters(model)
+    if kind == "none":
+        return given
+    main = next((given[name] for name in ("input_ids", "inputs_embeds", "input_values") if name in given), None)
+    if main is None or main.dim() == 1:
+        return None
+    length = main.shape[1]
+    if kind == "packed":
+        if "position_ids" not in names or "input_ids" not in given or "decoder_input_ids" in given:
+            return None
+        return {**given, "position_ids": packed_positions(length), "use_cache": False} if "use_cache" in names else None
+    if "attention_mask" not in names or ("input_values" in given and main.dim() != 2):
+        return None
+    mask = padding(kind, length)
+    assert mask is not None
+    made = {**given, "attention_mask": mask}
+    if kind != "row" and "decoder_attention_mask" in names and "decoder_input_ids" in given:
+        made["decoder_attention_mask"] = padding(kind, given["decoder_input_ids"].shape[1])
+    if kind == "left" and "position_ids" in names and "input_ids" in given and "decoder_input_ids" not in given and _counts(model):
+        made["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return made
+
+
+def _counts(model: Any) -> bool:
+    """Does the model take plain positions `[B, S]`? Some take three axes, or none."""
+    return not any("mrope" in str(vars(c)) for c in (model.config, model.config.get_text_config()))

@@ -1,0 +1,225 @@
+"""Every model type of transformers, tiny and with random weights, patched against eager; docs/models.md and results/cpu/census.json.
+
+    python -m benchmarks.census.run [--types a,b] [--jobs N] [--limit-s S] [--out FOLDER] [--fresh]
+
+Each type runs in a process of its own, forked from one that has imported everything. A type whose file is in FOLDER already is not run
+again. A check that runs into the limit of its type is wrong, and so are those after it. Exit status 1: a check is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from attnops.errors import AttnopsError, PatchError
+from benchmarks.census import checks, models
+
+ROOT = Path(__file__).resolve().parents[2]
+INDUCTOR = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "t5", "bert")
+LIMIT_S = 300.0
+
+
+@dataclass
+class Running:
+    """A process that checks one type. began: by time.monotonic()."""
+
+    kind: models.Kind
+    pid: int
+    began: float
+
+
+class Writer:
+    """Appends rows to a file as JSON lines, each at once: a process that is killed leaves those it finished."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a")
+
+    def row(self, **values: Any) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+
+
+def verdict(check: checks.Check) -> tuple[str, str]:
+    """(ok, refused, eager or wrong; the reason)."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            check()
+    except checks.Wrong as error:
+        return "wrong", str(error)
+    except checks.Eager as error:
+        return "eager", str(error)
+    except Exception as error:
+        own = checks.ours_in(error)
+        if own is not None:
+            return "refused", checks.short(own)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return "wrong", f"{checks.short(error)} ({Path(at.filename).name}:{at.lineno})"
+    return "ok", ""
+
+
+def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = ()) -> None:
+    """Run every check of a type, in this process, but those whose names begin with one of `skip`."""
+    writer = Writer(out / f"{kind.name}.jsonl")
+    begin = time.monotonic()
+    try:
+        model = models.build(kind)
+    except BaseException as error:
+        writer.row(built=False, reason=checks.short(error), cls=kind.cls)
+        writer.row(done=True, seconds=time.monotonic() - begin)
+        return
+    facts = {"cls": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    try:
+        facts |= checks.patches(model)
+    except PatchError as error:
+        writer.row(built=True, refused=" ".join(str(error).split()), **facts)
+        writer.row(done=True, seconds=time.monotonic() - begin)
+        return
+    except AttnopsError as error:
+        writer.row(built=True, refused=checks.short(error), **facts)
+        writer.row(done=True, seconds=time.monotonic() - begin)
+        return
+    try:
+        subject = checks.Subject(model)
+    except ValueError as error:
+        writer.row(built=True, unrun=str(error), **facts)
+        writer.row(done=True, seconds=time.monotonic() - begin)
+        return
+    plan = [one for one in checks.checks_of(subject, kind.name in INDUCTOR) if not one[0].startswith(skip)]
+    inputs = {name: list(value.shape) for name, value in subject.given.items()}
+    writer.row(built=True, plan=[name for name, _ in plan], inputs=inputs, noise=subject.noise, bound=subject.limit, **facts)
+    for name, check in plan:
+        start = time.monotonic()
+        status, reason = verdict(check)
+        writer.row(check=name, status=status, reason=reason, seconds=round(time.monotonic() - start, 2))
+    writer.row(done=True, seconds=time.monotonic() - begin)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finished(path: Path) -> bool:
+    return any(row.get("done") for row in read(path))
+
+
+def close(path: Path, reason: str) -> None:
+    """Say of a process that ended before its time: the check it was at is wrong, and those it did not come to."""
+    rows = read(path)
+    plan = next((row["plan"] for row in rows if "plan" in row), ["build"])
+    done = {row["check"] for row in rows if "check" in row}
+    writer = Writer(path)
+    if not any("built" in row for row in rows):
+        writer.row(built=True, plan=plan, cls=None, patched=0, modules=0, skipped=[])
+    for at, name in enumerate(name for name in plan if name not in done):
+        writer.row(check=name, status="wrong", reason=reason if at == 0 else f"not reached: {reason}", seconds=0)
+    writer.row(done=True, seconds=0)
+
+
+def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work: Any = survey, tell: Any = print) -> None:
+    """Check these types in processes of their own, so many at a time. work: what a process does, for tests of this function."""
+    out.mkdir(parents=True, exist_ok=True)
+    waiting = [kind for kind in kinds if not finished(out / f"{kind.name}.jsonl")]
+    running: list[Running] = []
+    count = 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            kind = waiting.pop(0)
+            (out / f"{kind.name}.jsonl").unlink(missing_ok=True)
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    work(kind, out)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            running.append(Running(kind, pid, time.monotonic()))
+        time.sleep(0.02)
+        for one in list(running):
+            pid, status = os.waitpid(one.pid, os.WNOHANG)
+            late = time.monotonic() - one.began > limit_s
+            if not pid and not late:
+                continue
+            if not pid:
+                os.kill(one.pid, 9)
+                os.waitpid(one.pid, 0)
+            running.remove(one)
+            path = out / f"{one.kind.name}.jsonl"
+            if not finished(path):
+                code = os.waitstatus_to_exitcode(status) if pid else 0
+                close(path, f"ran into the limit of {limit_s:.0f} s" if late and not pid else f"its process ended with {code}")
+            count += 1
+            tell(f"{count:4} {one.kind.name}: {line(read(path))}", flush=True)
+
+
+def line(rows: list[dict[str, Any]]) -> str:
+    """One type in a line."""
+    head = next(row for row in rows if "built" in row)
+    if not head["built"]:
+        return f"not built: {head['reason'][:150]}"
+    for name in ("refused", "unrun"):
+        if name in head:
+            return f"{name}: {head[name][:150]}"
+    counts: dict[str, int] = {}
+    for row in rows:
+        if "check" in row:
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+    wrong = [f"{row['check']}: {row['reason'][:100]}" for row in rows if row.get("status") == "wrong"]
+    text = ", ".join(f"{n} {status}" for status, n in counts.items())
+    return f"{text} in {rows[-1]['seconds']:.0f} s" + "".join(f"\n       wrong {w}" for w in wrong[:6])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="", help="names of model types; all of them without it")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one type")
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "census")
+    parser.add_argument("--skip", default="", help="checks to leave out, by how their names begin: compile,gradients")
+    parser.add_argument("--fresh", action="store_true", help="run finished types again")
+    given = parser.parse_args(arguments)
+    known = models.kinds()
+    wanted = [name for name in given.types.split(",") if name] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"no model types: {', '.join(unknown)}")
+    if given.fresh:
+        for name in wanted:
+            (given.out / f"{name}.jsonl").unlink(missing_ok=True)
+    torch.set_num_threads(1)
+    checks.quiet()
+    importlib.import_module("torch._functorch.aot_autograd")
+    importlib.import_module("torch._dynamo")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torchao")
+    importlib.import_module("transformers.generation")
+
+    # Of the children: attnops asks the collector who holds a config.
+    gc.collect()
+    gc.freeze()
+    skip = tuple(name for name in given.skip.split(",") if name)
+    census([known[name] for name in wanted], given.out, given.jobs, given.limit_s, functools.partial(survey, skip=skip))
+    rows = [row for name in wanted for row in read(given.out / f"{name}.jsonl")]
+    return int(any(row.get("status") == "wrong" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
