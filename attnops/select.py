@@ -104,8 +104,8 @@ class Decision:
         if self.policy.prefer:
             return "not preferred"
         cost = self.costs.get(name, Cost(0.0, ESTIMATED))
-        if cost.how == MEASURED:
-            return f"measured slower, {cost.us:.4g} us"
+        if cost.timed:
+            return f"{cost.how} slower, {cost.us:.4g} us" if cost.how == MEASURED else f"slower, {cost}"
         if self.problem.target.device == "cuda" and kernels_of(self.problem.op)[name].judge:
             return "on a GPU only where nothing else can"
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
@@ -123,9 +123,9 @@ class Decision:
 
     @property
     def measured(self) -> str:
-        """`, measured 25.7 us` when the choice rests on a measured time, else nothing."""
+        """`, measured 25.7 us` or `, 25.7 us scaled from NVIDIA H200` when the choice rests on a measured time, else nothing."""
         cost = self.costs.get(self.kernel.name) if self.kernel is not None else None
-        return f", measured {cost.us:.4g} us" if cost is not None and cost.how == MEASURED else ""
+        return f", {cost}" if cost is not None and cost.timed else ""
 
     def __str__(self) -> str:
         head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"

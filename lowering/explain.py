@@ -191,7 +191,7 @@ def _times(sites: tuple[CallSite, ...]) -> str:
         decision = site.decision
         if decision.measured and (table := (found := in_force(decision.problem.target)).table) is not None:
             kind = "the table shipped with attnops" if found.shipped else "this machine's table"
-            return f"measured times: {table.gpu}, {kind}"
+            return f"measured times: {table.source or table.gpu}, {kind}" + (f", scaled to {table.gpu}" if table.source else "")
     return ""
 
 

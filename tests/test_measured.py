@@ -15,6 +15,8 @@ from attnops.measured import (
     ESTIMATED,
     HANDICAP,
     MEASURED,
+    RATES,
+    SCALED,
     UNMEASURED,
     Grid,
     Shape,
@@ -424,7 +426,7 @@ def test_which_table(cache):
     ship(cache, "other.json", table(GRID, gpu="Other GPU", target="sm100").to_json())
     for target in (here, named, Target("cuda", 90)):
         assert in_force(target).table == table(GRID) and in_force(target).shipped
-    assert in_force(Target("cuda", 90, gpu="Third GPU")).table is None, "another GPU of the arch"
+    assert in_force(Target("cuda", 80, gpu="Third GPU")).table is None, "a GPU of another arch"
     assert in_force(Target.parse("sm80", assume=())).table is None
     assert in_force(Target("cuda", 100)).table.gpu == "Other GPU"
     # The user's own comes first, for this machine alone.
@@ -436,6 +438,73 @@ def test_which_table(cache):
     save(replace(mine, gpu="Other GPU"), path_for("Some GPU"))
     found = in_force(here)
     assert found.table == table(GRID) and "'Other GPU', want 'Some GPU'" in found.ignored[0][1]
+
+
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+
+
+def test_a_sibling_is_served_by_scaled_times(cache):
+    """On an H100 bytes take 1.42 times as long and products as long; a launch is a launch."""
+    steps = Grid(STEP, (1.0, 256.0), (1.0,), (256.0, 65536.0), {"lean": (10.0, 20.0, 30.0, None), "light": (5.0, 22.0, 40.0, 5000.0)})
+    prompts = Grid(SQUARE, (1.0, 64.0), (512.0, 8192.0), (1.0,), {"lean": (10.0, 300.0, 600.0, 20_000.0)})
+    made = table(steps, prompts, gpu=H200)
+    ship(cache, "h200.json", made.to_json())
+    found = in_force(Target("cuda", 90, gpu=H100))
+    assert found.shipped and (found.table.gpu, found.table.source) == (H100, H200)
+    decode_us, prompt_us = (g.us for g in found.table.grids)
+    slower = RATES[H200].bandwidth / RATES[H100].bandwidth
+    assert decode_us["lean"] == (10.0, pytest.approx(10 + 10 * slower), pytest.approx(10 + 20 * slower), None)
+    assert decode_us["light"][0] == 5.0 and decode_us["light"][1] == pytest.approx(5 + 17 * slower)
+    assert decode_us["light"][1] > decode_us["lean"][1], "as on the other"
+    assert prompt_us["lean"][3] == pytest.approx(20_000, rel=0.02), "as many operations a second"
+    assert found.table.digest != made.digest and from_json(made.to_json()).source == ""
+    # Of a GPU whose rates are not known the order is all that is known.
+    other = in_force(Target("cuda", 90, gpu="NVIDIA H9000")).table
+    assert [g.us for g in other.grids] == [g.us for g in made.grids] and other.source == H200
+    assert in_force(Target("cuda", 90, gpu=H200)).table == made and in_force(Target.parse("sm90", assume=())).table == made
+    assert in_force(Target("cuda", 100, gpu="NVIDIA B200")).table is None and in_force(Target("cpu", 0)).table is None
+
+
+def test_the_nearest_sibling_serves_and_a_table_of_its_own_wins(cache):
+    for gpu in (H200, H100, "NVIDIA H77"):
+        ship(cache, f"{gpu.split()[1].lower()}.json", table(GRID, gpu=gpu).to_json())
+
+    def source(gpu):
+        return in_force(Target("cuda", 90, gpu=gpu)).table.source
+
+    assert [source(g) for g in ("NVIDIA GH200 144G HBM3e", "NVIDIA H800", "NVIDIA H100 PCIe", "NVIDIA H9000")] == [H200, H100, H100, H200]
+    assert [source(g) for g in (H200, H100, "NVIDIA H77")] == ["", "", ""]
+    assert in_force(Target.parse("sm90", assume=())).table.gpu == H200, "which speaks for the arch"
+    save(table(GRID, gpu="NVIDIA H800"), path_for("NVIDIA H800"))
+    assert source("NVIDIA H800") == "" and not in_force(Target("cuda", 90, gpu="NVIDIA H800")).shipped
+
+
+def test_scaled_times_are_marked_and_no_measured_ones(cache):
+    import attnops
+
+    kernels = kernels_of("attention")
+    versions = {f"attention.{n}": version_of(kernels[n]) for n in ("sdpa", "reference")}
+    grid = Grid(SQUARE, (1.0,), (16.0,), (1.0,), {"sdpa": (9.0,), "reference": (5.0,)})
+    ship(cache, "h200.json", table(grid, gpu=H200, versions=versions).to_json())
+    q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)
+    target = Target("cuda", 90, assume=(), gpu=H100)
+    found = attnops.explain(lambda: attnops.attention(q, k, k, causal=True), target=target, quiet=True)
+    assert found.chosen() == ("attention.sdpa",), "a scaled time does not choose the judge"
+    assert found.times == f"measured times: {H200}, the table shipped with attnops, scaled to {H100}"
+    assert f"-> sdpa, 9 us scaled from {H200}" in str(found) and f"not reference: can run, slower, 5 us scaled from {H200}" in str(found)
+    assert found.as_dict()["calls"][0]["cost_us"]["sdpa"]["how"] == f"{SCALED} {H200}"
+
+
+def test_the_cache_key_knows_of_a_sibling(cache):
+    from attnops.lowering import key
+
+    keys = []
+    for us in (1.0, 2.0):
+        ship(cache, "h200.json", table(replace(GRID, us={"fast": (us,) * len(GRID.us["fast"])}), gpu=H200).to_json())
+        for gpu in (H200, H100):
+            with pretend(Target("cuda", 90, gpu=gpu)):
+                keys.append(key.circumstances())
+    assert len(set(keys)) == 4
 
 
 def test_a_named_cpu_has_no_table(cache):

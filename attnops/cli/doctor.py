@@ -75,6 +75,7 @@ def measured_times(target: Target) -> dict[str, Any]:
     changed = {n: {"timed": table.versions[n], "here": version_of(k)} for n, k in timed.items() if not table.speaks_for(k, target)}
     return out | {
         "gpu": table.gpu,
+        "scaled_from": table.source,
         "made": dict(table.made),
         "digest": table.digest[:12],
         "ops": sorted(ops),
@@ -139,7 +140,8 @@ def _times(table: dict[str, Any]) -> str:
     if table["path"] is None:
         return "none: kernels are ranked by estimates; `attnops tune` measures them"
     where = "shipped" if table["shipped"] else table["path"]
-    lines = [f"{table['gpu']}, {table['sizes']} sizes of {', '.join(table['ops'])}, {table['made'].get('date', 'no date')} ({where})"]
+    gpu = table["gpu"] + (f", scaled from {table['scaled_from']}" if table["scaled_from"] else "")
+    lines = [f"{gpu}, {table['sizes']} sizes of {', '.join(table['ops'])}, {table['made'].get('date', 'no date')} ({where})"]
     lines += [f"{name} was timed as {v['timed']}, here is {v['here']}" for name, v in table["other_versions"].items()]
     lines += [f"without times: {', '.join(table['unmeasured'])}"] * bool(table["unmeasured"])
     return escape("\n".join(lines + ["`attnops tune` measures what is here"] * (len(lines) > 1)))

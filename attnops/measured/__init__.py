@@ -1,6 +1,8 @@
 """Measured times: tables of them, and what they say of a call. Selection consults the one in force; `attnops tune` makes them."""
 
 from attnops.measured.grid import Grid as Grid
+from attnops.measured.rates import RATES as RATES
+from attnops.measured.rates import scaled as scaled
 from attnops.measured.shape import Shape as Shape
 from attnops.measured.shape import Sizes as Sizes
 from attnops.measured.shape import sizes_of as sizes_of
@@ -14,6 +16,7 @@ from attnops.measured.store import save as save
 from attnops.measured.table import ESTIMATED as ESTIMATED
 from attnops.measured.table import HANDICAP as HANDICAP
 from attnops.measured.table import MEASURED as MEASURED
+from attnops.measured.table import SCALED as SCALED
 from attnops.measured.table import UNMEASURED as UNMEASURED
 from attnops.measured.table import Cost as Cost
 from attnops.measured.table import Table as Table

@@ -1,7 +1,8 @@
 """Which table is in force, where tables lie, and how one is written.
 
-The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU. A target that is only named
-("sm90" on a laptop) has no GPU of its own: it gets the shipped table of its arch, whatever this machine has measured.
+The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a sibling
+of its architecture, whose times are scaled. A target that is only named ("sm90" on a laptop) has no GPU of its own: it gets a shipped
+table of its arch as it is, whatever this machine has measured.
 A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
 """
 
@@ -21,6 +22,7 @@ import torch
 from attnops.env import cache_dir
 from attnops.errors import BadTable
 from attnops.kernel import renew
+from attnops.measured.rates import nearness, scaled
 from attnops.measured.table import Table, from_json
 from attnops.problem import Target, pretended
 
@@ -57,6 +59,7 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
         if named:
             return InForce()
         gpu = cpu_name()
+    siblings: list[tuple[Table, Path]] = []
     for path in ([path_for(gpu)] if gpu else []) + sorted(SHIPPED.glob("*.json")):
         try:
             table = _read(path)
@@ -65,11 +68,16 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
         except (BadTable, OSError, UnicodeError) as error:
             ignored.append((path, str(error)))
             continue
-        if table.gpu == gpu or (not gpu and table.target == target):
+        if table.gpu == gpu:
             return InForce(table, path, tuple(ignored))
         if path.parent != SHIPPED:
             ignored.append((path, str(BadTable("gpu", repr(table.gpu), repr(gpu)))))
-    return InForce(ignored=tuple(ignored))
+        elif device == "cuda" and table.target == target:
+            siblings.append((table, path))
+    if not siblings:
+        return InForce(ignored=tuple(ignored))
+    table, path = min(siblings, key=lambda found: nearness(gpu, found[0].gpu))
+    return InForce(scaled(table, gpu) if gpu else table, path, tuple(ignored))
 
 
 def _read(path: Path) -> Table:

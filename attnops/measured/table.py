@@ -28,19 +28,32 @@ FORMAT = 1
 HANDICAP = 4.0
 """A kernel that was not timed must promise to be this much faster than the measured ones."""
 
-MEASURED, ESTIMATED, UNMEASURED = "measured", "estimated", "not measured"
+MEASURED, SCALED, ESTIMATED, UNMEASURED = "measured", "scaled from", "estimated", "not measured"
 
 
 class Cost(NamedTuple):
-    """Device microseconds, and how they are known: MEASURED, ESTIMATED, or UNMEASURED among kernels that are measured."""
+    """Device microseconds, and how they are known.
+
+    how: MEASURED, `SCALED <a sibling GPU>`, ESTIMATED, or UNMEASURED among kernels that are measured or scaled.
+    """
 
     us: float
     how: str
+
+    @property
+    def timed(self) -> bool:
+        """Does a measured time say it, of this GPU or of a sibling?"""
+        return self.how == MEASURED or self.how.startswith(SCALED)
+
+    def __str__(self) -> str:
+        return f"{self.us:.4g} us {self.how}" if self.how.startswith(SCALED) else f"{self.how} {self.us:.4g} us"
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """Measured times. gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, what was timed. made: when, with what.
+
+    source: the sibling GPU that the times were scaled from (`attnops.measured.rates`); "" where they are of `gpu` itself.
 
     Two tables are the same when they say the same; `digest` names what a table says.
     """
@@ -50,6 +63,7 @@ class Table:
     versions: Mapping[str, str]
     grids: tuple[Grid, ...]
     made: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -90,6 +104,7 @@ class Table:
     def to_json(self) -> str:
         """The file's text, one line a grid."""
         head = {"format": FORMAT, "gpu": self.gpu, "target": self.target, "made": dict(self.made), "versions": dict(self.versions)}
+        head |= {"source": self.source} if self.source else {}
         lines = [json.dumps(_grid_to_dict(g), separators=(",", ":")) for g in self.grids]
         return json.dumps(head, indent=1)[:-2] + ',\n "grids": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 
@@ -112,8 +127,9 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
     if table is None or found is None or not times:
         return {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
     floor = table.floor_us(*found)
+    how = f"{SCALED} {table.source}" if table.source else MEASURED
     return {
-        k.name: Cost(times[k.name], MEASURED) if k.name in times else Cost(HANDICAP * max(k.cost_us(problem), floor), UNMEASURED)
+        k.name: Cost(times[k.name], how) if k.name in times else Cost(HANDICAP * max(k.cost_us(problem), floor), UNMEASURED)
         for k in kernels
     }
 

@@ -1,0 +1,72 @@
+"""What GPUs move and multiply at most, and a table of one GPU scaled to a sibling of its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, log
+from typing import NamedTuple
+
+from attnops.measured.grid import Grid
+from attnops.measured.table import Table
+
+
+class Rates(NamedTuple):
+    """TB/s of a pass over memory, and TFLOP/s of a large product in bfloat16."""
+
+    bandwidth: float
+    matmul: float
+
+
+# Of large copies and products about this much of the datasheet's figures was measured where both are known.
+COPY, PRODUCT = 0.9, 0.8
+
+RATES: Mapping[str, Rates] = {
+    "NVIDIA H200": Rates(4.27, 790.0),
+    "NVIDIA H100 80GB HBM3": Rates(3.01, 798.0),
+    # Not measured: the datasheets' figures.
+    "NVIDIA H100 PCIe": Rates(2.0 * COPY, 756 * PRODUCT),
+    "NVIDIA H100 NVL": Rates(3.9 * COPY, 835 * PRODUCT),
+    "NVIDIA H200 NVL": Rates(4.8 * COPY, 835 * PRODUCT),
+    "NVIDIA GH200 480GB": Rates(4.0 * COPY, 989 * PRODUCT),
+    "NVIDIA GH200 144G HBM3e": Rates(4.9 * COPY, 989 * PRODUCT),
+    "NVIDIA H800": Rates(3.35 * COPY, 989 * PRODUCT),
+    "NVIDIA H20": Rates(4.0 * COPY, 148 * PRODUCT),
+}
+"""By the device's name as its driver says it. Of GPUs of one architecture the first one speaks for a target of no name."""
+
+
+def nearness(gpu: str, other: str) -> tuple[float, int]:
+    """Sorts tables of `other` GPUs by how well they serve `gpu`: by their rates where both are known, then in the order of RATES."""
+    place = list(RATES).index(other) if other in RATES else len(RATES)
+    if gpu not in RATES or other not in RATES:
+        return inf if gpu in RATES else 0.0, place
+    return sum(abs(log(a / b)) for a, b in zip(RATES[gpu], RATES[other], strict=True)), place
+
+
+def scaled(table: Table, gpu: str) -> Table:
+    """`table` as it would be on `gpu`, of the same architecture: what a kernel takes beyond its shortest time follows the roofline.
+
+    The shortest time of a kernel in a grid is its launches, which stay. The rest is scaled by how much longer the bytes or the operations
+    of the call take there, whichever take longer. A GPU whose rates are not known is taken to be as fast: kernels keep their order.
+    """
+    here, there = RATES.get(table.gpu), RATES.get(gpu)
+    if here is None or there is None:
+        here = there = Rates(1.0, 1.0)
+    grids = tuple(_scaled(g, here, there) for g in table.grids)
+    return replace(table, gpu=gpu, source=table.gpu, grids=grids)
+
+
+def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
+    works = [grid.shape.work(at) for at in grid.points()]
+    factors = [_roofline_us(*work, there) / _roofline_us(*work, here) for work in works]
+
+    def on(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
+        least = min((t for t in times if t is not None), default=0.0)
+        return tuple(None if t is None else least + (t - least) * f for t, f in zip(times, factors, strict=True))
+
+    return replace(grid, us={name: on(times) for name, times in grid.us.items()})
+
+
+def _roofline_us(moved: float, done: float, rates: Rates) -> float:
+    return max(moved / (rates.bandwidth * 1e6), done / (rates.matmul * 1e6))
