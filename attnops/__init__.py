@@ -24,7 +24,6 @@ from attnops.version import VERSION as __version__  # noqa: F401
 
 _kernels.load_own()
 _op.bind_all()
-_kernels.load_third_party()
 
 
 def _teach_inductor() -> None:
@@ -51,3 +50,7 @@ def __getattr__(name: str) -> Any:
 
     module = importlib.import_module(_LAZY[name])
     return module if name == "nn" else getattr(module, name)
+
+
+# Last, so that modules of third parties find all of attnops.
+_kernels.load_third_party()

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from importlib.machinery import PathFinder
+from math import inf
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from attnops.errors import ContractMismatch, RegistrationError
+from attnops.needs import Need as Need
+from attnops.needs import all_of as all_of
+from attnops.needs import arch as arch
+from attnops.needs import at_most as at_most
+from attnops.needs import device as device
+from attnops.needs import dtypes as dtypes
+from attnops.needs import extent_at_least as extent_at_least
+from attnops.needs import extent_at_most as extent_at_most
+from attnops.needs import features
+from attnops.needs import multiple_of as multiple_of
+from attnops.needs import one_of as one_of
+from attnops.needs import without as without
+from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
 
 CONTRACT = 1
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
 
-Need = Callable[[Problem], Refusal | None]
-"""A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
+FAILURES = (Exception, SystemExit)
+"""What the code of a kernel may raise without harm to others: all but the user's wish to stop."""
+
+
+@dataclass(frozen=True)
+class Failed(Refusal):
+    """A kernel did not answer: it raised, or gave no answer that can be used. Selection asks it again the next time."""
 
 
 class Capture(Enum):
@@ -31,82 +49,6 @@ class Capture(Enum):
 
     WHOLE = "whole"
     NEVER = "never"
-
-
-@dataclass(frozen=True)
-class Package:
-    """A Python package a kernel needs. `module` is what is imported, `dists` the names it is installed under.
-
-    at_least, below: the versions that hold `holds`, the first and the first that no longer does; "" leaves a side open.
-    """
-
-    module: str
-    dists: tuple[str, ...]
-    at_least: str = ""
-    install: str = ""
-    below: str = ""
-    holds: str = ""
-
-    def missing(self, target: Target) -> Refusal | None:
-        """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
-        if target.assume is not None:
-            present = self.module in target.assume
-        else:
-            present = _installed(self.module)
-        if not present:
-            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self._requirement()}")
-        if target.assume is None and (version := self.version()) is not None and not self.has(version):
-            return Refusal("package", f"{self.module} {version}", self.versions())
-        return None
-
-    def has(self, version: str) -> bool:
-        """Does this version lie within the bounds? Post releases count as the release."""
-        return (not self.at_least or _numbers(version) >= _numbers(self.at_least)) and (
-            not self.below or _numbers(version) < _numbers(self.below)
-        )
-
-    def versions(self) -> str:
-        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
-        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-        return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
-
-    def _requirement(self) -> str:
-        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-        return f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
-
-    def version(self) -> str | None:
-        """The installed version under the first of `dists` that is installed, or None."""
-        return next((v for d in self.dists if (v := _version(d)) is not None), None)
-
-
-@functools.cache
-def _installed(module: str) -> bool:
-    # A parent is not imported to look into it: importlib.util.find_spec would.
-    head, *parts = module.split(".")
-    try:
-        spec = importlib.util.find_spec(head)
-        for part in parts:
-            head = f"{head}.{part}"
-            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None
-
-
-@functools.cache
-def _version(dist: str) -> str | None:
-    try:
-        return importlib.metadata.version(dist)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-
-
-def _accepts(problem: Problem) -> Refusal | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -154,7 +96,9 @@ class Kernel:
         `[B, Hkv, K, Dv]`, mask, sinks, kv_start, kv_end) to the output alone, `[B, S, Hq, Dv]` contiguous. Calls of one query token are
         alike, too, if their Problems are equal: K may be another then, and so may strides but the last. None: they are transposed.
 
-    `run` need not take `attention_chunk` (calls with one are refused for it) nor the promise `padded` (it is not told).
+    `run` names every feature that it knows among its parameters, one by one: calls with another are refused for it, though it may have
+    `**kwargs`, which take in what they do not know. It need not take the promise `padded` (it is not told).
+    Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
     """
 
     name: str
@@ -186,20 +130,57 @@ class Kernel:
 
     def absences(self, target: Target) -> tuple[Refusal, ...]:
         """Why the kernel is not there at all on `target`: packages, then its probe."""
-        out = [r for p in self.packages if (r := p.missing(target))]
-        if not out and self.probe is not None and (r := self.probe(target)):
-            out.append(r)
-        return tuple(out)
+        out = self._asked("packages", (p.missing for p in self.packages), target)
+        return out or self._asked("probe", () if self.probe is None else (self.probe,), target)
+
+    def unmet(self, problem: Problem) -> tuple[Refusal, ...]:
+        """What of `problem` the kernel does not take, wherever it is."""
+        out = self._asked("needs", self.needs, problem)
+        unknown = [f for f in features(problem) if not any(takes(self.run, name) for name in f.arguments)]
+        reasons = [Refusal(f.field, f.got, f"{f.want}, for `run` names no {' or '.join(f.arguments)}") for f in unknown]
+        return out + tuple(r for r in reasons if r.field not in [other.field for other in out])
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        unmet = tuple(r for need in self.needs if (r := need(problem)))
-        if problem.attention_chunk and not takes(self.run, "attention_chunk"):
-            unmet += (Refusal("attention_chunk", problem.attention_chunk, "0"),)
-        if not unmet and self.workspace_bytes is not None and problem.workspace < (size := self.workspace_bytes(problem)):
-            want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
-            unmet = (Refusal("workspace", f"{problem.workspace} bytes", want),)
-        return self.absences(problem.target) + unmet
+        unmet = self.unmet(problem)
+        if not unmet and self.workspace_bytes is not None:
+            unmet = self._asked("workspace_bytes", (self._enough,), problem)
+        out = self.absences(problem.target) + unmet
+        return out or self._asked("cost_us", (self._priced,), problem) or self._asked("inline_when", (self._placed,), problem)
+
+    def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object) -> tuple[Refusal, ...]:
+        """The refusals among the answers. An error is one."""
+        out = []
+        for question in questions:
+            try:
+                answer = question(about)
+            except FAILURES as error:
+                answer = Failed(f"{self.name}.{what}", said(error), "no error: the kernel's own code raised it")
+            if answer is not None:
+                odd = Failed(f"{self.name}.{what}", f"an answer of type {type(answer).__name__}", "None or a Refusal")
+                out.append(answer if isinstance(answer, Refusal) else odd)
+        return tuple(out)
+
+    def _enough(self, problem: Problem) -> Refusal | None:
+        assert self.workspace_bytes is not None
+        size = self.workspace_bytes(problem)
+        if type(size) is not int or size < 0:
+            return Failed(f"{self.name}.workspace_bytes", size, "an int >= 0")
+        want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
+        return Refusal("workspace", f"{problem.workspace} bytes", want) if problem.workspace < size else None
+
+    def _priced(self, problem: Problem) -> Refusal | None:
+        # A time that a plan was made for is compared with that of a call without, so both are asked for.
+        planned = self.device_plan is not None and problem.plan == "none"
+        for p in (problem, replace(problem, plan="device")) if planned else (problem,):
+            us = self.cost_us(p)
+            if not isinstance(us, Real) or isinstance(us, bool) or not 0 <= float(us) < inf:
+                return Failed(f"{self.name}.cost_us", us, "a finite number >= 0")
+        return None
+
+    def _placed(self, problem: Problem) -> None:
+        if self.inline_when is not None:
+            self.inline_when(problem)
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""
@@ -212,9 +193,22 @@ class Kernel:
 
 @functools.cache
 def takes(run: Callable[..., Any], name: str) -> bool:
-    """Has the function a parameter of this name?"""
-    parameters = inspect.signature(run).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    """Has the function a parameter of this name? `**kwargs` take in any, and know none."""
+    return name in inspect.signature(run).parameters
+
+
+@functools.cache
+def swallows(run: Callable[..., Any]) -> bool:
+    """Has the function `**kwargs`?"""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(run).parameters.values())
+
+
+def said(error: BaseException) -> str:
+    """`ValueError: its text`, even if the text itself raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except FAILURES:
+        return type(error).__name__
 
 
 def _untold(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,11 +222,16 @@ def _untold(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Registry:
-    """All kernels by op and name, the ops that exist, and whoever wants to hear of a new kernel."""
+    """All kernels by op and name, and whoever wants to hear of a new kernel.
+
+    checks: raise where a kernel cannot be what it says; asked before the listeners are told. waiting: kernels of an open `together`.
+    """
 
     kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
+    checks: list[Callable[[Kernel], None]] = field(default_factory=list)
     listeners: list[Callable[[Kernel], None]] = field(default_factory=list)
+    waiting: list[Kernel] | None = None
     generation: int = 0
 
 
@@ -243,22 +242,74 @@ def register(kernel: Kernel) -> Kernel:
     """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel leaves no trace."""
     if kernel.contract != CONTRACT:
         raise ContractMismatch(kernel.name, kernel.contract, CONTRACT)
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
+    if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
-    table = _REGISTRY.kernels.setdefault(kernel.op, {})
-    if kernel.name in table:
-        raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(table)})")
-    table[kernel.name] = kernel
-    try:
-        for listener in _REGISTRY.listeners:
-            listener(kernel)
-    except Exception:
-        del table[kernel.name]
-        if not table:
-            del _REGISTRY.kernels[kernel.op]
-        raise
+    known = _REGISTRY.kernels.get(kernel.op, {})
+    if kernel.name in known:
+        raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(known)})")
+    _check_fields(kernel)
+    for check in _REGISTRY.checks:
+        check(kernel)
+    _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
+    if _REGISTRY.waiting is None:
+        _tell((kernel,))
+    else:
+        _REGISTRY.waiting.append(kernel)
     _REGISTRY.generation += 1
     return kernel
+
+
+def _check_fields(kernel: Kernel) -> None:
+    def want(ok: bool, field: str, text: str) -> None:
+        if not ok:
+            raise RegistrationError(f"kernel {kernel.name}: {field} got {getattr(kernel, field)!r}, want {text}")
+
+    want(isinstance(kernel.needs, tuple) and all(map(callable, kernel.needs)), "needs", "a tuple of functions of a Problem")
+    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
+    want(isinstance(kernel.capture, Capture), "capture", "a Capture")
+    want(isinstance(kernel.tolerance, Real) and 0 < kernel.tolerance < inf, "tolerance", "a number > 0")
+    for name in ("run", "cost_us"):
+        want(callable(getattr(kernel, name)), name, "a function")
+    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "settled", "heads_first"):
+        want(getattr(kernel, name) is None or callable(getattr(kernel, name)), name, "a function or None")
+    try:
+        inspect.signature(kernel.run)
+    except (TypeError, ValueError):
+        want(False, "run", "a function whose parameters can be read")
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Kernels registered within the block count together: all of them at its end, none where it raises."""
+    outer, _REGISTRY.waiting = _REGISTRY.waiting, []
+    new = _REGISTRY.waiting
+    try:
+        yield
+        _tell(tuple(new))
+    except BaseException:
+        _drop(new)
+        raise
+    finally:
+        _REGISTRY.waiting = outer
+
+
+def _tell(kernels: tuple[Kernel, ...]) -> None:
+    try:
+        for kernel in kernels:
+            for listener in _REGISTRY.listeners:
+                listener(kernel)
+    except BaseException:
+        _drop(kernels)
+        raise
+
+
+def _drop(kernels: Iterable[Kernel]) -> None:
+    for kernel in kernels:
+        table = _REGISTRY.kernels.get(kernel.op, {})
+        table.pop(kernel.name, None)
+        if not table:
+            _REGISTRY.kernels.pop(kernel.op, None)
+        _REGISTRY.generation += 1
 
 
 def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
@@ -296,10 +347,12 @@ def renew() -> None:
     _REGISTRY.generation += 1
 
 
-def on_register(listener: Callable[[Kernel], None]) -> None:
-    """Call `listener` for every kernel there is and every kernel to come."""
+def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], None]) -> None:
+    """Call `check`, which may raise, and then `listener` for every kernel there is and every kernel to come."""
     for kernel in all_kernels():
+        check(kernel)
         listener(kernel)
+    _REGISTRY.checks.append(check)
     _REGISTRY.listeners.append(listener)
 
 
@@ -318,78 +371,3 @@ def shared_limit(arch: int) -> int:
     if arch < 80:
         return 64 * 1024
     return (227 if arch in (90, 100, 103, 110) else 163 if arch in (80, 87) else 99) * 1024
-
-
-# The vocabulary of needs ----------------------------------------------------------------------------------------------
-
-
-def one_of(name: str, *values: object) -> Need:
-    """The field is one of `values`."""
-    want = " | ".join(str(v).removeprefix("torch.") for v in values)
-    return lambda p: None if getattr(p, name) in values else Refusal(name, getattr(p, name), want)
-
-
-def dtypes(*values: torch.dtype) -> Need:
-    """Query, key and value share one dtype, one of `values`."""
-
-    def need(p: Problem) -> Refusal | None:
-        if p.kv_dtype != p.dtype:
-            return Refusal("kv_dtype", p.kv_dtype, f"the query's {str(p.dtype).removeprefix('torch.')}")
-        return one_of("dtype", *values)(p)
-
-    return need
-
-
-def at_most(name: str, limit: int) -> Need:
-    """The int field is at most `limit`."""
-    return lambda p: None if getattr(p, name) <= limit else Refusal(name, getattr(p, name), f"<= {limit}")
-
-
-def multiple_of(name: str, unit: int) -> Need:
-    """The int field is a multiple of `unit`."""
-    return lambda p: None if getattr(p, name) % unit == 0 else Refusal(name, getattr(p, name), f"a multiple of {unit}")
-
-
-def extent_at_most(name: str, limit: int) -> Need:
-    """The size is known to be at most `limit`."""
-
-    def need(p: Problem) -> Refusal | None:
-        extent = getattr(p, name)
-        return None if extent.hi is not None and extent.hi <= limit else Refusal(name, extent, f"<= {limit}")
-
-    return need
-
-
-def extent_at_least(name: str, limit: int) -> Need:
-    """The size is known to be at least `limit`."""
-    return lambda p: None if getattr(p, name).lo >= limit else Refusal(name, getattr(p, name), f">= {limit}")
-
-
-def arch(*families: int) -> Need:
-    """CUDA, with a compute capability of one of `families` (90 for SM90)."""
-    want = " | ".join(f"sm{f}" for f in families)
-    return lambda p: None if p.target.device == "cuda" and p.target.arch in families else Refusal("target", p.target, want)
-
-
-def device(*kinds: str) -> Need:
-    """The target's device is one of `kinds`."""
-    return lambda p: None if p.target.device in kinds else Refusal("device", p.target.device, " | ".join(kinds))
-
-
-def without(*names: str) -> tuple[Need, ...]:
-    """None of these features is asked for: each named field is False, "none" or unset."""
-
-    def no(name: str) -> Need:
-        def need(p: Problem) -> Refusal | None:
-            got = getattr(p, name)
-            return None if got in (False, "none", None) else Refusal(name, got, "none" if isinstance(got, str) else "no")
-
-        return need
-
-    return tuple(no(n) for n in names)
-
-
-def all_of(needs: Iterable[Need]) -> Need:
-    """The first of `needs` that is not met."""
-    needs = tuple(needs)
-    return lambda p: next((r for need in needs if (r := need(p))), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from attnops.env import default_policy_key
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel
-from attnops.kernel import Kernel, generation, kernel_names, kernels_of
+from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force
 from attnops.problem import Problem, Refusal
 
@@ -136,13 +136,19 @@ class Decision:
 
 
 def select(problem: Problem, policy: Policy | str = "") -> Decision:
-    """Choose a kernel for `problem` under `policy` (a Policy or its key). Memoised. Never raises for want of a kernel."""
+    """Choose a kernel for `problem` under `policy` (a Policy or its key). Never raises for want of a kernel.
+
+    Memoised, unless a kernel failed to answer (`attnops.kernel.Failed`): the cause may pass, so it is asked again at the next call.
+    """
     return select_by(in_force(problem.target).table, problem, policy)
 
 
 def select_by(table: Table | None, problem: Problem, policy: Policy | str = "") -> Decision:
     """As `select`, by the times of `table`, or by the kernels' own estimates when it is None."""
-    return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table)
+    try:
+        return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table)
+    except _NotKept as found:
+        return found.decision
 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
@@ -163,6 +169,13 @@ def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
 _ENOUGH = 1 << 62
 
 
+class _NotKept(Exception):
+    # An exception passes a cache by.
+    def __init__(self, decision: Decision) -> None:
+        super().__init__()
+        self.decision = decision
+
+
 @functools.lru_cache(maxsize=8192)
 def _select(problem: Problem, policy: Policy, registered: int, table: Table | None) -> Decision:
     _check_names(policy)
@@ -178,7 +191,10 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
     needed = costs(problem, fits, table)
     guessed = _guessed(problem, fits, needed)
     fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
-    return Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
+    decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
+    if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
+        raise _NotKept(decision)
+    return decision
 
 
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:

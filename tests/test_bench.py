@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -180,10 +181,12 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     sdpa = kernels_of("attention")["sdpa"]
     flash = kernels_of("attention")["aten_flash"]
 
+    @wraps(sdpa.run)
     def off(*args, **kwargs):
         output, lse = sdpa.run(*args, **kwargs)
         return output * 1.005, lse
 
+    @wraps(flash.run)
     def raises(*args, **kwargs):
         raise RuntimeError("no such luck")
 
@@ -211,6 +214,7 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
     """A patched model whose attention is a percent off."""
     sdpa = kernels_of("attention")["sdpa"]
 
+    @wraps(sdpa.run)
     def off(*args, **kwargs):
         output, lse = sdpa.run(*args, **kwargs)
         return output * 1.01, lse

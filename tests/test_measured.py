@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -392,7 +393,8 @@ def test_eager_calls_follow_the_table(cache, monkeypatch):
     ran = []
     for name in ("sdpa", "reference"):
         found = kernels_of("attention")[name]
-        spy = replace(found, run=lambda *a, name=name, run=found.run, **k: (ran.append(name), run(*a, **k))[1])
+        spied = wraps(found.run)(lambda *a, name=name, run=found.run, **k: (ran.append(name), run(*a, **k))[1])
+        spy = replace(found, run=spied)
         monkeypatch.setitem(attnops.kernel._REGISTRY.kernels["attention"], name, spy)
     forget()
     q, k = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 2, 16)

@@ -33,15 +33,15 @@ def needs_plan(p):
     return None if p.plan == "host" else Refusal("plan", p.plan, "host")
 
 
-def work(*args, **kwargs):
+def work(*args, causal=False, **kwargs):
     return torch.zeros(1)
 
 
-def fails(*args, **kwargs):
+def fails(*args, causal=False, **kwargs):
     raise RuntimeError("no such\nluck")
 
 
-def runs_out(*args, **kwargs):
+def runs_out(*args, causal=False, **kwargs):
     raise torch.OutOfMemoryError("too large")
 
 
@@ -198,7 +198,7 @@ def test_a_kernel_that_fails_is_named(lab, body, broken):
 
 
 def test_a_kernel_that_raises_at_one_size_is_not_trusted_at_others(lab):
-    def picky(query, *args, **kwargs):
+    def picky(query, *args, causal=False, **kwargs):
         if query.shape[0] == 2:
             raise ValueError("one only")
 
@@ -217,7 +217,7 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
     now = [0.0]
 
     def first_call(name):
-        return lambda *_, **__: now.__setitem__(0, now[0] + (5.0 if name == "slow" else 0.0))
+        return lambda *_, causal=False, **__: now.__setitem__(0, now[0] + (5.0 if name == "slow" else 0.0))
 
     for name, kernel in list(kernels_of("attention").items()):
         registry_module._REGISTRY.kernels["attention"][name] = replace(kernel, run=first_call(name))
@@ -235,7 +235,7 @@ def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
     lab("slow")
     now, first = [0.0], [30.0]
 
-    def compiles_once(*_, **__):
+    def compiles_once(*_, causal=False, **__):
         now[0] += first[0]
         first[0] = 0.0
 
@@ -393,7 +393,7 @@ def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
 
-    def slow(*args, **kwargs):
+    def slow(*args, causal=False, **kwargs):
         now[0] += 5.0
 
     lab("a", slow)
@@ -405,7 +405,7 @@ def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
 
 def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
     seen = []
-    lab("a", run=lambda q, k, v, **_: seen.append((q.shape[0], q.shape[1])))
+    lab("a", run=lambda q, k, v, causal=False, **_: seen.append((q.shape[0], q.shape[1])))
     lab("b", run=fails)
     assert ahead.compile_for([PLAN], ("a",), CPU) == 6 and seen == [(b, q) for q in (4, 8, 16) for b in (1, 2)]
     assert ahead.compile_for([PLAN], ("b",), CPU) == 0

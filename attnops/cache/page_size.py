@@ -222,7 +222,7 @@ def _on_target(op: str, problems: Iterable[Problem]) -> _Answers:
 
 def _anywhere(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
     """What the kernel has against the nearest of `problems`, wherever it runs."""
-    unmet = [tuple(r for need in kernel.needs if (r := need(p)) and r.field not in ("target", "device")) for p in problems]
+    unmet = [tuple(r for r in kernel.unmet(p) if r.field not in ("target", "device")) for p in problems]
     return min(unmet, key=_far)
 
 

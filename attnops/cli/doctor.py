@@ -127,13 +127,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_column(column, overflow="fold", no_wrap=column in ("op", "kernel"))
     last = ""
     for k in report["kernels"]:
-        reasons = "\n".join(f"{r['field']}: {r['got']}; wants {r['want']}" for r in k["reasons"])
+        reasons = escape("\n".join(f"{r['field']}: {r['got']}; wants {r['want']}" for r in k["reasons"]))
         verdict = "[green]usable[/]" if k["usable"] else "[yellow]not here[/]"
-        table.add_row(k["op"] if k["op"] != last else "", k["kernel"], verdict, reasons or f"[dim]{k['about']}[/]")
+        table.add_row(k["op"] if k["op"] != last else "", k["kernel"], verdict, reasons or f"[dim]{escape(k['about'])}[/]")
         last = k["op"]
     console.print(table)
     for source, reason in report["broken"].items():
-        console.print(f"[red]could not be loaded[/]: {source}: {reason}", highlight=False)
+        console.print(f"[red]could not be loaded[/]: {escape(source)}: {escape(reason)}", highlight=False)
 
 
 def _times(table: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 
-from attnops.kernel import report_broken
+from attnops.kernel import FAILURES, report_broken, said, together
 
 GROUP = "attnops.kernels"
 
@@ -19,9 +19,18 @@ def load_own() -> None:
 
 
 def load_third_party() -> None:
-    """Import the modules that other packages name in the entry-point group. One that fails is reported and harms no other."""
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    """Import the modules that other packages name in the entry-point group.
+
+    One that fails is reported, registers nothing, and harms no other.
+    """
+    try:
+        entries = tuple(importlib.metadata.entry_points(group=GROUP))
+    except FAILURES as error:  # whatever the metadata of a stranger's package raise
+        report_broken(f"the entry points of {GROUP}", said(error))
+        return
+    for entry in entries:
         try:
-            entry.load()
-        except Exception as error:  # whatever a stranger's module raises
-            report_broken(f"{entry.name} ({entry.value})", f"{type(error).__name__}: {error}")
+            with together():
+                entry.load()
+        except FAILURES as error:  # whatever a stranger's module raises
+            report_broken(f"{entry.name} ({entry.value})", said(error))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,14 @@ from torch import Tensor
 
 from attnops.errors import NotCompiled
 from attnops.kernel import Package
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Problem, Refusal
 
 DIST = "flash-attn-4"
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
-OLDEST = (4, 0, 0, 36)
+OLDEST = "4.0.0b36"
 PACKAGES = (
-    Package("flash_attn.cute", (DIST,), "4.0.0", f"pip install {DIST}"),
+    Package("flash_attn.cute", (DIST,), OLDEST, f"pip install {DIST}"),
     Package("cutlass", ("nvidia-cutlass-dsl",)),
     Package("quack", ("quack-kernels",)),
     Package("tvm_ffi", ("apache-tvm-ffi",)),
@@ -36,14 +35,6 @@ USED = (
 )  # fmt: skip
 
 
-def too_old(target: Target) -> Refusal | None:
-    """The probe: betas before b36 have other signatures."""
-    version = PACKAGES[0].version() if target.assume is None else None
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version or ""))
-    beta = len(numbers) > 3 and numbers[:4] < OLDEST
-    return Refusal("package", f"flash_attn.cute {version}", ">= 4.0.0b36") if beta else None
-
-
 @functools.cache
 def interface() -> Callable[..., Any]:
     """`_flash_attn_fwd`. Raises ImportError, or RuntimeError for a version that takes other arguments."""
@@ -51,7 +42,7 @@ def interface() -> Callable[..., Any]:
 
     taken = inspect.signature(_flash_attn_fwd).parameters
     if absent := [n for n in USED if n not in taken]:
-        raise RuntimeError(f"flash_attn.cute: got a version without {', '.join(absent)}, want 4.0.0b36, which was read")
+        raise RuntimeError(f"flash_attn.cute: got a version without {', '.join(absent)}, want {OLDEST}, which was read")
     fwd: Callable[..., Any] = _flash_attn_fwd
     return fwd
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import _installed
+from attnops.package import _installed
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import compact
 

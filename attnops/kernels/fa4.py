@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch, one_of, register, without
-from attnops.kernels._fa4 import PACKAGES, call, dtype_rules, head_dims, too_old, whole_pages
+from attnops.kernels._fa4 import PACKAGES, call, dtype_rules, head_dims, whole_pages
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype
 
@@ -190,6 +190,6 @@ for _op, _run, _more in (
 ):  # fmt: skip
     register(
         Kernel(
-            "fa4", _op, _run, needs=(*NEEDS, *_more), packages=PACKAGES, probe=too_old, cost_us=_cost_us, tolerance=TOLERANCE, about=ABOUT
+            "fa4", _op, _run, needs=(*NEEDS, *_more), packages=PACKAGES, cost_us=_cost_us, tolerance=TOLERANCE, about=ABOUT
         )
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling as _compiling
 
 # Read where they lie: a function that hands one out costs more than the read.
-from attnops.kernel import _REGISTRY, takes
+from attnops.kernel import _REGISTRY, swallows, takes
 from attnops.ops._op import Op
 from attnops.problem import _OVERRIDE
 from attnops.select import _ACTIVE, choose
@@ -123,8 +123,7 @@ class Direct:
 
     def _bound(self, run: Run, kwargs: dict[str, Any]) -> Run:
         """`run` as a function of the op's tensors alone."""
-        # The dispatcher drops what is at its default, so a kernel may not know such an argument.
-        known = {n: v for n, v in kwargs.items() if takes(run, n)}
+        known = told(self.op, run, kwargs)
         moving = tuple((i, n) for i, n in self.named if isinstance(known.get(n), Tensor))
         fixed = {n: None if isinstance(v, Tensor) else v for n, v in known.items()}
         positional = self.positional
@@ -136,6 +135,17 @@ class Direct:
             return run(*tensors[:positional], **kwargs)
 
         return call
+
+
+def told(op: Op, run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What of `kwargs` the kernel is given. The dispatcher drops what is at its default, so it may not know such an argument."""
+    defaults = {a.name: a.default_value for a in op.packet.default._schema.arguments if a.has_default_value()}
+    more = swallows(run)
+    return {n: v for n, v in kwargs.items() if takes(run, n) or (more and not (n in defaults and _same(v, defaults[n])))}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and bool(value == default))
 
 
 PLAIN: dict[str, Types] = {

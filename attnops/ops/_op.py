@@ -63,13 +63,22 @@ def define(op: Op) -> Op:
     return op
 
 
-def bind(kernel: Kernel) -> None:
-    """Give `kernel` its overload, so that a compiled graph says which kernel it calls."""
+def check_binding(kernel: Kernel) -> None:
+    """Raise RegistrationError for a kernel that can have no overload."""
     if kernel.op not in OPS:
         raise RegistrationError(f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
-    op = OPS[kernel.op]
-    if hasattr(op.packet, kernel.name) or keyword.iskeyword(kernel.name):
+    if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
+    if kernel.core is not None:
+        try:
+            torch._C.parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
+        except RuntimeError as error:
+            raise RegistrationError(f"kernel {kernel.name}: core.schema got {kernel.core.schema!r}, want a schema ({error})") from None
+
+
+def bind(kernel: Kernel) -> None:
+    """Give `kernel` its overload, so that a compiled graph says which kernel it calls."""
+    op = OPS[kernel.op]
     # The partitioner of CUDA graphs splits around what bears this tag.
     tags = (torch.Tag.cudagraph_unsafe,) if kernel.capture is Capture.NEVER else ()
     _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, check=None, tags=tags)
@@ -80,7 +89,7 @@ def bind(kernel: Kernel) -> None:
 
 def bind_all() -> None:
     """Bind the kernels there are, and those to come."""
-    on_register(bind)
+    on_register(bind, check_binding)
 
 
 def watch(watcher: Callable[[Op, Problem, str], None]) -> Callable[[], None]:

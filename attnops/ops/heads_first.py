@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 # Read where they lie: a function that hands one out costs more than the read.
-from attnops.kernel import _REGISTRY, Kernel, takes
+from attnops.kernel import _REGISTRY, Kernel
 from attnops.ops import dense
-from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, watched
+from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, told, watched
 from attnops.problem import _OVERRIDE, alike
 from attnops.select import _ACTIVE, choose, key_for
 
@@ -115,7 +115,7 @@ def _kept(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
     run = kernel.heads_first and kernel.heads_first(*args, **kwargs)
     settled = None if run is not None or kernel.settled is None else kernel.settled(*args, **kwargs)
     if run is None:
-        run = _turned(kernel.run, {n: x for n, x in kwargs.items() if takes(kernel.run, n)}) if settled is None else _turned(settled, {})
+        run = _turned(kernel.run, told(dense.ATTENTION, kernel.run, kwargs)) if settled is None else _turned(settled, {})
     if query.size(2) != 1 or key.size(2) == 0 or settled is not None:
         return TensorGuards(*_given(*tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None), 0, 0, run
     # Of keys, values and mask whatever but their number decides; of their strides only whether the last dim has gaps.

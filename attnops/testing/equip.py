@@ -18,7 +18,7 @@ def equip(kernel: Kernel, call: Call) -> Call:
     names = {a.name for a in OPS[call.op].packet.default._schema.arguments}
     if kernel.workspace_bytes is None or "workspace" not in names or call.arguments.get("workspace") is not None:
         return call
-    if any(need(call.problem) for need in kernel.needs):
+    if kernel.unmet(call.problem):
         return call  # it will not run, and its size function is not asked about such a problem
     device = next(iter(call.tensors().values())).device
     return call.with_(workspace=torch.zeros(kernel.workspace_bytes(call.problem), dtype=torch.uint8, device=device))

@@ -105,12 +105,12 @@ def test_an_installed_wheel_holds_these_schemas(foreign):
 
 
 def test_both_names_of_the_wheel_are_known(monkeypatch):
-    from attnops import kernel
+    from attnops import package
 
     for dist in _sgl.DISTS:
-        monkeypatch.setattr(kernel, "_version", {dist: "0.3.21"}.get)
-        monkeypatch.setattr(kernel, "_installed", lambda module: True)
+        monkeypatch.setattr(package, "_version", {dist: "0.3.21"}.get)
+        monkeypatch.setattr(package, "_installed", lambda module: True)
         assert _sgl.package().version() == "0.3.21"
-        refusal = _sgl.package("0.4.3", holds="dense_decode_fwd").missing(kernel.Target())
+        refusal = _sgl.package("0.4.3", holds="dense_decode_fwd").missing(package.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
     assert SimpleNamespace(**_sgl.package(below="0.4.7").__dict__).below == "0.4.7"

@@ -1,0 +1,157 @@
+"""The vocabulary of needs: what a kernel demands of a Problem, by the names of the Problem's fields.
+
+A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError where the need is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+
+from attnops.errors import RegistrationError
+from attnops.problem import Problem, Refusal
+
+Need = Callable[[Problem], Refusal | None]
+"""A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
+
+_TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(Problem)} | {
+    name: found.fget.__annotations__["return"] for name, found in vars(Problem).items() if isinstance(found, property)
+}
+_VALUES: dict[str, type] = {"int": int, "bool": bool, "str": str, "torch.dtype": torch.dtype}
+
+
+def _known(name: str, *types: str) -> None:
+    """Raise RegistrationError unless `name` is a field of Problem, of one of `types` where some are given."""
+    if name not in _TYPES:
+        raise RegistrationError(f"need: got the field {name!r}, want one of {', '.join(_TYPES)}")
+    if types and _TYPES[name] not in types:
+        raise RegistrationError(f"need: got the field {name!r}, which is of type {_TYPES[name]}, want one of type {' | '.join(types)}")
+
+
+def one_of(name: str, *values: object) -> Need:
+    """The field is one of `values`."""
+    _known(name)
+    wanted = _VALUES.get(_TYPES[name], object)
+    if wrong := [v for v in values if not isinstance(v, wanted)]:
+        raise RegistrationError(f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}")
+    want = " | ".join(str(v).removeprefix("torch.") for v in values)
+    return lambda p: None if getattr(p, name) in values else Refusal(name, getattr(p, name), want)
+
+
+def dtypes(*values: torch.dtype) -> Need:
+    """Query, key and value share one dtype, one of `values`."""
+    shared = one_of("dtype", *values)
+
+    def need(p: Problem) -> Refusal | None:
+        if p.kv_dtype != p.dtype:
+            return Refusal("kv_dtype", p.kv_dtype, f"the query's {str(p.dtype).removeprefix('torch.')}")
+        return shared(p)
+
+    return need
+
+
+def at_most(name: str, limit: int) -> Need:
+    """The int field is at most `limit`."""
+    _known(name, "int")
+    return lambda p: None if getattr(p, name) <= limit else Refusal(name, getattr(p, name), f"<= {limit}")
+
+
+def multiple_of(name: str, unit: int) -> Need:
+    """The int field is a multiple of `unit`."""
+    _known(name, "int")
+    return lambda p: None if getattr(p, name) % unit == 0 else Refusal(name, getattr(p, name), f"a multiple of {unit}")
+
+
+def extent_at_most(name: str, limit: int) -> Need:
+    """The size is known to be at most `limit`."""
+    _known(name, "Extent")
+
+    def need(p: Problem) -> Refusal | None:
+        extent = getattr(p, name)
+        return None if extent.hi is not None and extent.hi <= limit else Refusal(name, extent, f"<= {limit}")
+
+    return need
+
+
+def extent_at_least(name: str, limit: int) -> Need:
+    """The size is known to be at least `limit`."""
+    _known(name, "Extent")
+    return lambda p: None if getattr(p, name).lo >= limit else Refusal(name, getattr(p, name), f">= {limit}")
+
+
+def arch(*families: int) -> Need:
+    """CUDA, with a compute capability of one of `families` (90 for SM90)."""
+    want = " | ".join(f"sm{f}" for f in families)
+    return lambda p: None if p.target.device == "cuda" and p.target.arch in families else Refusal("target", p.target, want)
+
+
+def device(*kinds: str) -> Need:
+    """The target's device is one of `kinds`."""
+    for kind in kinds:
+        try:
+            torch.device(kind)
+        except RuntimeError:
+            raise RegistrationError(f"need: got the device {kind!r}, want a kind that torch knows, e.g. cuda") from None
+    return lambda p: None if p.target.device in kinds else Refusal("device", p.target.device, " | ".join(kinds))
+
+
+def without(*names: str) -> tuple[Need, ...]:
+    """None of these features is asked for: each named field is False, "none" or unset."""
+
+    def no(name: str) -> Need:
+        _known(name)
+
+        def need(p: Problem) -> Refusal | None:
+            got = getattr(p, name)
+            return None if got in (False, "none", None) else Refusal(name, got, "none" if isinstance(got, str) else "no")
+
+        return need
+
+    return tuple(no(n) for n in names)
+
+
+def all_of(needs: Iterable[Need]) -> Need:
+    """The first of `needs` that is not met."""
+    needs = tuple(needs)
+    return lambda p: next((r for need in needs if (r := need(p))), None)
+
+
+class Feature(NamedTuple):
+    """A feature that a Problem asks for. arguments: those of the op that carry it; a kernel that takes the feature names one of them."""
+
+    field: str
+    got: object
+    want: str
+    arguments: tuple[str, ...]
+
+
+ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
+         "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
+"""Ops whose results depend on the features. To an op that plans they are hints, and a merge always has its lse."""
+
+CAUSAL = ("paged_attention", "mla_attention")
+"""Ops that are causal unless they are asked not to be."""
+
+
+def features(p: Problem) -> tuple[Feature, ...]:
+    """The features that `p` asks for, whose arguments are then not at their defaults."""
+    if p.op not in ASKED:
+        return ()
+    causal = p.causal is (p.op not in CAUSAL) and p.queries.hi != 1 and "write" not in p.op
+    asked = (
+        (causal, Feature("causal", p.causal, str(not p.causal), ("causal",))),
+        (p.window[0] >= 0, Feature("windowed", True, "no", ("window_left",))),
+        (p.window[1] >= 0 and not p.causal, Feature("windowed", True, "no", ("window_right",))),
+        (p.softcap, Feature("softcap", True, "no", ("softcap",))),
+        (p.attention_chunk > 0, Feature("attention_chunk", p.attention_chunk, "0", ("attention_chunk",))),
+        (p.mask != "none", Feature("mask", p.mask, "none", ("mask",))),
+        (p.mask_grad, Feature("mask_grad", True, "no", ("mask_grad",))),
+        (p.sinks, Feature("sinks", True, "no", ("sinks",))),
+        (p.kv_range, Feature("kv_range", True, "no", ("kv_start", "kv_end"))),
+        (p.kv_scales, Feature("kv_scales", True, "no", ("k_scale", "v_scale", "kv_scale"))),
+        (p.lse, Feature("lse", True, "no", ("return_lse", "lse"))),
+    )
+    return tuple(feature for is_asked, feature in asked if is_asked)

@@ -1,0 +1,85 @@
+"""`Package`: a Python package that a kernel needs, looked for without an import of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+
+from attnops.errors import RegistrationError
+from attnops.problem import Refusal, Target
+from attnops.versions import parse, within
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Python package a kernel needs. `module` is what is imported, `dists` the names it is installed under.
+
+    at_least, below: the versions that hold `holds`, the first and the first that no longer does, compared as PEP 440 has it;
+        "" leaves a side open.
+    """
+
+    module: str
+    dists: tuple[str, ...]
+    at_least: str = ""
+    install: str = ""
+    below: str = ""
+    holds: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("at_least", "below"):
+            if (bound := getattr(self, field)) and parse(bound) is None:
+                raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
+
+    def missing(self, target: Target) -> Refusal | None:
+        """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
+        if target.assume is not None:
+            present = self.module in target.assume
+        else:
+            present = _installed(self.module)
+        if not present:
+            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self._requirement()}")
+        if target.assume is None and (version := self.version()) is not None and not self.has(version):
+            return Refusal("package", f"{self.module} {version}", self.versions())
+        return None
+
+    def has(self, version: str) -> bool:
+        """Does this version lie within the bounds?"""
+        return within(version, self.at_least, self.below)
+
+    def versions(self) -> str:
+        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
+        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
+
+    def _requirement(self) -> str:
+        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        return f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
+
+    def version(self) -> str | None:
+        """The installed version under the first of `dists` that is installed, or None."""
+        return next((v for d in self.dists if (v := _version(d)) is not None), None)
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    # A parent is not imported to look into it: importlib.util.find_spec would.
+    head, *parts = module.split(".")
+    try:
+        spec = importlib.util.find_spec(head)
+        for part in parts:
+            head = f"{head}.{part}"
+            spec = spec and PathFinder.find_spec(head, spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
+
+
+@functools.cache
+def _version(dist: str) -> str | None:
+    try:
+        return importlib.metadata.version(dist)
+    except Exception:  # damaged metadata raise anything, and name no version either
+        return None

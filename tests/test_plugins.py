@@ -1,0 +1,394 @@
+"""Kernels of third parties that raise, lie, or take in what they do not know: each is a refusal, or an error of its own."""
+
+import ast
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+from packaging.version import Version as Theirs
+
+import attnops
+from attnops import kernel as registry_module
+from attnops.errors import NoKernel, RegistrationError
+from attnops.kernel import (
+    Capture,
+    Core,
+    Failed,
+    Kernel,
+    Package,
+    Registry,
+    arch,
+    at_most,
+    device,
+    dtypes,
+    extent_at_least,
+    extent_at_most,
+    kernels_of,
+    multiple_of,
+    one_of,
+    register,
+    together,
+    without,
+)
+from attnops.needs import features
+from attnops.ops._direct import told
+from attnops.ops.dense import ATTENTION
+from attnops.problem import Extent, Problem, Refusal, Target
+from attnops.select import choose, select, workspace_bytes
+from attnops.testing import CASES
+from attnops.versions import parse, within
+from tests.helpers import fresh_process, ready_process
+from tests.test_select import installed
+
+PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+_unique = itertools.count(-1_000_000, -1)
+
+
+class Evil(Exception):
+    """An error whose text cannot be made."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def run(query, key, value, *, scale, **kwargs):
+    """Knows no feature, and takes in all of them."""
+    raise AssertionError("selection runs no kernel")
+
+
+def raises(error):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """A registry with one kernel that can run everything, `good`."""
+    lab = Registry(generation=next(_unique))
+    monkeypatch.setattr(registry_module, "_REGISTRY", lab)
+    register(Kernel("good", "attention", kernels_of_real["reference"].run, cost_us=lambda p: 100.0))
+    return lab
+
+
+kernels_of_real = dict(kernels_of("attention"))
+
+PLACES = {
+    "needs": lambda f: {"needs": (f,)},
+    "second need": lambda f: {"needs": (one_of("softcap", False), f)},
+    "probe": lambda f: {"probe": f},
+    "cost_us": lambda f: {"cost_us": f},
+    "workspace_bytes": lambda f: {"workspace_bytes": f},
+    "inline_when": lambda f: {"inline_when": f},
+}  # fmt: skip
+ERRORS = [
+    ValueError("boom"),
+    KeyError(3),
+    SystemExit(3),
+    Evil(),
+    RecursionError(),
+    MemoryError(),
+    AttributeError("head_dims"),
+    AssertionError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kernel_that_raises_refuses(lab, place, error):
+    register(Kernel("theirs", "attention", run, **PLACES[place](raises(error))))
+    decision = select(PLAIN)
+    assert decision.kernel.name == "good"
+    (reason,) = decision.refused["theirs"]
+    assert reason.field == f"theirs.{place.split()[-1].replace('need', 'needs').replace('needss', 'needs')}"
+    assert type(error).__name__ in str(reason) and str(reason) in str(decision)
+    with pytest.raises(NoKernel, match=r"theirs\.") as caught:
+        choose(PLAIN, "kernel=theirs")
+    assert type(error).__name__ in str(caught.value)
+    assert workspace_bytes(PLAIN) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_user_may_stop_it(lab, place):
+    register(Kernel("theirs", "attention", run, **PLACES[place](raises(KeyboardInterrupt()))))
+    with pytest.raises(KeyboardInterrupt):
+        select(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "us", [math.nan, math.inf, -1.0, "1", None, True, 10**400, torch.tensor(1.0), [1.0], 1j], ids=lambda v: repr(v)[:20]
+)
+def test_a_cost_that_is_no_time_is_a_refusal(lab, us):
+    register(Kernel("theirs", "attention", run, cost_us=lambda p: us))
+    decision = select(PLAIN)
+    assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == ["theirs.cost_us"]
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, None, "8", math.nan])
+def test_a_size_that_is_none_is_a_refusal(lab, size):
+    register(Kernel("theirs", "attention", run, workspace_bytes=lambda p: size))
+    assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.workspace_bytes"]
+
+
+@pytest.mark.parametrize("answer", [True, False, "no", 0, ()], ids=repr)
+@pytest.mark.parametrize("place", ["needs", "probe"])
+def test_an_answer_that_is_no_refusal_is_one(lab, place, answer):
+    register(Kernel("theirs", "attention", run, **PLACES[place](lambda _: answer)))
+    assert [r.field for r in select(PLAIN).refused["theirs"]] == [f"theirs.{place}"]
+
+
+def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
+    asked = []
+
+    def need(p):
+        asked.append(p)
+        if len(asked) == 1:
+            raise OSError("too many open files")
+
+    register(Kernel("theirs", "attention", run, needs=(need,), cost_us=lambda p: 1.0))
+    assert select(PLAIN).kernel.name == "good"
+    assert select(PLAIN).kernel.name == "theirs"
+    assert select(PLAIN) is select(PLAIN) and len(asked) == 2
+
+
+def test_a_plan_is_priced_with_the_call(lab):
+    def cost_us(p):
+        return 1.0 if p.plan == "none" else math.nan
+
+    register(Kernel("theirs", "attention", run, cost_us=cost_us, device_plan=raises(ValueError())))
+    assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
+
+
+# Misspelt -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: one_of("head_dims", 64),
+        lambda: one_of("dtype", "bfloat16"),
+        lambda: one_of("head_dim", "64"),
+        lambda: one_of("mask", None),
+        lambda: dtypes("float32"),
+        lambda: at_most("heads", 4),
+        lambda: at_most("mask", 4),
+        lambda: multiple_of("page", 4),
+        lambda: multiple_of("queries", 4),
+        lambda: extent_at_most("tokens_", 4),
+        lambda: extent_at_most("head_dim", 4),
+        lambda: extent_at_least("query", 4),
+        lambda: without("soft_cap"),
+        lambda: without("mask", "sink"),
+        lambda: device("gpu"),
+        lambda: Package("theirs", ("theirs",), "newest"),
+        lambda: Package("theirs", ("theirs",), below="1.x"),
+    ],
+)
+def test_a_misspelt_need_is_an_error_where_it_is_built(build):
+    with pytest.raises(RegistrationError, match=r"(need|package theirs): .*got .*, (which is of type .*, )?want "):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("needs", [arch(90)]), ("packages", ("torch",)), ("run", None),
+        ("capture", "never"), ("tolerance", 0.0), ("tolerance", "1"), ("cost_us", 1.0), ("probe", True),
+        ("workspace_bytes", 8), ("run", type),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
+    before = {op: dict(table) for op, table in lab.kernels.items()}
+    with pytest.raises(RegistrationError, match=f"kernel theirs: {field} got "):
+        register(replace(Kernel("theirs", "attention", run), **{field: value}))
+    assert lab.kernels == before
+
+
+def test_a_core_that_is_no_schema_leaves_no_trace():
+    before = tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()
+    with pytest.raises(RegistrationError, match=r"core\.schema got '\(Tensor -> ', want a schema"):
+        register(Kernel("theirs", "merge_state", run, core=Core("(Tensor -> ", run, run)))
+    assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
+
+
+# All or none ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("later"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+def test_kernels_of_one_module_count_together(lab, error):
+    heard = []
+    lab.listeners.append(lambda k: heard.append(k.name))
+    with pytest.raises(type(error)), together():
+        register(Kernel("first", "attention", run))
+        register(Kernel("second", "merge_state", run))
+        assert "first" in kernels_of("attention")
+        raise error
+    assert list(kernels_of("attention")) == ["good"] and not kernels_of("merge_state") and not heard and lab.waiting is None
+    with together():
+        register(Kernel("first", "attention", run))
+        assert not heard
+    assert list(kernels_of("attention")) == ["good", "first"] and heard == ["first"]
+
+
+HEAD = "from attnops.kernel import *\nfrom attnops.kernel import Kernel, register\ndef run(query, key, value, **_): return query, query\n"
+THEIRS = {
+    "two_then_raises": HEAD + "register(Kernel('one_t', 'attention', run))\nregister(Kernel('two', 'merge_state', run))\n1 / 0  # [/t]",
+    "two_then_exits": HEAD + "register(Kernel('one_e', 'attention', run))\nregister(Kernel('two', 'attention', run))\nraise SystemExit(3)",
+    "second_is_misspelt": HEAD + "register(Kernel('one_m', 'attention', run))\nregister(Kernel('two_m', 'atention', run))",
+    "need_is_misspelt": HEAD + "register(Kernel('one_n', 'attention', run, needs=without('soft_cap')))",
+    "exits_in_needs": HEAD + "def f(p): raise SystemExit\nregister(Kernel('in_needs', 'attention', run, needs=(f,)))",
+    "raises_in_cost": HEAD + "register(Kernel('in_cost', 'attention', run, cost_us=lambda p: 1 / 0))",
+    "raises_in_probe": HEAD + "def f(t): raise OSError('no [/driver]')\nregister(Kernel('in_probe', 'attention', run, probe=f))",
+    "price_of_nan": HEAD + "register(Kernel('priceless', 'attention', run, cost_us=lambda p: float('nan')))",
+}  # fmt: skip
+
+
+def test_installed_plugins_that_fail_harm_no_call_no_doctor_and_no_import(tmp_path):
+    for name, source in THEIRS.items():
+        env = installed(tmp_path, name, source)
+    (tmp_path / "no_text-1.0.dist-info").mkdir()
+    (tmp_path / "no_text-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: no_text\nVersion: 1.0\n")
+    (tmp_path / "no_text-1.0.dist-info" / "entry_points.txt").write_text("[attnops.kernels]\nnothing_here = :::\n")
+    code = """
+import json, torch, attnops
+from attnops.cli import doctor
+from attnops.cli.tables import new_console, show_explanation
+from attnops.kernel import broken_kernels, kernels_of
+from attnops.lowering import key
+from attnops.select import select
+q = torch.randn(1, 3, 2, 8)
+attnops.attention(q, q, q)
+torch.compile(lambda q: attnops.attention(q, q, q), backend="aot_eager", fullgraph=True)(q)
+found = attnops.explain(lambda: attnops.attention(q, q, q), quiet=True)
+assert len(key.circumstances()) > 5
+report = doctor.examine()
+json.dumps(report)
+doctor.show(report, new_console())
+show_explanation(found, new_console())
+print('names')
+print(list(kernels_of("attention")), list(kernels_of("merge_state")))
+print(dict(broken_kernels()))
+print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.refused.items()}))
+"""
+    names, broken, refused = ready_process(code, env=env).rpartition("names\n")[2].splitlines()
+    attention, merge = ast.literal_eval(names.replace("] [", "], ["))
+    assert sorted(attention) == sorted([*kernels_of_real, "in_needs", "in_cost", "in_probe", "priceless"])
+    assert merge == list(kernels_of("merge_state"))
+    texts = ast.literal_eval(broken)
+    assert {k.partition(" ")[0] for k in texts} == {
+        "two_then_raises", "two_then_exits", "second_is_misspelt", "need_is_misspelt", "nothing_here"
+    }  # fmt: skip
+    assert texts["two_then_exits (two_then_exits)"] == "SystemExit: 3"
+    reasons = json.loads(refused)
+    for name, place in (("in_needs", "needs"), ("in_cost", "cost_us"), ("in_probe", "probe"), ("priceless", "cost_us")):
+        assert f"{name}.{place}" in reasons[name]
+
+
+# Features that a plug-in does not know --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op]], ids=str)
+def test_a_kernel_that_takes_in_everything_knows_nothing(case):
+    problem = case.call().problem
+    asked = {f.field for f in features(problem)}
+    swallower = Kernel("theirs", case.op, run)
+    assert {r.field for r in swallower.refusals(problem)} == asked
+    # The same with the names: it knows them all.
+    assert not replace(kernels_of(case.op)["reference"], name="theirs").unmet(problem)
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 30.0}, {"causal": True}, {"window": (1, -1)}, {"window": (-1, 1)}, {"sinks": torch.zeros(2)},
+                {"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, {"attention_chunk": 2}],
+    ids=lambda o: next(iter(o)),
+)  # fmt: skip
+def test_it_is_never_handed_what_it_does_not_know(lab, options):
+    handed = []
+
+    def taking(query, key, value, *_, scale, **kwargs):
+        handed.append(kwargs)
+        return query.clone(), query.new_empty(0, dtype=torch.float32)
+
+    register(Kernel("theirs", "attention", taking, cost_us=lambda p: 1.0))
+    q = torch.randn(1, 3, 2, 8)
+    for _ in range(3):
+        attnops.attention(q, q, q, **options)
+    assert not handed
+    for _ in range(3):
+        attnops.attention(q, q, q)
+    assert len(handed) == 3 and all(set(kwargs) <= {"policy"} for kwargs in handed), "arguments at their defaults are not handed on"
+
+
+def test_a_wrapper_is_told_what_is_not_at_its_default():
+    given = {"scale": 1.0, "causal": True, "window_left": -1, "softcap": 0.0, "policy": ""}
+    assert told(ATTENTION, lambda *args, **kwargs: None, given) == {"scale": 1.0, "causal": True}
+    assert told(ATTENTION, lambda q, *, scale, softcap: None, given) == {"scale": 1.0, "softcap": 0.0}
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+VERSIONS = [
+    "0.4.0rc1", "0.4.0", "0.4", "0.4.0.post1", "0.4.0.dev3", "0.4.0rc1.dev2", "0.4.0a1", "0.4.0b2.post3", "0.4.0+cu130", "0.4.0rc1+cu130",
+    "4.0.0b36", "4.0.0b4", "4.0.0", "4.0.0b36.dev1", "1!0.1", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0+cu130", "2.11.0a0+git1", "10.0",
+    "9.9",
+    "0.3.21", "0.4.6.post1", "0.4.7", "0.4.7rc1", "1.0.0.0", "1", "1.0alpha", "1.0-preview-2", "1.0c1", "1.0-r3", " 1.0 ",
+    "1.0.1.2.3", "0", "0.0",
+]  # fmt: skip
+WRONG = ["", "unknown", "1.x", "1..0", "1.0+", "1.0+a..b", "1.0 beta", "==1.0", "1" * 300, "١.٠"]
+
+
+@pytest.mark.parametrize("a", VERSIONS)
+def test_versions_compare_as_packaging_compares_them(a):
+    for b in VERSIONS:
+        mine, theirs = (parse(a), parse(b)), (Theirs(Theirs(a).public), Theirs(Theirs(b).public))
+        assert (mine[0] < mine[1], mine[0] == mine[1]) == (theirs[0] < theirs[1], theirs[0] == theirs[1]), (a, b)
+        public = str(Theirs(b).public)
+        assert within(a, public, "") == SpecifierSet(f">={public}", prereleases=True).contains(a), (a, b)
+        if Theirs(b).is_postrelease:
+            continue  # whose pre-releases packaging has changed its mind about
+        assert within(a, "", public) == SpecifierSet(f"<{public}", prereleases=True).contains(a), (a, b)
+
+
+@given(
+    st.from_regex(r"\A(1!)?[0-2](\.[0-2]){0,3}((a|b|rc|c|alpha)[0-2]?)?(\.post[0-2]?|-[0-2])?(\.dev[0-2]?)?(\+[a-z0-9]{1,3})?\Z"), st.data()
+)
+def test_any_versions_do(a, data):
+    b = data.draw(st.sampled_from(VERSIONS))
+    theirs = Theirs(Theirs(a).public), Theirs(Theirs(b).public)
+    assert (parse(a) < parse(b)) == (theirs[0] < theirs[1])
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_no_version_lies_in_no_bounds(text):
+    if (text and text[0] != "1") or text in ("1.x", "1..0"):
+        with pytest.raises(InvalidVersion):
+            Theirs(text)
+    assert parse(text) is None or len(text) > 100
+    assert not within(text, "0.1", "") and not within(text, "", "9") and within(text, "", "")
+
+
+def test_a_pre_release_is_older_than_its_release(monkeypatch):
+    monkeypatch.setattr("attnops.package._installed", lambda module: True)
+    for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
+        monkeypatch.setattr("attnops.package._version", lambda dist, version=version: version)
+        package = Package("theirs", ("theirs",), at_least)
+        assert (package.missing(Target()) is None) == found
+        assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
+
+
+def test_packaging_is_not_imported():
+    code = "import sys, torch; before = {*sys.modules}; import attnops, attnops.package; print(*{*sys.modules} - before)"
+    assert "packaging" not in {name.partition(".")[0] for name in fresh_process(code).split()}
+
+
+def test_a_failure_is_a_refusal_like_any_other():
+    assert str(Failed("theirs.needs", "OSError: x", "no error")) == "theirs.needs=OSError: x (wants no error)"
+    assert Extent.of(1).hi == 1 and Capture.WHOLE.value == "whole"
