@@ -80,7 +80,7 @@ def _lengths(
     query: Tensor, key: Tensor, static: Static, cu: Pair | None, longest: tuple[int, int]
 ) -> tuple[Tensor | None, Tensor | None, int, int, int]:
     """(cu_q, cu_k, most queries, most keys, window's right) as aten takes them."""
-    _, causal, _, right = static
+    _, causal, left, right = static
     if cu is None:
         return None, None, query.shape[1], key.shape[1], right
     max_q, max_k = longest
@@ -88,6 +88,9 @@ def _lengths(
         # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
         right = -1 if right >= max_q + max_k else right
         max_k = max(max_k, right + 1)
+    if left >= 0 and right < 0 and not causal:
+        # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
+        max_k += max_q
     # With one query a request aten counts the requests instead of the tokens, and some may have none.
     return cu[0].contiguous(), cu[1].contiguous(), max(max_q, 2), max_k, right
 
@@ -110,8 +113,8 @@ def limits(p: Problem) -> Refusal | None:
         return Refusal("head_dim", p.head_dim, "a multiple of 8, <= 256 (CUDA)")
     if p.mask != "none":
         return Refusal("mask", p.mask, "none (CUDA)")
-    if p.window[1] >= 0 and not (p.causal or p.sizes_equal) and p.op.startswith("attention") and _more_queries(p):
-        return Refusal("window", p.window, "no right side with more queries than keys (CUDA)")
+    if p.window != (-1, -1) and not (p.causal or p.sizes_equal) and p.op.startswith("attention") and _more_queries(p):
+        return Refusal("window", p.window, "no window with more queries than keys (CUDA)")
     return None
 
 

@@ -62,7 +62,8 @@ def _requests(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) ->
 
 def _window(causal: bool, left: int | None, right: int | None, max_q: int, max_k: int) -> tuple[int, int]:
     left, right = -1 if left is None or left >= max_k else left, -1 if right is None or right >= max_k else right
-    return left, 0 if causal else right
+    # Seen on an H100: beside a left side an open right side is one of the longest request's keys, short for a query before the first key.
+    return left, 0 if causal else max_k if left >= 0 and right < 0 else right
 
 
 def _see(n: int, count: int, left: int, right: int) -> Tensor:

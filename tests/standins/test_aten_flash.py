@@ -7,7 +7,7 @@ import attnops
 from attnops.kernel import kernels_of
 from attnops.ops import OPS as OPS_BY_NAME
 from attnops.problem import Target, pretend
-from attnops.select import choose
+from attnops.select import choose, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.check import clone
 from tests.standins.aten_flash import installed
@@ -64,11 +64,18 @@ def test_much_of_the_grid_is_taken(standin):
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
 def test_ragged_requests_with_windows_and_gradients(standin, heads, causal, window):
     f = Features(dtype=BF16, head_dim=64, q_heads=heads[0], kv_heads=heads[1], causal=causal, window=window, lse=True)
-    call = builders.varlen(Source(3), (5, 0, 1, 9, 4), (5, 3, 7, 2, 0), f, padding=(3, 4))
+    call = builders.varlen(Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4))
     for one in (call, builders.backward(Source(4), call)):
         figures = check_kernel(flash(one.op), one)
         assert not figures.refused and figures.worst <= 1.0, figures
     assert set(standin) == {"_flash_attention_forward", "_flash_attention_backward"}
+
+
+@pytest.mark.parametrize("window", [(33, -1), (-1, 8)], ids=str)
+def test_a_dense_window_with_more_queries_than_keys_is_refused_on_cuda(standin, window):
+    query, key = (torch.empty(2, n, 2, 64, dtype=BF16, device="meta") for n in (130, 70))
+    problem = OPS_BY_NAME["attention"].problem(query, key, key, scale=0.1, window_left=window[0], window_right=window[1])
+    assert "window" in {r.field for r in select(problem).refused["aten_flash"]}
 
 
 def test_one_query_a_request_and_an_idle_one(standin):
