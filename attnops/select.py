@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from attnops.env import default_policy_key
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel
 from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
-from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force
+from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
 from attnops.problem import Problem, Refusal
 
 
@@ -110,6 +110,11 @@ class Decision:
             return "on a GPU only where nothing else can"
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
 
+    def untried(self, name: str) -> str:
+        """`; never run on sm100` of a kernel that has not met the target's hardware, else nothing."""
+        never = never_run(self.problem.op, name, self.problem.target)
+        return f"; {never}" if never else ""
+
     @property
     def rank(self) -> tuple[int, bool, float]:
         """What the choice was made by, the less the better: of two decisions of one op and policy, which kernel is to be chosen.
@@ -130,8 +135,9 @@ class Decision:
     def __str__(self) -> str:
         head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
         head += f": {self.by_judge}" if self.by_judge else ""
+        head += self.untried(self.kernel.name) if self.kernel else ""
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
-        slower = [f"  not {n}: can run, {self.why_not(n)}" for n in self.passed_over]
+        slower = [f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over]
         return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
 
 

@@ -23,13 +23,14 @@ import attnops
 import attnops.ops
 from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, support
 from attnops.errors import AttnopsError
-from attnops.kernel import kernels_of
+from attnops.kernel import all_kernels, kernels_of
+from attnops.measured.hardware import FILE as HARDWARE
 from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 from performance import performance_full, performance_short, stale_plots  # noqa: E402, lies beside this file
-from results import results_full, results_short  # noqa: E402
+from results import hardware, hardware_text, results_full, results_short  # noqa: E402
 
 README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
 
@@ -48,6 +49,13 @@ def supports(op: str) -> list[Support]:
     return [support(kernel) for kernel in kernels_of(op).values()]
 
 
+def met(found: Support) -> str:
+    """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU by committed results."""
+    kernel = found.kernel
+    targets = [*(["cpu"] if "cpu" in found.runs else []), *hardware([f"{kernel.op}.{kernel.name}"])[f"{kernel.op}.{kernel.name}"]]
+    return ", ".join(targets) or "**never run on hardware**"
+
+
 def packages(found: Support) -> str:
     return ", ".join(f"{p.module} {p.versions()}".strip() for p in found.kernel.packages) or "none"
 
@@ -57,12 +65,14 @@ def kernels_full() -> str:
     for op in ops_of_kernels():
         features = [f.name for f in columns(op)]
         if not features:
-            plain.append([f"`{op}`", OPS[op].about, ", ".join(f"`{s.kernel.name}` ({', '.join(s.runs)})" for s in supports(op))])
+            kernels = "; ".join(f"`{s.kernel.name}`: {', '.join(s.runs)} (has run on {met(s)})" for s in supports(op))
+            plain.append([f"`{op}`", OPS[op].about, kernels])
             continue
-        head = ["kernel", *TARGETS, *features, "packages", "about"]
+        head = ["kernel", *TARGETS, "has run on", *features, "packages", "about"]
         rows = []
         for s in supports(op):
             machine = ["yes" if t in s.runs else "-" for t in TARGETS]
+            machine.append(met(s))
             rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
         parts.append(f"### {op}\n\n{sentence(OPS[op].about)}\n\n{table(head, rows)}")
     parts.append(f"### The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
@@ -71,18 +81,19 @@ def kernels_full() -> str:
 
 def kernels_short() -> str:
     """One row a kernel; the ops that only `reference` answers share the last row."""
-    rows, rest = [], []
+    rows, rest, ran = [], [], set()
     for op in ops_of_kernels():
         found = supports(op)
         if [s.kernel.name for s in found] == ["reference"]:
             rest.append(f"`{op}`")
+            ran.add(met(found[0]))
             continue
         for s in found:
             some = {f: "" if at == s.runs else f" ({', '.join(at)})" for f, at in s.takes.items() if at}
             cells = [listed(some), listed({f: "" for f in s.takes if f not in some})]
-            rows.append([f"`{op}`", f"`{s.kernel.name}`", ", ".join(s.runs), *cells, packages(s)])
-    rows.append([", ".join(rest), "`reference`", ", ".join(TARGETS), "everything", "-", "none"])
-    return table(["op", "kernel", "runs on", "takes", "refuses", "packages"], rows)
+            rows.append([f"`{op}`", f"`{s.kernel.name}`", ", ".join(s.runs), met(s), *cells, packages(s)])
+    rows.append([", ".join(rest), "`reference`", ", ".join(TARGETS), " | ".join(sorted(ran)), "everything", "-", "none"])
+    return table(["op", "kernel", "made for", "has run on", "takes", "refuses", "packages"], rows)
 
 
 def listed(features: dict[str, str]) -> str:
@@ -212,6 +223,11 @@ def stale(check: bool) -> Iterator[str]:
                     begin = f"<!-- {part}:begin -->\n"
                     text = (ROOT / name).read_text()
                     (ROOT / name).write_text(text.replace(begin + now, begin + new))
+    text = hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels()))
+    if not HARDWARE.exists() or HARDWARE.read_text() != text:
+        yield str(HARDWARE.relative_to(ROOT))
+        if not check:
+            HARDWARE.write_text(text)
     yield from stale_plots(ROOT, check)
 
 

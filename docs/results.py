@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,41 @@ def stamp(data: dict[str, Any]) -> str:
     return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
 
 
+TARGETS = {"NVIDIA H200": "sm90", "NVIDIA H100 80GB HBM3": "sm90"}
+"""Of machines whose files were written before they said it themselves."""
+GRIDS = ("numerics", "numerics_at_size")
+
+
+def hardware(kernels: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
+    """The targets on which each `op.kernel` was compared with its reference, by the results that are committed."""
+    found: dict[str, set[str]] = {name: set() for name in kernels}
+    for _, files in machines(root):
+        for data in (data for stem, data in files.items() if stem.partition("-")[0] == "kernels"):
+            target = data.get("target") or TARGETS.get(str(data.get("device")))
+            for name in (n for grid in GRIDS for n, figures in data.get(grid, {}).items() if figures["cases"]):
+                if target and name in found:
+                    found[name].add(target)
+    return {name: sorted(targets) for name, targets in sorted(found.items())}
+
+
+def hardware_text(found: dict[str, list[str]]) -> str:
+    """The file attnops/measured/hardware.json."""
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(targets)}" for name, targets in found.items()) + "\n}\n"
+
+
+def left(figures: dict[str, Any]) -> int:
+    """Cases that a kernel takes and the run did not: for time once, by a pairwise cover now."""
+    return figures.get("left_out", 0) + figures.get("left_out_for_time", 0)
+
+
+def spread(figures: dict[str, Any] | None) -> str:
+    """Cases that ran, and those that were left out or refused."""
+    if figures is None:
+        return "-"
+    more = [f"{count:,} {what}" for count, what in ((left(figures), "left out"), (figures["refused"], "refused")) if count]
+    return f"{figures['cases']:,}" + (f" ({', '.join(more)})" if more else "")
+
+
 def proven(data: dict[str, Any]) -> str:
     """What the GPU tests found, kernel by kernel; kernels that take no case there are listed below the table."""
     rows, idle = [], []
@@ -50,20 +85,40 @@ def proven(data: dict[str, Any]) -> str:
         replay, large = data.get("replay", {}).get(name), data.get("numerics_at_size", {}).get(name)
         rows.append(
             [
-                f"`{name}`", str(n["cases"]), str(n["wrong"]), f"{100 * n['worst_share_of_budget']:.0f}%",
-                "-" if large is None else f"{large['cases']} ({100 * large['worst_share_of_budget']:.0f}%), {large['wrong']} wrong",
+                f"`{name}`", spread(n), str(n["wrong"]), f"{100 * n['worst_share_of_budget']:.0f}%", spread(large),
+                "-" if large is None else f"{large['wrong']}, {100 * large['worst_share_of_budget']:.0f}%",
                 str(data.get("opcheck", {}).get(name, "-")), "-" if replay is None else str(replay),
             ]
         )  # fmt: skip
-    head = ["kernel", "cases", "wrong", "worst error, of the budget", "at size", "opcheck calls", "captured, changed, replayed"]
-    text = table(head, rows)
-    if tests := data.get("tests"):
+    head = ["kernel", "cases ran", "wrong", "worst error, of the budget", "at size", "wrong, worst", "opcheck calls", "replays"]
+    text = table([*head[:-1], "captured, changed, replayed"], rows)
+    figures = [f for grid in GRIDS for f in data.get(grid, {}).values()]
+    ran, out = sum(f["cases"] for f in figures), sum(map(left, figures))
+    text += f"\n\nOf the cases that these kernels take {ran:,} ran and {out:,} were left out"
+    text += f": {why_left(data)}." if out else "."
+    if tests := {outcome: count for outcome, count in data.get("tests", {}).items() if count}:
         text += "\n\nTests of this run: " + ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(tests.items())) + "."
     if failed := data.get("failed_tests"):
         text += f"\n\nTests that failed in this run: {', '.join(f'`{name}`' for name in failed)}."
+    if skipped := data.get("skipped_tests"):
+        text += "\n\nSkipped: " + "; ".join(f"{len(names)} because {why[:160]}" for why, names in sorted(skipped.items())) + "."
+    if missing := data.get("not_run"):
+        text += f"\n\nNot run: {', '.join(f'`{name}`' for name in missing)}."
     if cut := data.get("unfinished"):
         text += f"\n\nProcesses of this run that were ended before all their tests were: {', '.join(f'`{name}`' for name in cut)}."
     return text + (f"\n\nNo case of the grid runs there: {', '.join(idle)}." if idle else "")
+
+
+def why_left(data: dict[str, Any]) -> str:
+    """Why cases were left out, with their number, and where they are named."""
+    counts: dict[str, int] = {}
+    for reasons in data.get("left_out_cases", {}).values():
+        for why, labels in reasons.items():
+            counts[why] = counts.get(why, 0) + len(labels)
+    late = sum(f.get("left_out_for_time", 0) for grid in GRIDS for f in data.get(grid, {}).values())
+    said = [f"{count:,} because {why}" for why, count in sorted(counts.items())]
+    said += [f"{late:,} for time, a random choice that this run did not write down"] if late else []
+    return "; ".join(said) + ("; `left_out_cases` in kernels.json names them" if counts else "")
 
 
 def direct(data: dict[str, Any]) -> str:
@@ -204,9 +259,9 @@ def results_short(root: Path = ROOT) -> str:
         try:
             rows += [row] if (row := _row(files)) else []
         except (KeyError, TypeError):
-            rows.append([name, *["a file of another form"] * 4])
+            rows.append([name, *["a file of another form"] * 5])
     over = ("automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst")
-    head = ["machine", "kernels proven", *over, "eager call"]
+    head = ["machine", "kernels right, of those that ran", "cases ran / left out", *over, "eager call"]
     return table(head, rows) if rows else NONE
 
 
@@ -214,15 +269,23 @@ def _row(files: dict[str, Any]) -> list[str]:
     shown = [files[s] for s in ("kernels", "kernel_times", "overhead") if s in files]
     if not shown:
         return []
-    numerics = {name: n for stem in files if stem.partition("-")[0] == "kernels" for name, n in files[stem].get("numerics", {}).items()}
+    reports = [files[stem] for stem in sorted(files) if stem.partition("-")[0] == "kernels"]
+    numerics: dict[str, Any] = {}
+    for name, n in (pair for report in reports for pair in report.get("numerics", {}).items()):
+        numerics[name] = max(numerics.get(name, n), n, key=lambda f: f["cases"])
     ran = [n for n in numerics.values() if n["cases"]]
+    figures = [f for report in reports for grid in GRIDS for f in report.get(grid, {}).values()]
+    cases = f"{sum(f['cases'] for f in figures):,} / {sum(map(left, figures)):,}" if ran else "-"
     good = sum(not n["wrong"] for n in ran)
     vendors, kernels = (_automatic_over(files.get("kernel_times", {"rows": []})["rows"], which) for which in (_direct, _ours))
     times = f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {statistics.median(vendors):.2f} of {len(vendors)} calls" if vendors else "-"
     over = f"{100 * sum(kernels) / len(kernels) - 100:.1f}% / {100 * kernels[-1] - 100:.0f}% of {len(kernels)} calls" if kernels else "-"
     eager = [r["median_us"] for r in files.get("overhead", {}).get("rows", []) if r["way"] == "function" and r["case"].startswith("eager")]
     cost = f"{eager[0]:.1f} us" if eager else "-"
-    found = [f"{good} of {len(ran)}" if ran else "-", times, over, cost]
+    # The larger grid says more: regret.py asks for many calls that the bench does not time.
+    if (grid := files.get("regret", {}).get("all")) and grid["calls"] > len(kernels):
+        over = f"{cell(grid['automatic'])} of {grid['calls']} calls"
+    found = [f"{good} of {len(ran)}" if ran else "-", cases, times, over, cost]
     return [] if set(found) == {"-"} else [str(shown[0].get("device", "?")), *found]
 
 

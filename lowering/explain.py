@@ -93,6 +93,7 @@ class Explanation:
                     "kernel": s.decision.kernel.name if s.decision.kernel else None,
                     "by_judge": s.decision.by_judge,
                     "can_run": list(s.decision.passed_over),
+                    "never_run": [n for n in s.decision.costs if s.decision.untried(n)],
                     "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in s.decision.costs.items()},
                     "refused": {
                         name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons]

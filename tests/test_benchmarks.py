@@ -336,6 +336,10 @@ def test_results_become_tables(results, regret, tmp_path):
     numerics = {"cases": 19, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1727}
     idle = {"cases": 0, "refused": 9, "wrong": 0, "worst_share_of_budget": 0.0}
     proven = {"numerics": {"attention.fa3": numerics, "attention.far": idle}, "opcheck": {"attention.fa3": 2}, "replay": {}}
+    proven["numerics_at_size"] = {"attention.fa3": {**numerics, "cases": 1200, "refused": 0, "left_out": 2}}
+    proven["left_out_cases"] = {"numerics_at_size attention.fa3": {"of pairs": ["a", "b"]}}
+    proven["target"] = "sm90"
+    proven |= {"tests": {"passed": 7, "failed": 0}, "not_run": ["test_it.py::test_z"], "skipped_tests": {"no library": ["a", "b", "c"]}}
     write(tmp_path, "h200", "kernels", proven)
     write(tmp_path, "h200", "regret", regret.summary([row(regret, {"a": 10.0, "b": 12.0}, "b"), row(regret, {"a": 10.0}, "a", "packed")]))
     case = {
@@ -358,7 +362,11 @@ def test_results_become_tables(results, regret, tmp_path):
     write(tmp_path, "h200", "kernel_times", {"rows": times})
     text = results.results_full(tmp_path)
     for shown in (
-        "| `attention.fa3` | 19 | 0 | 17% | - | 2 | - |",
+        "| `attention.fa3` | 19 (3 refused) | 0 | 17% | 1,200 (2 left out) | 0, 17% | 2 | - |",
+        "take 1,219 ran and 2 were left out: 2 because of pairs; `left_out_cases` in kernels.json names them.",
+        "Tests of this run: 7 passed.",
+        "Skipped: 3 because no library.",
+        "Not run: `test_it.py::test_z`.",
         "No case of the grid runs there: `attention.far`",
         "| decode 1x8192 | `op.fa3` | 10.1 | 3.3 TB/s | 1.010 of `direct.fa3` | 2 (+1) |",
         "`direct.flashinfer_fa3`: ModuleNotFoundError",
@@ -369,8 +377,27 @@ def test_results_become_tables(results, regret, tmp_path):
         assert shown in text, shown
     assert "eager.fa3" not in text and text.index("Proven") < text.index("Against the vendors' own calls")
     short = results.results_short(tmp_path)
-    assert "| Some GPU | 1 of 1 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / 100% of 2 calls | - |" in short
-    assert "| Some GPU | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
+    assert "| Some GPU | 1 of 1 | 1,219 / 2 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / 100% of 2 calls | - |" in short
+    assert "| Some GPU | - | - | - | - | 11.6 us |" in short and "| zz | a file of another form |" in short
+
+
+def test_the_larger_grid_of_regret_is_shown(results, regret, tmp_path):
+    write(tmp_path, "h200", "kernel_times", {"rows": [{"case": "a", "way": way, "median_us": 5.0} for way in ("fa3", "automatic")]})
+    assert "| 0.0% / 0% of 1 calls |" in results.results_short(tmp_path)
+    rows = [row(regret, {"a": 10.0, "b": 12.0}, "b"), row(regret, {"a": 10.0}, "a", "packed")]
+    write(tmp_path, "h200", "regret", regret.summary(rows))
+    assert "| 10.0% / 20% of 2 calls |" in results.results_short(tmp_path)
+
+
+def test_hardware_is_where_numerics_were_compared(results, tmp_path):
+    ran, idle = ({"cases": n, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1} for n in (2, 0))
+    write(tmp_path, "h200", "kernels", {"device": "NVIDIA H200", "numerics": {"attention.fa3": ran, "attention.far": idle}})
+    write(tmp_path, "b200", "kernels", {"target": "sm100", "numerics": {}, "numerics_at_size": {"attention.far": ran}})
+    write(tmp_path, "cpu", "kernels", {"numerics": {"attention.near": ran}})
+    names = ("attention.far", "attention.fa3", "attention.near", "attention.new")
+    want = {"attention.fa3": ["sm90"], "attention.far": ["sm100"], "attention.near": [], "attention.new": []}
+    assert results.hardware(names, tmp_path) == want
+    assert json.loads(results.hardware_text(want)) == want
 
 
 def test_committed_results_are_shown(results):

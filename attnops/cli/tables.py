@@ -49,11 +49,12 @@ def _decision(decision: Decision) -> Table:
     if decision.kernel is not None:
         judged = f": {decision.by_judge}" if decision.by_judge else ""
         colour = "red" if judged else "green"
-        table.add_row(f"[bold {colour}]{decision.kernel.name}[/]", f"[{colour}]chosen{judged}[/]{decision.measured}")
+        name = decision.kernel.name
+        table.add_row(f"[bold {colour}]{name}[/]", f"[{colour}]chosen{judged}[/]{decision.measured}{decision.untried(name)}")
     else:
         table.add_row("[bold red]none[/]", "[red]nothing fits[/]")
     for name in decision.passed_over:
-        table.add_row(name, decision.why_not(name))
+        table.add_row(name, decision.why_not(name) + decision.untried(name))
     for name, reasons in decision.refused.items():
         for i, r in enumerate(map(refusal, reasons)):
             table.add_row("" if i else name, "" if i else "[yellow]refuses[/]", r["field"], escape(r["got"]), escape(r["want"]))

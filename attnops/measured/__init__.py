@@ -1,6 +1,8 @@
 """Measured times: tables of them, and what they say of a call. Selection consults the one in force; `attnops tune` makes them."""
 
 from attnops.measured.grid import Grid as Grid
+from attnops.measured.hardware import never_run as never_run
+from attnops.measured.hardware import ran_on as ran_on
 from attnops.measured.rates import RATES as RATES
 from attnops.measured.rates import scaled as scaled
 from attnops.measured.shape import Shape as Shape

@@ -19,6 +19,7 @@ import torch
 
 from attnops.bench.claims import Claims
 from attnops.kernel import all_kernels
+from attnops.problem import Target
 from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,7 @@ def versions() -> dict[str, Any]:
         "commit": os.environ.get("COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "target": str(Target.of(torch.device("cuda", 0))) if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "triton": next((p.partition("==")[2] for p in packages if p.startswith("triton==")), "none"),
         "cuda": torch.version.cuda,
