@@ -143,6 +143,8 @@ class Kernel:
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
         unmet = self.unmet(problem)
+        if problem.capturing and self.capture is Capture.NEVER:
+            unmet += (Refusal("capture", self.capture.value, f"{Capture.WHOLE.value}: a CUDA graph is being captured"),)
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = self.absences(problem.target) + unmet

@@ -165,6 +165,7 @@ class Problem:
     multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
     `attention_chunk` is in keys, 0 is off. `padded`: there may be tokens of no request (only packed and paged calls say no).
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
+    `capturing`: a CUDA graph is captured by hand around an eager call, and the call will be part of it.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """
@@ -200,6 +201,7 @@ class Problem:
     pages_alike: bool = True
     workspace: int = 0
     sizes_equal: bool = False
+    capturing: bool = False
     tokens: Extent = NO_EXTENT
     batch: Extent = NO_EXTENT
     queries: Extent = NO_EXTENT

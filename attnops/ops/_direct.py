@@ -13,8 +13,8 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling as _compiling
 
 # Read where they lie: a function that hands one out costs more than the read.
-from attnops.kernel import _REGISTRY, swallows, takes
-from attnops.ops._op import Op
+from attnops.kernel import _REGISTRY, Capture, swallows, takes
+from attnops.ops._op import Op, capturing
 from attnops.problem import _OVERRIDE
 from attnops.select import _ACTIVE, choose
 
@@ -115,11 +115,16 @@ class Direct:
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
         kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
         run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
+        if kernel.capture is Capture.NEVER:
+            run = _uncaptured(run, self._bound(self._chosen, kwargs))
         if len(self.seen) >= KINDS:
             self.seen.clear()
         kept = self.seen.setdefault(key, [])
         kept[SHAPES - 1 :] = []
         kept.insert(0, (first, second, run))
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overload(*args, **kwargs)
 
     def _bound(self, run: Run, kwargs: dict[str, Any]) -> Run:
         """`run` as a function of the op's tensors alone."""
@@ -146,6 +151,15 @@ def told(op: Op, run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and bool(value == default))
+
+
+def _uncaptured(run: Run, within: Run) -> Run:
+    """`run`, and `within` in its place while the current stream is captured."""
+
+    def call(*tensors: Any) -> Any:
+        return (within if capturing(tensors[0]) else run)(*tensors)
+
+    return call
 
 
 PLAIN: dict[str, Types] = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from attnops.errors import NoGradient, RegistrationError
+from attnops.errors import NoGradient, NotCapturable, RegistrationError
 from attnops.kernel import Capture, Core, Kernel, generation, on_register
 from attnops.problem import Problem, Target, pretended
 from attnops.select import choose, parse_policy
@@ -80,8 +80,9 @@ def bind(kernel: Kernel) -> None:
     """Give `kernel` its overload, so that a compiled graph says which kernel it calls."""
     op = OPS[kernel.op]
     # The partitioner of CUDA graphs splits around what bears this tag.
-    tags = (torch.Tag.cudagraph_unsafe,) if kernel.capture is Capture.NEVER else ()
-    _define_overload(op, f"{op.name}.{kernel.name}", kernel.run, check=None, tags=tags)
+    never = kernel.capture is Capture.NEVER
+    tags = (torch.Tag.cudagraph_unsafe,) if never else ()
+    _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, check=None, tags=tags)
     if kernel.core is not None:
         # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
         _define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
@@ -125,11 +126,41 @@ def _eager(op: Op) -> Callable[..., Any]:
         kernel_run = seen.get(key)
         if kernel_run is None:
             op.check(*args, **kwargs)
-            kernel_run = choose(op.problem(*args, **kwargs), policy).run
+            kernel_run = uncaptured(op.problem(*args, **kwargs), policy)
             if len(seen) >= _SEEN_LIMIT:
                 seen.clear()
             seen[key] = kernel_run
         return kernel_run(*args, policy=policy, **kwargs)
+
+    return run
+
+
+def uncaptured(problem: Problem, policy: str) -> Callable[..., Any]:
+    """What runs the kernel chosen for `problem`, and where that may not be captured, another one while the current stream is.
+
+    Only such a kernel's calls ask, so that all others cost nothing more. Raises NoKernel.
+    """
+    kernel = choose(problem, policy)
+    if kernel.capture is not Capture.NEVER:
+        return kernel.run
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        answers = choose(replace(problem, capturing=True), policy) if capturing(args[0]) else kernel
+        return answers.run(*args, **kwargs)
+
+    return run
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Does a call on `tensor` become part of a CUDA graph?"""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _outside_of_captures(kernel: Kernel) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if capturing(args[0]):
+            raise NotCapturable(f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
+        return kernel.run(*args, **kwargs)
 
     return run
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Read where they lie: a function that hands one out costs more than the read.
-from attnops.kernel import _REGISTRY, Kernel
+from attnops.kernel import _REGISTRY, Capture, Kernel
 from attnops.ops import dense
 from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, told, watched
 from attnops.problem import _OVERRIDE, alike
@@ -82,6 +82,8 @@ def attention(
     there = mask is None, sinks is None, kv_start is None, kv_end is None
     which = _which(all(there) or there, scale, causal, window_left, softcap, kernel)
     chosen = choose(dense.ATTENTION.problem(*args, **kwargs), policy)
+    if chosen.capture is Capture.NEVER:
+        return output  # whether the stream is captured is asked at every call
     kept = _kept(chosen, args, {**kwargs, "policy": policy}, (query, key, value, mask, sinks, kv_start, kv_end))
     if len(_SEEN) >= KINDS:
         _SEEN.clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnops
 from attnops.cache import PagedBatch, PagedCache, Planner
-from attnops.errors import OverBudget, StaleGraph
+from attnops.errors import NoKernel, OverBudget, StaleGraph
 from attnops.graphs import Buckets, Graphed, breakable, piecewise
 from attnops.kernel import kernels_of
 from attnops.ops import PagedSpec
@@ -224,6 +224,50 @@ def test_a_budget_is_kept() -> None:
     with pytest.raises(OverBudget, match="want at most 1 in all"):
         pair.go("ab")
     assert not pair.graphed.report().rows
+
+
+def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
+    """A plan of the host would stay that of the capture: another kernel is chosen, and the graph follows lengths and tables."""
+    name = "flashinfer"
+    kernel = kernels_of("paged_attention")[name]
+    if kernel.absences(Target.of(torch.device("cuda"))):
+        pytest.skip(f"{name}: {'; '.join(map(str, kernel.absences(Target.of(torch.device('cuda')))))}")
+    heads, kv_heads, dim = 8, 2, 128
+    cache = PagedCache(1, 64, PAGE, kv_heads, dim, max_requests=4, max_pages_per_request=16, dtype=torch.bfloat16, device="cuda")
+    spec = PagedSpec(q_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=torch.bfloat16)
+    planner = Planner(spec, max_tokens=4, max_requests=4, max_pages=16, device="cuda", kernel=name)
+    for pool in (*cache.k_pages, *cache.v_pages):
+        pool.normal_()
+    ids = [cache.alloc(n) for n in (30, 100, 7, 1)]
+    batch = planner(cache.batch(ids))
+    static = replace(batch, page_table=batch.page_table.clone(), seq_lens=batch.seq_lens.clone())
+    query = torch.randn(4, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+    def call(batch: PagedBatch, kernel: str | None = None) -> Tensor:
+        return attnops.paged_attention(
+            query, cache.k_pages[0], cache.v_pages[0], batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=1,
+            plan=batch.plan, workspace=batch.workspace, padded=False, kernel=kernel,
+        )  # fmt: skip
+
+    with torch.no_grad(), attnops.use(prefer=(name,)):
+        for _ in range(3):
+            call(static)  # remembered outside of the capture
+        torch.cuda.synchronize()
+        graph, refused = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            out = call(static)
+            with pytest.raises(NoKernel, match=f"not {name}: capture=never"):
+                call(static, name)
+            refused.append(True)
+        assert refused
+        for grown in (1, 40):
+            for request in ids[:2]:
+                cache.extend(request, grown)
+            after = cache.batch(ids)
+            static.page_table.copy_(after.page_table)
+            static.seq_lens.copy_(after.seq_lens)
+            graph.replay()
+            torch.testing.assert_close(out, call(replace(after, plan=None, workspace=None), "reference"), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.alone
