@@ -27,7 +27,7 @@ from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.pieces import INNER, Inner
 from attnops.hf.circumstances import circumstances
-from attnops.hf.mask import current_generation
+from attnops.hf.generation import current_generation
 from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
 from attnops.lowering import fuse_linears
 

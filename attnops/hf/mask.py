@@ -8,7 +8,7 @@ is always written out, for models that compute with it. `additive`: floats that 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. That is checked on the mask itself,
 which makes the host wait for the device. Where it must not wait, nothing is guessed: a tracer, and one-token steps on CUDA under
 `auto`, get a dense mask. Inside `generate()` of a patched model one-token steps need no check: the prefill's mask was checked
-and generate appends ones only (`growing`). Outside generate(), `mask="compact"` waits at one-token steps too.
+and generate appends ones only (attnops.hf.generation). Outside generate(), `mask="compact"` waits at one-token steps too.
 
 Outputs of padding are finite, and not eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
 padding a padded query sees padded keys in a descriptor. Nobody reads them, but generate() from a right-padded prompt, of which
@@ -17,9 +17,7 @@ transformers itself warns, and a loss that has the first token after left paddin
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from attnops.hf import descriptor
 from attnops.hf.descriptor import Pattern
+from attnops.hf.generation import Verdict, current_generation
 from attnops.problem import pretended
 
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
@@ -54,14 +53,6 @@ class Call(NamedTuple):
     device: torch.device
     mode: Mode
     may_skip: bool
-
-
-class Verdict(NamedTuple):
-    """What a look at a 2-D mask told: every row is one run of ones; nothing is masked; it stays one run when ones are appended."""
-
-    run: bool
-    full: bool
-    grows: bool
 
 
 def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
@@ -185,7 +176,7 @@ def _compact(call: Call, pattern: Pattern) -> tuple[bool, Tensor | None]:
     high = call.q_offset + call.queries if pattern.causal else low + call.keys
     if pattern.causal and not isinstance(high, Tensor) and padding.shape[1] < high:
         return False, None
-    generation = _GENERATION.current if pattern.causal else None
+    generation = current_generation() if pattern.causal else None
     verdict = generation.verdict if generation is not None and call.queries == 1 else None
     if verdict is None and generation is None and _must_not_wait(call):
         return False, None
@@ -255,48 +246,3 @@ def tracing(padding: Tensor) -> bool:
         or isinstance(padding, FakeTensor)
         or (padding.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
-
-
-# generate() -----------------------------------------------------------------------------------------------------------
-
-
-class Generation:
-    """What is known of the masks of one generate() call. A mask that once failed spoils the whole call.
-
-    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.paged_mask).
-    prompt: columns of the prompt's mask, None if there is none. lent: the caches made for it (attnops.hf.paged).
-    """
-
-    def __init__(self) -> None:
-        self.verdict: Verdict | None = None
-        self.checked: Tensor | None = None
-        self.prompt: int | None = None
-        self.lent: list[Any] = []
-
-    def note(self, new: Verdict) -> None:
-        lasting = Verdict(new.grows, new.full and new.grows, new.grows)
-        old = self.verdict or lasting
-        self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
-
-
-class _Current(threading.local):
-    current: Generation | None = None
-
-
-_GENERATION = _Current()
-
-
-def current_generation() -> Generation | None:
-    """That of the generate() call this thread is in."""
-    return _GENERATION.current
-
-
-@contextmanager
-def growing() -> Iterator[Generation]:
-    """Within the block (and this thread) every 2-D mask is an earlier one with ones appended, as in `generate()`."""
-    before = _GENERATION.current
-    _GENERATION.current = Generation()
-    try:
-        yield _GENERATION.current
-    finally:
-        _GENERATION.current = before

@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import keyed, latent
 from attnops.hf.decode import Decode, Decoder, Forward
+from attnops.hf.generation import running_generation
 from attnops.hf.interface import check_kernel
 from attnops.hf.key_cache import ALL, DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
 from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
-from attnops.hf.mask import current_generation
 from attnops.hf.match import Match, Site
 from attnops.hf.on_pages import hand_over, where
 from attnops.hf.other_layers import other_layers
@@ -273,7 +273,7 @@ def _prepare(
     """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
     mode: PagedMode = owner.__dict__[_SLOT]
     given = model_kwargs.get("past_key_values")
-    if (generation := current_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
+    if (generation := running_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
         generation.prompt = prompt.shape[1]
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)

@@ -18,7 +18,8 @@ from transformers.masking_utils import causal_mask_function
 
 from attnops.errors import InvalidInput
 from attnops.hf import descriptor
-from attnops.hf.mask import Call, Generation, Mode, current_generation, far, mask_function, pattern_of, tracing
+from attnops.hf.generation import Generation, current_generation
+from attnops.hf.mask import Call, Mode, far, mask_function, pattern_of, tracing
 
 _RUN = 'zeros on the left and ones up to the newest token, all there is in pages. Use cache="hf" for such masks'
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnops.errors import InvalidInput, PatchError
@@ -16,8 +17,9 @@ from attnops.graphs import Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import latent
 from attnops.hf.decode import Decode, Decoder
+from attnops.hf.generation import growing, unwatch, watch
 from attnops.hf.interface import Kept, Options, implementation
-from attnops.hf.mask import Mode, growing
+from attnops.hf.mask import Mode
 from attnops.hf.match import Match, Site, match
 from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.paged_cache import PagedModelCache
@@ -44,6 +46,7 @@ class Patched:
         self._owner = owner
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
         self._own_generate: Any = None
+        self._watching: list[RemovableHandle] = []
         self.decode = decode
         self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
         self._report = _report(model, self.implementation, options, found, self._paged, proof)
@@ -61,6 +64,7 @@ class Patched:
             self._own_generate = self._owner.__dict__.get("generate")
             # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
             self._owner.__dict__["generate"] = functools.partial(_generate, self._owner)
+            self._watching = watch(self._owner)
         self.active = True
 
     def unpatch(self) -> None:
@@ -74,6 +78,7 @@ class Patched:
         if self._paged is not None:
             self._paged.undo()
         if self._wraps:
+            unwatch(self._owner, self._watching)
             self._owner.__dict__.pop("generate", None)
             if self._own_generate is not None:
                 self._owner.__dict__["generate"] = self._own_generate
@@ -208,10 +213,10 @@ def _elsewhere() -> InvalidInput:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.mask)."""
+    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
     handle: Patched = model.__dict__[_HANDLE]
     own = handle._own_generate
-    with growing() as generation:
+    with growing(model) as generation:
         result = None
         try:
             result = type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)

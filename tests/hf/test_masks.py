@@ -21,6 +21,7 @@ from attnops.errors import InvalidInput
 from attnops.hf import descriptor, tiny
 from attnops.hf import mask as masks
 from attnops.hf.descriptor import Pattern
+from attnops.hf.generation import growing
 from tests.hf.helpers import LIMIT, generated, left_padded, logits, relative, tokens, watched
 
 
@@ -329,7 +330,7 @@ def test_generate_from_one_token(impatient):
 def test_outside_generate_nothing_is_trusted(impatient):
     padded = torch.tensor([[False, True, True]])
     assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
-    with masks.growing():
+    with growing():
         make("auto", 1, 2, 2, 0, 0, attention_mask=padded[:, :2])
         assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.int64
     assert make("auto", 1, 1, 3, 2, 0, attention_mask=padded).dtype == torch.bool
@@ -349,7 +350,7 @@ def test_compact_may_look_at_every_step(impatient):
 
 def test_one_bad_mask_spoils_a_generation(impatient):
     good, bad = torch.tensor([[False, True, True]]), torch.tensor([[True, False, True]])
-    with masks.growing():
+    with growing():
         make("auto", 1, 3, 3, attention_mask=good)
         make("auto", 1, 3, 3, attention_mask=bad)
         make("auto", 1, 3, 3, attention_mask=good)

@@ -1,0 +1,150 @@
+"""The promise that masks only grow holds for the steps of one generate() and for nothing that runs beside them."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import attnops
+from attnops.hf import mask as masks
+from attnops.hf import tiny
+from attnops.hf.generation import current_generation, growing
+from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
+
+HOLES = torch.ones(3, 14, dtype=torch.int64)
+HOLES[0, 3:6] = HOLES[1, 9] = HOLES[2, :4] = 0
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """`auto` behaves as on CUDA: lengths, and no look at the mask at one-token steps."""
+    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+
+
+class Beside(LogitsProcessor):
+    """Steps a model over a cache and masks of its own, and leaves the scores alone. logits: of every step."""
+
+    def __init__(self, model, prepares):
+        self.model, self.prepares = model, prepares
+        self.cache, self.mask, self.ids, self.logits = DynamicCache(config=model.config), HOLES, tokens(3, 14, seed=3), []
+        self(None, None)
+
+    @torch.no_grad()
+    def __call__(self, input_ids, scores):
+        given = {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        if self.prepares:  # as loops of one's own do
+            given = {"input_ids": self.ids, **given}
+            given = self.model.prepare_inputs_for_generation(**given)
+        else:
+            given = {"input_ids": self.ids, **given}
+        out = self.model(**given)
+        self.logits.append(out.logits[:, -1])
+        self.ids = self.logits[-1].argmax(-1, keepdim=True)
+        # What is shown changes from step to step.
+        self.mask = torch.cat([self.mask, torch.ones(3, 1, dtype=torch.int64)], 1)
+        self.mask[:, len(self.logits)] = 0
+        return scores
+
+
+ONES = torch.ones(3, 14, dtype=torch.int64)
+
+
+def alone(model, prepares=False, steps=6):
+    beside = Beside(model, prepares)
+    for _ in range(steps):
+        beside(None, None)
+    return beside.logits
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("same", [False, True], ids=["another-model", "the-same-model"])
+def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
+    model, other = tiny.model("llama"), tiny.model("llama", seed=1)
+    want, wanted = generated(model, new=6, attention_mask=ONES), alone(model if same else other, prepares)
+    attnops.patch(model)
+    attnops.patch(other)
+    beside = Beside(model if same else other, prepares)
+    got = generated(model, new=6, attention_mask=ONES, logits_processor=LogitsProcessorList([beside]))
+    assert torch.equal(got, want)
+    assert max(relative(ours, eager) for ours, eager in zip(beside.logits, wanted, strict=True)) < LIMIT
+
+
+def test_guidance_by_a_negative_prompt(impatient):
+    model = tiny.model("llama")
+    more = {"guidance_scale": 3.0, "negative_prompt_ids": tokens(3, 14, seed=4), "negative_prompt_attention_mask": HOLES, "new": 6}
+    want = generated(model, **more)
+    with attnops.patch(model):
+        assert torch.equal(generated(model, **more), want)
+
+
+class Nested(LogitsProcessor):
+    """A generate() of the same model, with other masks, inside of each step."""
+
+    def __init__(self, model):
+        self.model, self.made = model, []
+
+    def __call__(self, input_ids, scores):
+        self.made.append(generated(self.model, new=3, attention_mask=HOLES))
+        return scores
+
+
+def test_generate_inside_generate(impatient):
+    model = tiny.model("llama")
+    want, inner = generated(model, new=4), generated(model, new=3, attention_mask=HOLES)
+    with attnops.patch(model):
+        nested = Nested(model)
+        assert torch.equal(generated(model, new=4, logits_processor=LogitsProcessorList([nested])), want)
+    assert len(nested.made) == 4 and all(torch.equal(made, inner) for made in nested.made)
+
+
+def test_threads(impatient):
+    model, found = tiny.model("llama"), {}
+    given = {"left": left_padded()[:, :14], "holes": HOLES}
+    want = {name: generated(model, new=8, attention_mask=mask) for name, mask in given.items()}
+
+    def run(name):
+        found[name] = generated(model, new=8, attention_mask=given[name])
+
+    with attnops.patch(model):
+        threads = [threading.Thread(target=run, args=(name,)) for name in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(found[name], want[name]) for name in given)
+
+
+def test_over_pages_another_model_is_looked_at(impatient):
+    """Its cache of pages refuses a mask that it cannot follow, inside of another model's generate() as outside of it."""
+    model, other = tiny.model("llama"), tiny.model("llama", seed=1)
+    attnops.patch(model, cache="paged")
+    handle = attnops.patch(other, cache="paged")
+    cache, seen = handle.new_cache(3, 40), []
+
+    class Steps(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            ids, count = (tokens(3, 14), 14) if not seen else (tokens(3, 1), 14 + len(seen))
+            other(ids, attention_mask=torch.ones(3, count, dtype=torch.int64), past_key_values=cache)
+            seen.append(current_generation())
+            return scores
+
+    generated(model, new=4, logits_processor=LogitsProcessorList([Steps()]))
+    assert seen == [None] * 4
+
+
+def test_blocks_and_copies(impatient):
+    with growing() as outer:
+        assert current_generation() is outer
+        with growing(tiny.model("llama")):
+            assert current_generation() is None
+    model = tiny.model("llama")
+    want = generated(model, new=4)
+    attnops.patch(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.prepare_inputs_for_generation.owner is twin
+        assert torch.equal(generated(twin, new=4), want)
+        twin._attnops.unpatch()
+        assert "prepare_inputs_for_generation" not in vars(twin) and not twin._forward_hooks
