@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.hf import descriptor, keyed, latent
@@ -33,7 +35,17 @@ HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES))
 # Whatever bears one of these in its name changes the result, be it a tensor or not.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
 
-AttentionFunction = Callable[..., tuple[Tensor, None]]
+_collector: Any = None
+try:
+    from transformers.utils.output_capturing import _active_collector
+
+    _collector = _active_collector
+except ImportError:  # another version: then those layers alone give weights that are handed the argument
+    pass
+
+_WEIGHTS = "attnops: output_attentions=True computes attention in plain torch, for kernels return no attention weights"
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def attention_function(kernel: str | None, additive: bool = False, proven: bool = False) -> AttentionFunction:
@@ -66,8 +78,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         attnops_cache: Any = None,
+        output_attentions: bool | None = None,
         **others: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention as a transformers layer asks for it, through `attnops.attention`.
 
         Args:
@@ -79,12 +92,14 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
-            cu_seq_lens_q, ...: packed requests in one row, used when there is no mask: `attnops.varlen_attention`.
+            cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
+                and the mask says the rest.
             attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.keyed, or
                 latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`, see attnops.hf.latent.
+            output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
 
         Returns:
-            output `[B, S, Hq, Dv]` contiguous; None in place of attention weights.
+            output `[B, S, Hq, Dv]` contiguous; the attention weights `[B, Hq, S, T]` if they are asked for, else None.
 
         Raises:
             InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
@@ -100,6 +115,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             sinks = sinks.reshape(-1)
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
+        weights_too = output_attentions or _recorded(module)
+        if weights_too and key.dim() == 5:
+            want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
+            raise InvalidInput("output_attentions", True, want)
         if isinstance(attnops_cache, PagedKeyCache):
             if key.dim() != 5:
                 raise InvalidInput("key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
@@ -118,10 +137,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             key, value = type(module).expand_kv(module, key[0], value[0])
         causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end = -1, None, None
-        mask = attention_mask
+        mask, keys = attention_mask, key.shape[2]
         if mask is None:
             if causal and cu_seq_lens_q is None:
-                queries, keys = query.shape[2], key.shape[2]
+                queries = query.shape[2]
                 if queries != 1 and keys > queries:
                     key, value = key[:, :, :queries], value[:, :, :queries]
                     position_bias = None if position_bias is None else position_bias[..., :queries]
@@ -136,8 +155,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             mask = join(position_bias, mask)
         cap = float(softcap or 0.0)
         drops = dropout > 0.0 and module.training
-        packed = None if attention_mask is not None else cu_seq_lens_q
-        if packed is None and not drops:
+        packed = cu_seq_lens_q
+        if packed is not None and attention_mask is not None:
+            mask, packed = apart(query, key, mask, packed, cu_seq_lens_k), None
+        if packed is None and not (drops or weights_too):
             given = (query, key, value, mask, sinks, start, end, scaling, causal, left, cap, dense_kernel)
             if (run := heads_first.known(*given)) is not None:
                 return run(query, key, value, mask, sinks, start, end), None
@@ -146,9 +167,15 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
         if packed is None:
             rules = Rules(default_scale(query, scaling), causal, left, -1, cap)
-            return with_dropout(query, key, value, mask, sinks, start, end, rules, dropout), None
-        if drops:
-            raise InvalidInput("dropout", dropout, "0 for packed requests without a mask: no kernel drops")
+            output, weights = in_torch(query, key, value, mask, sinks, start, end, rules, dropout if drops else 0.0)
+            if not weights_too:
+                return output, None
+            if not torch.compiler.is_compiling():
+                warnings.warn(_WEIGHTS, stacklevel=2)
+            return output, pad(weights, (0, keys - weights.shape[3]))
+        if drops or weights_too:
+            field, got, want = ("dropout", dropout, "0") if drops else ("output_attentions", True, "False")
+            raise InvalidInput(field, got, f"{want} for packed requests without a mask: no kernel does that")
         if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
             raise InvalidInput("cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
@@ -160,6 +187,16 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         return output[None], None
 
     return attention
+
+
+def _recorded(module: Any) -> bool:
+    """Does transformers record attention weights now, whatever of it reaches this layer?"""
+    config = getattr(module, "config", None)
+    if config is not None and config.__dict__.get("_output_attentions"):
+        return True
+    if _collector is None or torch.compiler.is_compiling():
+        return False
+    return any(kind.endswith("attentions") for kind in _collector.get() or ())
 
 
 def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +214,7 @@ def check_others(others: dict[str, Any]) -> None:
         if name in HARMLESS or value is None or value is False:
             continue
         if name == "output_attentions":
-            raise InvalidInput(name, value, "False: kernels return no attention weights. Unpatch the model to look at them")
+            raise InvalidInput(name, value, "False: kernels of continuous batching return no attention weights")
         if _holds_tensor(value) or any(word in name for word in _TELLING):
             want = f"one of {', '.join(sorted(HANDLED))}: dropping it would change the result"
             raise InvalidInput(f"attention argument {name}", type(value).__name__, want)
@@ -194,7 +231,25 @@ def join(bias: Tensor, mask: Tensor | None) -> Tensor:
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
-def with_dropout(
+def apart(query: Tensor, key: Tensor, mask: Tensor | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Tensor:
+    """The mask (None: nothing more) with the packed requests of a row kept apart.
+
+    Raises InvalidInput: several rows, or other keys than queries, whose positions a mask does not know.
+    """
+    batch, _, count, _ = query.shape
+    same = cu_seq_lens_k is None or cu_seq_lens_k.shape == cu_seq_lens_q.shape
+    if batch != 1 or count != key.shape[2] or not same:
+        got = f"a batch of {batch}, {count} queries and {key.shape[2]} keys beside a mask"
+        raise InvalidInput("cu_seq_lens_q", got, "one row of as many keys as queries, or no mask")
+    tokens = torch.arange(count, device=query.device)
+    request = torch.searchsorted(cu_seq_lens_q.to(tokens), tokens, right=True)
+    together = (request[:, None] == request)[None, None]
+    if mask is None:
+        return together
+    return mask & together if mask.dtype == torch.bool else mask.masked_fill(~together, float("-inf"))
+
+
+def in_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -204,8 +259,9 @@ def with_dropout(
     end: Tensor | None,
     rules: Rules,
     p: float,
-) -> Tensor:
-    """`[B, S, Hq, Dv]` in plain torch: the formula of attnops.reference, with dropout on the probabilities, not rescaled after it.
+) -> tuple[Tensor, Tensor]:
+    """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of attnops.reference, with dropout on the probabilities,
+    not rescaled after it.
 
     The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager attention draws them, so the
     same seed drops the same weights.
@@ -214,8 +270,8 @@ def with_dropout(
     logits = scores(wide(query), dequantise(key, None, query.dtype), see, mask, rules)
     lse = logsumexp(logits, sinks)
     weights = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    weights = drop(weights.to(query.dtype), p, training=True)
+    weights = drop(weights.to(query.dtype), p, training=p > 0.0)
     b, h, s, t = weights.shape
     groups = value.shape[2]
     output = torch.einsum("bhgst,bthd->bshgd", weights.reshape(b, groups, h // groups, s, t), value)
-    return output.reshape(b, s, h, value.shape[3]).contiguous()
+    return output.reshape(b, s, h, value.shape[3]).contiguous(), weights

@@ -292,7 +292,10 @@ def _prepare(
         # Written into some checkpoints, where nobody who asked for pages would look.
         told = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
         warnings.warn(f"{told}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
-    other = generation_config.use_cache is False or named is not None
+    weights = bool(getattr(generation_config, "output_attentions", None))
+    if weights and given is None:
+        warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
+    other = generation_config.use_cache is False or named is not None or weights
     chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):

@@ -1,5 +1,6 @@
 """The attention function by itself: every argument transformers may hand it, and the ones it must not swallow."""
 
+import itertools
 import types
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnops.hf
 from attnops.errors import InvalidInput, UnknownKernel
+from attnops.hf import tiny
 from attnops.hf.attention import HARMLESS, attention_function
 from attnops.hf.interface import Options, implementation
+from tests.hf.helpers import LIMIT, relative, tokens
 
 attend = attention_function(None)
 MODULE = types.SimpleNamespace(training=False, is_causal=True)
@@ -122,8 +125,11 @@ def test_packed():
         attend(MODULE, *qkv(), None, **lengths)
     with pytest.raises(InvalidInput, match="dropout"):
         attend(types.SimpleNamespace(training=True, is_causal=True), q, k, v, None, dropout=0.1, **lengths)
-    # With a mask the mask says all, packing included.
-    close(attend(MODULE, q, k, v, lower(6, 6)[None, None], **lengths)[0], plain(q, k, v, see=lower(6, 6)))
+    # Beside a mask, too, requests do not see each other.
+    for mask in (lower(6, 6)[None, None], torch.zeros(1, 1, 6, 6).masked_fill(~lower(6, 6), float("-inf"))):
+        close(attend(MODULE, q, k, v, mask, **lengths)[0], ours)
+    with pytest.raises(InvalidInput, match="cu_seq_lens_q"):
+        attend(MODULE, q[:, :, :4], k, v, lower(6, 6)[None, None, 2:], **lengths)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,6 @@ def test_packed():
         {"window_of_another_name": 3},
         {"block_table": [1, 2]},
         {"alibi_slopes": 0.5},
-        {"output_attentions": True},
     ],
     ids=lambda extra: next(iter(extra)),
 )
@@ -178,3 +183,16 @@ def test_wrong_options():
     wrong: Any = "sparse"
     with pytest.raises(InvalidInput, match="mask"):
         implementation(Options(None, wrong))
+
+
+@pytest.mark.parametrize("mode", ["dense", "compact", "explicit", "additive"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "olmo3"])
+def test_packed_requests_of_a_model(name, mode):
+    """Every layer keeps them apart: those without a mask, and those whose window is written out as one."""
+    model, ids, cuts = tiny.model(name), tokens(1, 40), (0, 11, 13, 40)
+    cu = torch.tensor(cuts, dtype=torch.int32)
+    with torch.no_grad():
+        want = torch.cat([model(ids[:, a:b]).logits for a, b in itertools.pairwise(cuts)], 1)
+        with attnops.patch(model, mask=mode):
+            ours = model(ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27).logits
+    assert relative(ours, want) < LIMIT  # rotary positions are relative: the second request may begin at 11
