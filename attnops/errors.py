@@ -1,18 +1,89 @@
-"""One class per failure. Every message names the field, the value given and what is allowed."""
+"""One class per failure. Every message names the field, the value given and what is allowed.
+
+torch.compile wraps an error that a compiler meets, so `except AttnopsError` around a compiled call catches those of the run alone:
+
+    try:
+        compiled(x)
+    except Exception as error:
+        if (ours := attnops.errors.find(error)) is None:
+            raise
+        print(ours)
+
+All errors may be pickled and copied, so that they cross processes. A value that cannot be pickled arrives as its text.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pickle
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch._guards import TracingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from attnops.problem import Refusal
     from attnops.select import Decision
 
 
 class AttnopsError(Exception):
-    """Base of every error attnops raises on purpose."""
+    """Base of every error attnops raises on purpose. Under torch.compile it may come wrapped: see `find`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call the class with its text, and each class takes other arguments.
+        return _again, (type(self), self.args, {name: portable(value) for name, value in vars(self).items()})
+
+
+def _again(kind: type[AttnopsError], args: tuple[Any, ...], attributes: dict[str, Any]) -> AttnopsError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
+
+def portable(value: object) -> object:
+    """`value` if another process can be handed it, else its text. A tensor is its text, for its memory is not to be shared."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # whatever a stranger's class makes of it
+        return str(value)
+    return value
+
+
+def find(error: BaseException | None) -> AttnopsError | None:
+    """The AttnopsError that `error` is, or that it wraps, as the errors of torch.compile do; None where there is none."""
+    return next((e for e in _chain(error) if isinstance(e, AttnopsError)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    # The compiler raises some of its errors `from None`: what they come from is their context all the same.
+    waiting, seen = [error], set[int]()
+    while waiting:
+        e = waiting.pop()
+        if isinstance(e, BaseException) and id(e) not in seen:
+            seen.add(id(e))
+            yield e
+            waiting += [e.__context__, getattr(e, "inner_exception", None), e.__cause__]
+
+
+def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
+    """Raise `kind(*args)`: for code that Dynamo traces.
+
+    Dynamo cannot trace the making of such an error, and its own error would not say what was wrong. It calls this function instead,
+    and is told to break the graph: the error is raised eagerly then, or, where the graph must be whole, wrapped as all others are.
+    """
+    error = kind(*args)
+    if TracingContext.try_get() is None:
+        raise error
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(str(error)) from error
+
+
+# What `torch.compiler.assume_constant_result` does, whose import takes as long as torch's.
+fail._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class InvalidInput(AttnopsError, ValueError):

@@ -12,7 +12,7 @@ from enum import Enum
 from math import inf
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -128,6 +128,16 @@ class Kernel:
         if self.op in ("varlen_attention", "varlen_attention_backward", "paged_attention") and not takes(self.run, "padded"):
             object.__setattr__(self, "run", _untold(self.run))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its functions cannot be handed to another process, which has a kernel of this name of its own.
+        return _kernel_there, (self.op, self.name, self.about)
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Kernel:
+        return self
+
     def absences(self, target: Target) -> tuple[Refusal, ...]:
         """Why the kernel is not there at all on `target`: packages, then its probe."""
         out = self._asked("packages", (p.missing for p in self.packages), target)
@@ -191,6 +201,14 @@ class Kernel:
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, for cache keys and reports."""
         return tuple(f"{p.module}=={p.version()}" for p in self.packages)
+
+
+def _kernel_there(op: str, name: str, about: str) -> Kernel:
+    return kernels_of(op).get(name) or Kernel(name, op, _elsewhere, about=about)
+
+
+def _elsewhere(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RegistrationError("kernel: got one that only the process it comes from has registered")
 
 
 @functools.cache

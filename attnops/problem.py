@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, portable
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.field}={_short(self.got)} (wants {self.want})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, portable(self.got), self.want)
 
 
 def surely(condition: Any) -> bool:

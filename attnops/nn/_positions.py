@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.ops import token_rows
 
@@ -17,7 +17,7 @@ def positions_of(hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None
         dense = hidden.dim() == 3
         check.tensor("positions", given, "[S] or [B, S]" if dense else "[T]", 1, *(2,) * dense)
         if given.shape != hidden.shape[-1 - given.dim() : -1]:
-            raise InvalidInput("positions", f"shape {tuple(given.shape)}", f"one a token of hidden {tuple(hidden.shape)}")
+            fail(InvalidInput, "positions", f"shape {tuple(given.shape)}", f"one a token of hidden {tuple(hidden.shape)}")
         return given
     if batch is not None:
         return batch.positions

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.num_heads = check.size("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else check.size("num_kv_heads", num_kv_heads)
         if self.num_heads % self.num_kv_heads:
-            raise InvalidInput("num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
+            fail(InvalidInput, "num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
         self.head_dim = check.size("head_dim", head_dim)
         self.v_head_dim = self.head_dim if v_head_dim is None else check.size("v_head_dim", v_head_dim)
         self.scale = self.head_dim**-0.5 if scale is None else check.number("scale", scale, -3e38, 3e38)
@@ -120,9 +120,9 @@ class Attention(nn.Module):
         if batch is not None:
             check.absent("with batch", cu_seqlens_q=cu_seqlens_q)
             if not isinstance(batch, PagedBatch):
-                raise InvalidInput("batch", type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
+                fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
             if k_pages is None or v_pages is None:
-                raise InvalidInput("k_pages, v_pages", None, "this layer's pages of the cache, because batch is given")
+                fail(InvalidInput, "k_pages, v_pages", None, "this layer's pages of the cache, because batch is given")
             write_kv(key, value, k_pages, v_pages, batch.slots, k_scale=k_scale, v_scale=v_scale)
             return paged_attention(
                 query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
@@ -132,9 +132,9 @@ class Attention(nn.Module):
             )  # fmt: skip
         if cu_seqlens_q is not None:
             if max_seqlen_q is None:
-                raise InvalidInput("max_seqlen_q", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens_q is given")
+                fail(InvalidInput, "max_seqlen_q", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens_q is given")
             if (cu_seqlens_k is None) != (max_seqlen_k is None):
-                raise InvalidInput("cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
+                fail(InvalidInput, "cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
             return varlen_attention(
                 query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_q if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch, PrefixChunk
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
@@ -148,7 +148,7 @@ def attend_expanded(
     _check_query(dims, q_nope, q_pe)
     _check_pages(dims, latent_pages, kv_scale, q_nope.dtype)
     if batch.prefix is None:
-        raise InvalidInput("batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
+        fail(InvalidInput, "batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
     heads = q_nope.shape[1]
     query = torch.cat([q_nope, q_pe], -1)
     given: dict[str, Any] = {"max_seqlen_q": batch.max_seqlen_q, "scale": scale, "padded": batch.padded, "kernel": kernel}
@@ -199,7 +199,7 @@ def attend_latents(
     """
     _check_query(dims, q_nope, q_pe)
     if absorb_up_to is not None and (not isinstance(absorb_up_to, int) or isinstance(absorb_up_to, bool) or absorb_up_to < 0):
-        raise InvalidInput("absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
+        fail(InvalidInput, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
     absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     before = None if batch.prefix is None else len(batch.prefix) > 0
@@ -233,7 +233,7 @@ def unfold(dims: LatentDims, heads: int, latent: Tensor, k_pe: Tensor, kv_b: nn.
     """(key `[..., H, nope + Dr]`, value `[..., H, v]`) of latents `[..., Dc]` and rotated keys `[..., Dr]`. Raises InvalidInput."""
     both = kv_b(latent)
     if both.shape[-1] != heads * (dims.nope + dims.v):
-        raise InvalidInput("kv_b(latent).shape[-1]", both.shape[-1], f"{heads} * ({dims.nope} + {dims.v}), the heads of the query")
+        fail(InvalidInput, "kv_b(latent).shape[-1]", both.shape[-1], f"{heads} * ({dims.nope} + {dims.v}), the heads of the query")
     both = both.view(*both.shape[:-1], heads, dims.nope + dims.v)
     rotated = k_pe[..., None, :].expand(*k_pe.shape[:-1], heads, dims.rope)
     return torch.cat([both[..., : dims.nope], rotated], -1), both[..., dims.nope :]
@@ -267,7 +267,7 @@ def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
 def _check_pages(dims: LatentDims, latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
     check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
     if latent_pages.shape[2] != dims.latent + dims.rope:
-        raise InvalidInput("latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
+        fail(InvalidInput, "latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
     check_stored(latent_pages, kv_scale, dtype)
     if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
-        raise InvalidInput("kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")
+        fail(InvalidInput, "kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.nn._positions import positions_of
 from attnops.nn.latent import LatentDims, attend_latents, unfold
@@ -69,15 +69,15 @@ class LatentAttention(nn.Module):
             check.size("kv_lora_rank", kv_lora_rank), check.size("v_head_dim", v_head_dim),
         )  # fmt: skip
         if rope is not None and not isinstance(rope, RotaryEmbedding):
-            raise InvalidInput("rope", type(rope).__name__, "a RotaryEmbedding or None")
+            fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
         if rope is not None and rope.head_dim != qk_rope_head_dim:
-            raise InvalidInput("rope.head_dim", rope.head_dim, f"{qk_rope_head_dim}, the layer's qk_rope_head_dim")
+            fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{qk_rope_head_dim}, the layer's qk_rope_head_dim")
         self.rope = rope
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         usual = self.head_dim**-0.5 * (1.0 if rope is None else rope.softmax_scale())
         self.scale = usual if scale is None else check.number("scale", scale, -3e38, 3e38)
         if absorb != "auto" and (not isinstance(absorb, int) or isinstance(absorb, bool) or absorb < 0):
-            raise InvalidInput("absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
+            fail(InvalidInput, "absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
         self.absorb_up_to = absorb if isinstance(absorb, int) else None
         self.kernel = kernel
         eps = check.number("norm_eps", norm_eps, 0.0)
@@ -217,24 +217,24 @@ class LatentAttention(nn.Module):
         if cu_seqlens is None:
             check.absent("without cu_seqlens", max_seqlen=max_seqlen)
         elif max_seqlen is None:
-            raise InvalidInput("max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
+            fail(InvalidInput, "max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
         if batch is None:
             check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales)
             return
         check.absent("with batch", cu_seqlens=cu_seqlens, mask=mask)
         if not isinstance(batch, PagedBatch):
-            raise InvalidInput("batch", type(batch).__name__, "a PagedBatch, as the cache makes it")
+            fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as the cache makes it")
         if latent_pages is None:
-            raise InvalidInput("latent_pages", None, "this layer's pages of the cache, because batch is given")
+            fail(InvalidInput, "latent_pages", None, "this layer's pages of the cache, because batch is given")
         check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
         if float8_scales is not None:
             check.absent("with float8_scales", kv_scale=kv_scale)
             if not isinstance(float8_scales, tuple) or len(float8_scales) != 2 or not all(map(_is_scale, float8_scales)):
-                raise InvalidInput("float8_scales", repr(float8_scales), "(q_scale, kv_scale), finite host floats > 0, or None")
+                fail(InvalidInput, "float8_scales", repr(float8_scales), "(q_scale, kv_scale), finite host floats > 0, or None")
             if latent_pages.dtype != torch.float8_e4m3fn:
-                raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
+                fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
             if self.rope is None:
-                raise InvalidInput("float8_scales", float8_scales, "None: this layer has no rope to fuse with")
+                fail(InvalidInput, "float8_scales", float8_scales, "None: this layer has no rope to fuse with")
 
     def extra_repr(self) -> str:
         """Heads, their dims, and what differs from the defaults."""

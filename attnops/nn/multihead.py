@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.ops import attention
 
@@ -42,7 +42,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         check.size("embed_dim", embed_dim)
         if embed_dim % check.size("num_heads", num_heads):
-            raise InvalidInput("num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
+            fail(InvalidInput, "num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
         check.number("dropout", dropout, 0.0, 1.0 + 1e-12)
         for field, dim in (("kdim", kdim), ("vdim", vdim)):
             if dim is not None:
@@ -109,19 +109,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
         if query.is_nested or key.is_nested or value.is_nested:
-            raise InvalidInput("query, key, value", "a nested tensor", "plain tensors; attnops.varlen_attention takes ragged requests")
+            fail(InvalidInput, "query, key, value", "a nested tensor", "plain tensors; attnops.varlen_attention takes ragged requests")
         dims = query.dim()
         for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)
             if x.shape[-1] != width:
-                raise InvalidInput(f"{field}.shape[-1]", x.shape[-1], f"{width}, as the module was built")
+                fail(InvalidInput, f"{field}.shape[-1]", x.shape[-1], f"{width}, as the module was built")
         if key.shape[:-1] != value.shape[:-1]:
-            raise InvalidInput("value", f"shape {tuple(value.shape)}", f"as many values as keys {tuple(key.shape)}")
+            fail(InvalidInput, "value", f"shape {tuple(value.shape)}", f"as many values as keys {tuple(key.shape)}")
         batch = 0 if self.batch_first else 1
         if dims == 3 and query.shape[batch] != key.shape[batch]:
-            raise InvalidInput(f"key.shape[{batch}]", key.shape[batch], f"{query.shape[batch]}, the query's batch")
+            fail(InvalidInput, f"key.shape[{batch}]", key.shape[batch], f"{query.shape[batch]}, the query's batch")
         if is_causal and attn_mask is None:
-            raise InvalidInput("attn_mask", None, "the causal mask, because is_causal=True is a hint about it")
+            fail(InvalidInput, "attn_mask", None, "the causal mask, because is_causal=True is a hint about it")
         return dims == 3
 
     def _mask(self, query: Tensor, key: Tensor, padding: Tensor | None, attn: Tensor | None) -> Tensor | None:
@@ -189,9 +189,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     check.tensor(field, mask, f"{list(shape)}, {MASKS}", len(shape))
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise InvalidInput(f"{field}.dtype", mask.dtype, MASKS)
+        fail(InvalidInput, f"{field}.dtype", mask.dtype, MASKS)
     if mask.shape != torch.Size(shape):
-        raise InvalidInput(field, f"shape {tuple(mask.shape)}", f"{list(shape)}")
+        fail(InvalidInput, field, f"shape {tuple(mask.shape)}", f"{list(shape)}")
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.reference.rope_quantize import rotate
 
@@ -58,22 +58,22 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim = check.size("head_dim", head_dim)
         if head_dim % 2:
-            raise InvalidInput("head_dim", head_dim, "an even number")
+            fail(InvalidInput, "head_dim", head_dim, "an even number")
         self.theta = check.number("theta", theta, 1.0)
         if scaling not in SCALINGS:
-            raise InvalidInput("scaling", repr(scaling), " | ".join(map(repr, SCALINGS)))
+            fail(InvalidInput, "scaling", repr(scaling), " | ".join(map(repr, SCALINGS)))
         self.scaling = scaling
         self.factor = check.number("factor", factor, 1.0)
         if scaling == "none" and factor != 1.0:
-            raise InvalidInput("factor", factor, "1.0, because scaling is 'none'")
+            fail(InvalidInput, "factor", factor, "1.0, because scaling is 'none'")
         self.interleaved = interleaved
         # What a head's rotation and its softmax are multiplied by, and the pairs between which the frequencies go over.
         self.attention_factor, self._softmax_scale, self._ramp = 1.0, 1.0, (0.0, 1.0)
         if scaling == "yarn":
             if theta == 1.0:
-                raise InvalidInput("theta", theta, "> 1.0, because scaling is 'yarn'")
+                fail(InvalidInput, "theta", theta, "> 1.0, because scaling is 'yarn'")
             if original_max_position is None:
-                raise InvalidInput("original_max_position", None, "an int, because scaling is 'yarn'")
+                fail(InvalidInput, "original_max_position", None, "an int, because scaling is 'yarn'")
             known = check.size("original_max_position", original_max_position, "positions")
             slow = check.number("beta_slow", beta_slow, 1e-9)
             fast = check.number("beta_fast", beta_fast, slow)
@@ -107,7 +107,7 @@ class RotaryEmbedding(nn.Module):
         float32 (float64 where `like` is), on the device of `like`, attention factor included. Raises InvalidInput.
         """
         if positions.is_floating_point() or positions.dtype == torch.bool:
-            raise InvalidInput("positions.dtype", positions.dtype, "int32 | int64")
+            fail(InvalidInput, "positions.dtype", positions.dtype, "int32 | int64")
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         pairs = torch.arange(0, self.head_dim, 2, device=like.device, dtype=wide)
         turns = self.theta ** (-pairs / self.head_dim)

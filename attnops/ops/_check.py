@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.problem import Extent
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -20,26 +20,26 @@ def need(ok: Any, field: str, got: object, want: str) -> None:
     """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run time."""
     if isinstance(ok, bool):
         if not ok:
-            raise InvalidInput(field, got, want)
+            fail(InvalidInput, field, got, want)
         return
     # Only sizes under a compiler are not bools, and it has paid for this import already.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if not statically_known_true(ok):
         if statically_known_true(torch.sym_not(ok)):
-            raise InvalidInput(field, got, want)
+            fail(InvalidInput, field, got, want)
         torch._check(ok, lambda: f"{field}: got {got}, want {want}")
 
 
 def tensor(field: str, value: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...], layout: str) -> Tensor:
     """`value` is a tensor of `ndim` dimensions and one of `dtypes`."""
     if not isinstance(value, Tensor):
-        raise InvalidInput(field, type(value).__name__, f"a tensor {layout}")
+        fail(InvalidInput, field, type(value).__name__, f"a tensor {layout}")
     dims = (ndim,) if isinstance(ndim, int) else ndim
     if value.dim() not in dims:
-        raise InvalidInput(field, f"shape {shape(value)}", layout)
+        fail(InvalidInput, field, f"shape {shape(value)}", layout)
     if value.dtype not in dtypes:
-        raise InvalidInput(f"{field}.dtype", name(value.dtype), " | ".join(name(d) for d in dtypes))
+        fail(InvalidInput, f"{field}.dtype", name(value.dtype), " | ".join(name(d) for d in dtypes))
     return value
 
 
@@ -47,7 +47,7 @@ def same_device(query: Tensor, **others: Tensor | None) -> None:
     """Every tensor lies on the device of the first."""
     for field, value in others.items():
         if value is not None and value.device != query.device:
-            raise InvalidInput(f"{field}.device", value.device, f"{query.device}, as the first argument")
+            fail(InvalidInput, f"{field}.device", value.device, f"{query.device}, as the first argument")
 
 
 def plan(device: torch.device, given: Tensor | None) -> None:
@@ -55,7 +55,7 @@ def plan(device: torch.device, given: Tensor | None) -> None:
     if given is None or (given.dtype, given.device.type) == (torch.int64, "cpu"):
         return
     if given.dtype != torch.int32 or given.device != device:
-        raise InvalidInput("plan", f"{name(given.dtype)} on {given.device}", f"int32 on {device}, or int64 on cpu: what a plan op returned")
+        fail(InvalidInput, "plan", f"{name(given.dtype)} on {given.device}", f"int32 on {device}, or int64 on cpu: what a plan op returned")
 
 
 def workspace(given: Tensor | None) -> None:
@@ -98,7 +98,7 @@ def q_scale(query: Tensor, given: Tensor | None) -> None:
     """A quantised query comes with a scale, another without."""
     if (query.dtype == torch.float8_e4m3fn) != (given is not None):
         got, want = ("None", "a scale") if given is None else ("a tensor", "None")
-        raise InvalidInput("q_scale", got, f"{want}, because the query is {name(query.dtype)}")
+        fail(InvalidInput, "q_scale", got, f"{want}, because the query is {name(query.dtype)}")
 
 
 def result_dtype(query: Tensor) -> torch.dtype:
@@ -109,12 +109,12 @@ def result_dtype(query: Tensor) -> torch.dtype:
 def kv_dtype(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     """Key and value share a dtype: the query's, or a quantised one that comes with scales."""
     if key.dtype != value.dtype:
-        raise InvalidInput("value.dtype", name(value.dtype), f"{name(key.dtype)}, as the key")
+        fail(InvalidInput, "value.dtype", name(value.dtype), f"{name(key.dtype)}, as the key")
     if key.dtype != query.dtype or key.dtype not in FLOATS:
         if key.dtype not in QUANTISED:
-            raise InvalidInput("key.dtype", name(key.dtype), f"{name(query.dtype)} (the query's) or {' | '.join(map(name, QUANTISED))}")
+            fail(InvalidInput, "key.dtype", name(key.dtype), f"{name(query.dtype)} (the query's) or {' | '.join(map(name, QUANTISED))}")
         if k_scale is None or v_scale is None:
-            raise InvalidInput("k_scale, v_scale", "None", f"both, because the key is {name(key.dtype)}")
+            fail(InvalidInput, "k_scale, v_scale", "None", f"both, because the key is {name(key.dtype)}")
 
 
 def scales(num_kv_heads: Any, **given: Tensor | None) -> None:
@@ -136,27 +136,27 @@ def sinks(value: Tensor | None, num_q_heads: Any) -> None:
 def numbers(scale: float, window_left: int, window_right: int, softcap: float, attention_chunk: int = 0) -> None:
     """The scalars every attention op takes."""
     if not isinstance(scale, (int, float)) or scale != scale or scale in (float("inf"), float("-inf")):
-        raise InvalidInput("scale", scale, "a finite number")
+        fail(InvalidInput, "scale", scale, "a finite number")
     if softcap < 0 or softcap != softcap or softcap == float("inf"):
-        raise InvalidInput("softcap", softcap, ">= 0 (0: off), finite")
+        fail(InvalidInput, "softcap", softcap, ">= 0 (0: off), finite")
     for field, value in (("window_left", window_left), ("window_right", window_right)):
         if value < -1:
-            raise InvalidInput(field, value, ">= -1 (-1: unbounded)")
+            fail(InvalidInput, field, value, ">= -1 (-1: unbounded)")
     if attention_chunk < 0:
-        raise InvalidInput("attention_chunk", attention_chunk, ">= 0 (0: off)")
+        fail(InvalidInput, "attention_chunk", attention_chunk, ">= 0 (0: off)")
 
 
 def window(value: Any) -> tuple[int, int]:
     """(left, right)."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InvalidInput("window", value, "(left, right) in keys, -1: unbounded")
+        fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
     return value[0], value[1]
 
 
 def one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
     """`value` is among `allowed`."""
     if value not in allowed:
-        raise InvalidInput(field, repr(value), " | ".join(map(str, allowed)))
+        fail(InvalidInput, field, repr(value), " | ".join(map(str, allowed)))
 
 
 def shape(value: Tensor) -> tuple[Any, ...]:

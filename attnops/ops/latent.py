@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
@@ -32,10 +32,10 @@ def check_stored(latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dty
     """Latents have `dtype`, or a quantised one that comes with its scale."""
     if latent_pages.dtype in STORED:
         if kv_scale is None:
-            raise InvalidInput("kv_scale", "None", f"a scale, because the latents are {check.name(latent_pages.dtype)}")
+            fail(InvalidInput, "kv_scale", "None", f"a scale, because the latents are {check.name(latent_pages.dtype)}")
     elif latent_pages.dtype != dtype:
         want = f"{check.name(dtype)} | " if dtype in check.FLOATS else ""
-        raise InvalidInput("latent_pages.dtype", check.name(latent_pages.dtype), want + " | ".join(map(check.name, STORED)))
+        fail(InvalidInput, "latent_pages.dtype", check.name(latent_pages.dtype), want + " | ".join(map(check.name, STORED)))
 
 
 def _check_write(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
@@ -56,9 +56,9 @@ def _check_write(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tens
 def _check_quantised(latent: Tensor, latent_pages: Tensor, kv_scale: Tensor | None) -> None:
     own = check.name(latent.dtype)
     if latent_pages.dtype != latent.dtype:
-        raise InvalidInput("latent_pages.dtype", check.name(latent_pages.dtype), f"{own}, as the latents, which are stored as they are")
+        fail(InvalidInput, "latent_pages.dtype", check.name(latent_pages.dtype), f"{own}, as the latents, which are stored as they are")
     if kv_scale is not None:
-        raise InvalidInput("kv_scale", "a tensor", f"None, because the latents are {own} already")
+        fail(InvalidInput, "kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
 def _problem_write(latent: Any, k_pe: Any, latent_pages: Any, slots: Any, kv_scale: Any = None, **_: Any) -> Problem:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
@@ -60,7 +60,7 @@ def _check_mla(
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
     check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
     if q_nope.dtype in STORED and q_scale is None:
-        raise InvalidInput("q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
+        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
     check_stored(latent_pages, kv_scale, q_nope.dtype)
     check.scales(1, q_scale=q_scale, kv_scale=kv_scale)
     check.sinks(sinks, q_nope.shape[1])

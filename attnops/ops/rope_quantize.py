@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
@@ -47,7 +47,7 @@ def _check(
     check.need(q_pe.shape[2] % 2 == 0, "q_pe.shape[2]", q_pe.shape[2], "even: it is turned in pairs")
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-            raise InvalidInput(name, scale, "a finite number > 0")
+            fail(InvalidInput, name, scale, "a finite number > 0")
 
 
 def _fake(q_nope: Tensor, q_pe: Tensor, latent: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def rope_quantize_latent(
     """
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, Tensor):  # torch would make a number of it, and wait for the device
-            raise InvalidInput(name, "a tensor", "a finite number > 0, of the host")
+            fail(InvalidInput, name, "a tensor", "a finite number > 0, of the host")
     query, row = torch.ops.attnops.rope_quantize_latent.default(
         q_nope, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved,
         policy=key_for("rope_quantize_latent", kernel),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
@@ -59,11 +59,11 @@ def _check_sparse(
     check.plan(q_nope.device, plan)
     check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
     if q_nope.dtype in STORED and q_scale is None:
-        raise InvalidInput("q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
+        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
     if latent_pages.dtype == torch.uint8:
         _check_packed(latent_pages, "q_nope.shape[2]", q_nope.shape[2], q_pe.shape[2])
         if kv_scale is not None:
-            raise InvalidInput("kv_scale", "a tensor", "None, because packed pages hold their own")
+            fail(InvalidInput, "kv_scale", "a tensor", "None, because packed pages hold their own")
     else:
         check_pages(latent_pages, q_nope.shape[2], q_pe.shape[2])
         check_stored(latent_pages, kv_scale, q_nope.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last, default_scale
@@ -42,7 +42,7 @@ def _check_indexes(
         check.equal(f"{field}.shape[1]", given.shape[1], vertical.shape[1], "the heads of vertical")
         check.need(given.shape[2] >= 1, f"{field}.shape[2]", given.shape[2], ">= 1")
     if (vertical_counts is None) != (slash_counts is None):
-        raise InvalidInput("vertical_counts, slash_counts", "one of them", "both or neither")
+        fail(InvalidInput, "vertical_counts, slash_counts", "one of them", "both or neither")
     for field, counts in (("vertical_counts", vertical_counts), ("slash_counts", slash_counts)):
         if counts is not None:
             check.tensor(field, counts, 1, INT32, "[H]")
@@ -277,7 +277,7 @@ def vertical_slash_attention(
     if output is None:
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
     if not isinstance(indexes, (tuple, list)) or len(indexes) != 4:
-        raise InvalidInput("indexes", type(indexes).__name__, "the four tensors that vertical_slash_indexes returns")
+        fail(InvalidInput, "indexes", type(indexes).__name__, "the four tensors that vertical_slash_indexes returns")
     torch.ops.attnops.vertical_slash_attention.default(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *indexes, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         scale=default_scale(query, scale), padded=padded, policy=key_for("vertical_slash_attention", kernel), output=output, lse=lse,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnops
 from attnops import ops
-from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel
+from attnops.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
 
 I32, I64, U8, BF16, F32, F64 = torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -462,25 +462,27 @@ def test_the_good_call_is_good(function_name):
     function(Bad(function_name, {}, "", "", ""))(**good(function_name))
 
 
-# A compiler runs the same check on fake tensors; the user must still read the sentence. One call of each kind. The shape of
-# `window` is left out: it is checked before the op, in Python that Dynamo traces, and Dynamo reports such errors its own way. So are
-# the functions that plan: they are never compiled.
+# A compiler runs the same check on fake tensors, or traces it; the user must still read the sentence, and find the error. One call of
+# each kind. The functions that plan are left out: they are never compiled.
 TRACED = [b for b in BAD if not b.function.startswith("plan_")]
 COMPILED = [
-    *{b.function: b for b in reversed(TRACED) if b.error is InvalidInput and b.field != "window"}.values(),
+    *{b.function: b for b in reversed(TRACED) if b.error is InvalidInput}.values(),
+    *[b for b in TRACED if b.field in ("window", "indexes", "rule", "q_scale")],
     *[b for b in TRACED if b.field in ("softcap", "mask.shape[1]", "key.shape[-1]", "k_scale, v_scale")],
     *[b for b in TRACED if b.error is not InvalidInput],
 ]
 
 
+@pytest.mark.parametrize("fullgraph", [True, False], ids=["whole", "broken"])
 @pytest.mark.parametrize("bad", COMPILED, ids=name)
-def test_message_survives_compilation(bad):
+def test_message_and_error_survive_compilation(bad, fullgraph):
     arguments = good(bad.function) | bad.change
     before = {n: arguments[n].clone() for n in WRITTEN if isinstance(arguments.get(n), Tensor)}
     public = function(bad)
     with pytest.raises(Exception) as caught:  # Dynamo wraps it in an error of its own
-        torch.compile(lambda: public(**arguments), backend="eager", fullgraph=True)()
+        torch.compile(lambda: public(**arguments), backend="eager", fullgraph=fullgraph)()
     text = str(caught.value)
+    assert type(find(caught.value)) is bad.error
     assert bad.got in text
     assert bad.want in text
     for n, held in before.items():

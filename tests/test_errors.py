@@ -1,0 +1,180 @@
+"""Every class of error crosses processes and is copied; a compiler's error leads to the one it wraps."""
+
+import copy
+import importlib
+import inspect
+import pickle
+import pkgutil
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import wraps
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+
+import attnops
+from attnops.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, find
+from attnops.kernel import Kernel, _drop, kernels_of, register
+from attnops.problem import Problem, Refusal, Target
+from attnops.select import Decision, Policy, select
+
+PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+
+
+def classes() -> list[type[AttnopsError]]:
+    """Every subclass, wherever it is defined."""
+    for package in ("attnops", "attnops.cli", "attnops.hf", "attnops.bench", "attnops.tune", "attnops.graphs", "attnops.lowering"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if not module.ispkg and "__main__" not in module.name:
+                importlib.import_module(module.name)
+    found, waiting = [], [AttnopsError]
+    while waiting:
+        kind = waiting.pop()
+        found.append(kind)
+        waiting += kind.__subclasses__()
+    return sorted((k for k in found if k.__module__.startswith("attnops")), key=lambda k: k.__name__)
+
+
+def value(name: str, annotation: str) -> Any:
+    """Something for an argument of this name and annotation."""
+    if name == "decision":
+        return select(PLAIN, Policy(deny=tuple(kernels_of("attention"))))
+    if name == "refused":
+        return {"fa3": (Refusal("page_size", 1, "64"),)}
+    if name == "cause":
+        return ValueError("why")
+    plain = {
+        "str": "a word",
+        "int": 3,
+        "float": 0.5,
+        "object": (1, "two", torch.float16),
+        "int | None": None,
+        "Mapping[str, tuple[int, ...]]": {"fa3": (64,)},
+    }
+    plain |= {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 64)}
+    return plain[annotation]
+
+
+def make(kind: type[AttnopsError]) -> AttnopsError:
+    signature = [*inspect.signature(kind.__init__).parameters.values()][1:]
+    parameters = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return kind(*(value(p.name, str(p.annotation)) for p in parameters)) if parameters else kind("the text")
+
+
+def same(a: BaseException, b: BaseException) -> None:
+    assert type(a) is type(b) and str(a) == str(b) and a.args == b.args
+    assert {n: str(v) for n, v in vars(a).items()} == {n: str(v) for n, v in vars(b).items()}
+
+
+KINDS = classes()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("again", [lambda e: pickle.loads(pickle.dumps(e)), copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
+def test_an_error_is_what_it_was(kind, again):
+    error = make(kind)
+    same(again(error), error)
+    same(again(again(error)), error)
+    assert find(again(error)) is not None
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+def test_an_error_crosses_processes():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        waiting = [(kind, pool.submit(raises, make(kind))) for kind in KINDS]
+        for kind, future in waiting:
+            error = future.exception(timeout=120)
+            assert type(error) is kind and str(error) == str(make(kind))
+
+
+class Stubborn:
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("no")
+
+    def __str__(self):
+        return "stubborn"
+
+
+@pytest.mark.parametrize(
+    "got", [Stubborn(), lambda: 1, torch.zeros(2), (Stubborn(),), threading.Lock()], ids=lambda g: type(g).__name__
+)
+def test_what_cannot_be_pickled_arrives_as_text(got):
+    error = InvalidInput("field", got, "another")
+    there = pickle.loads(pickle.dumps(error))
+    assert str(there) == str(error) and isinstance(there.got, str) and there.field == "field"
+    assert pickle.loads(pickle.dumps(Refusal("field", got, "another"))).field == "field"
+
+
+@pytest.mark.parametrize("again", [lambda d: pickle.loads(pickle.dumps(d)), copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
+@pytest.mark.parametrize("policy", ["", "deny=reference", "kernel=fa3", "prefer=flex"])
+def test_a_decision_is_what_it_was(policy, again):
+    decision = select(PLAIN, policy)
+    there = again(decision)
+    assert isinstance(there, Decision) and str(there) == str(decision) and there.problem == decision.problem
+    assert there.kernel is decision.kernel
+
+
+def test_a_kernel_that_only_one_process_has_keeps_its_name():
+    there = pickle.loads(pickle.dumps(Kernel("theirs", "attention", lambda q: q)))
+    assert (there.name, there.op) == ("theirs", "attention")
+    with pytest.raises(AttnopsError, match="only the process it comes from"):
+        there.run()
+    known = kernels_of("attention")["sdpa"]
+    assert pickle.loads(pickle.dumps(known)) is known and copy.deepcopy(replace(known, name="mine")).name == "mine"
+
+
+# Wrapped by a compiler ------------------------------------------------------------------------------------------------
+
+
+@wraps(kernels_of("attention")["reference"].run)
+def breaks(*args, **kwargs):
+    raise NotCompiled("breaks", "a call")
+
+
+CALLS = {
+    "traced": (lambda q: attnops.attention(q, q, q, window=(1, 2, 3)), InvalidInput),
+    "fake": (lambda q: attnops.attention(q, q, q, softcap=-1.0), InvalidInput),
+    "name": (lambda q: attnops.attention(q, q, q, kernel="fa9"), UnknownKernel),
+    "forced": (lambda q: attnops.attention(q, q, q, softcap=1.0, kernel="sdpa"), NoKernel),
+    "lowering": (lambda q: attnops.attention(q, q, q), NoKernel),
+    "run": (lambda q: attnops.attention(q, q, q, kernel="breaks"), NotCompiled),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def breaking():
+    kernel = register(replace(kernels_of("attention")["reference"], name="breaks", run=breaks, cost_us=lambda p: 1e9, judge=False))
+    yield
+    _drop([kernel])
+
+
+@pytest.mark.parametrize("fullgraph", [True, False], ids=["whole", "broken"])
+@pytest.mark.parametrize("stage", CALLS)
+def test_an_error_is_found_in_what_a_compiler_raises(breaking, stage, fullgraph):
+    call, kind = CALLS[stage]
+    torch._dynamo.reset()
+    q = torch.randn(1, 3, 2, 8)
+    deny = tuple(kernels_of("attention")) if stage == "lowering" else ()
+    backend = "inductor" if stage in ("lowering", "run") else "eager"
+    with pytest.raises(Exception) as caught, attnops.use(deny=deny):
+        torch.compile(call, fullgraph=fullgraph, backend=backend)(q)
+    ours = find(caught.value)
+    assert type(ours) is kind
+    assert str(ours).splitlines()[0] in str(caught.value)
+
+
+def test_other_errors_hold_none():
+    assert find(ValueError("x")) is None and find(None) is None
+    loop, other = ValueError("a"), KeyError("b")
+    loop.__cause__, other.__context__ = other, loop
+    assert find(loop) is None
+    other.__cause__ = BadTable("a", "b", "c")
+    assert find(loop) is other.__cause__
