@@ -127,6 +127,8 @@ class Part:
             result |= {"outcome": SKIPPED, "reason": why.removeprefix("Skipped: ")}
         if report.when == "teardown":
             self.journal.add(test=report.nodeid, **self.results.pop(report.nodeid))
+            if torch.cuda.is_initialized() and not self.failed_since:
+                torch.cuda.empty_cache()  # other processes need the device's memory, too
 
     def _wait_for_modules(self) -> None:
         while self.built is not None and not self.built.exists() and time.time() < self.until:

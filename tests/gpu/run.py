@@ -35,9 +35,9 @@ from tests.gpu.journal import FAILED, Journal, Pass, text_of  # noqa: E402
 PINS = tuple(f"tests/standins/test_{name}.py" for name in ("fa3", "fa4"))
 TESTS = ("tests/gpu", "tests/hf/test_cuda.py", *PINS)
 OPTIONS = ("-m", "gpu", "-q", "-p", "tests.gpu.part", "-p", "no:cacheprovider", "--tb=short", "-o", "faulthandler_timeout=120")
-TEST_S = 200
+TEST_S = 280
 """Seconds of one test, where pytest-timeout is installed: a process that hangs in a kernel ends itself."""
-HUNG_S = 300.0
+HUNG_S = 340.0
 """Seconds after which a process that still runs one test is ended from outside."""
 BUILD_S = 900.0
 """Seconds after which tests no longer wait for FlashInfer's modules."""
@@ -46,6 +46,8 @@ MAX_JOBS = "6"
 AGAIN = 2
 """How often each process is started anew after it has died."""
 NOTHING, LEFT = 1, 3
+# As tests/conftest.py sets them, but the plugin loads torch before that file is read.
+SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 CODE = ("attnops", "lowering", "graphs", "tests")
 
 
@@ -114,7 +116,7 @@ class Runner:
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *self.tests, *OPTIONS, *timeout, *self.options],
-            cwd=ROOT, env={**os.environ, **said}, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+            cwd=ROOT, env={**SETTINGS, **os.environ, **said}, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         return Worker(process, log, device, alone, again)
 
