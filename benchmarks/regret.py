@@ -34,11 +34,11 @@ from common import default_device, environment, text_of, write
 
 from attnops.kernel import Kernel, kernels_of
 from attnops.measured import MEASURED, Shape, Sizes, Table, costs, from_json, in_force
-from attnops.problem import Extent, Problem, Target
+from attnops.problem import Problem, Target
 from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel
 from attnops.tune import Pool, Stopwatch, build, clock_for
-from attnops.tune.calls import PROMISING_OPS
+from attnops.tune.calls import problem_of
 from attnops.tune.clock import Clock, GraphClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
@@ -155,20 +155,6 @@ def held_out(count: int, seed: int = 1) -> list[Held]:
     return found
 
 
-def problem_of(held: Held, target: Target) -> Problem:
-    """The Problem of the call, without making it."""
-    s, most = held.shape, max(held.k_lens)
-    keys = -(-most // s.page_size) * s.page_size if s.page_size else most
-    dense = s.op == "attention"
-    queries = max(held.q_lens)
-    return Problem(
-        s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
-        s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
-        tokens=Extent.of(queries * len(held.q_lens) if dense else sum(held.q_lens)), batch=Extent.of(len(held.q_lens)),
-        queries=Extent.of(queries), context=Extent.of(keys), padded=s.op not in PROMISING_OPS,
-    )  # fmt: skip
-
-
 def with_everything(problem: Problem) -> Problem:
     """The Problem as a call says it that brings a host plan and workspace enough."""
     return replace(problem, plan="host", workspace=ENOUGH)
@@ -282,7 +268,7 @@ def chosen_again(data: dict[str, Any], table: Table | None) -> list[Row]:
     rows = []
     for call in data["calls"]:
         held = known[(call["family"], call["batch"], *call["queries"], *call["keys"])]
-        problem = problem_of(held, target)
+        problem = problem_of(held.shape, held.q_lens, held.k_lens, target)
         rows.append(Row(held, call["us"], choices(problem, table), dict(call.get("skipped", {})), call.get("bare_us", {})))
         # As `candidates` equips them: what reads a plan where there is one, and what does not answer without.
         kernels = [k for k in kernels_of(held.shape.op).values() if k.name in call["us"]]

@@ -19,6 +19,7 @@ from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.testing import Source
 from attnops.tune import Pool, Stopwatch, build
+from attnops.tune.calls import problem_of
 from attnops.tune.run import lengths
 from attnops.tune.shapes import DENSE, FULL, MLA
 from tests.helpers import ROOT
@@ -66,7 +67,7 @@ def test_the_problem_of_a_held_call_is_that_of_the_call(regret):
         if held.work()[0] > 2e6:
             continue
         call = build(held.shape, held.q_lens, held.k_lens, pool)
-        assert regret.problem_of(held, Target()) == call.problem, held
+        assert problem_of(held.shape, held.q_lens, held.k_lens, Target()) == call.problem, held
         seen.add(held.family)
     assert len(seen) >= 3
 
@@ -181,7 +182,7 @@ def test_a_table_chooses_well_between_its_points(regret):
         kernels = [Kernel(n, held.shape.op, print) for n in MADE_UP]
         us = {n: f(held.shape, held.q_lens, held.k_lens) for n, f in MADE_UP.items()}
         for change, regrets in ((lambda p: p, exact), (regret.coarse, coarse)):
-            found = costs(change(regret.problem_of(held, SM90)), kernels, table)
+            found = costs(change(problem_of(held.shape, held.q_lens, held.k_lens, SM90)), kernels, table)
             assert all(c.how == MEASURED for c in found.values()), held
             regrets.append(us[min(found, key=lambda n: found[n].us)] / min(us.values()) - 1)
     # The worst are calls of some 10 us between two points where one of the kernels stops splitting.

@@ -4,6 +4,7 @@
 `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`).
 `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, of the bytes that must be moved and the operations that
 must be done. Of every result the last rows of the first requests are compared with the exact ones; all of it has to be finite.
+The last row counts the calls of a grid that the GPU (off one, an H200) leaves to the reference, see `attnops.bench.judge`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import peers, report, vendors
+from attnops.bench import judge, peers, report, vendors
 from attnops.bench.setup import Setup
 from attnops.bench.timing import Timed, kernels_us
 from attnops.bench.verdict import Row, Way, judged, why
@@ -24,6 +25,7 @@ from attnops.kernel import kernels_of
 from attnops.measured import Shape
 from attnops.measured.shape import Sizes
 from attnops.ops import OPS
+from attnops.problem import Target
 from attnops.select import select
 from attnops.testing import Call, allowance, oracle
 from attnops.tune import COMPILED, Pool, Stopwatch, build
@@ -102,7 +104,8 @@ def cases(setup: Setup) -> dict[str, report.Case]:
     """Of the suite."""
     pool = Pool(setup.device)
     chosen = [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
-    return {case.name: partial(measure, setup, pool, case) for case in chosen}
+    found: dict[str, report.Case] = {case.name: partial(measure, setup, pool, case) for case in chosen}
+    return found | {"calls left to the reference": lambda: [judge.row(Target.of(setup.device) if setup.on_gpu else judge.H200)]}
 
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:

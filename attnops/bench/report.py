@@ -19,7 +19,7 @@ from attnops.bench.verdict import WRONG, Row, why
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
 
-COUNTS = ("device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
+COUNTS = ("at_reference", "device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
 """Figures of a row of which more is worse, and which do not vary."""
 
 Case = Callable[[], Iterable[Row]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnops.measured import Shape
+from attnops.problem import Extent, Problem, Target
 from attnops.testing import Call
 from attnops.testing.inputs import QUANTISED
 
@@ -91,6 +92,19 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     make = {"attention": _dense, "varlen_attention": _packed, "paged_attention": _paged, "mla_attention": _paged}[shape.op]
     written = ("output",) if shape.op in PAGED_OPS else ()
     return Call(shape.op, arguments | make(shape, q_lens, k_lens, pool), {}, written)
+
+
+def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
+    """The Problem of such a call on `target`, without making it."""
+    s, queries, most = shape, max(q_lens), max(k_lens)
+    keys = -(-most // s.page_size) * s.page_size if s.page_size else most
+    dense = s.op == "attention"
+    return Problem(
+        s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
+        s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
+        tokens=Extent.of(queries * len(q_lens) if dense else sum(q_lens)), batch=Extent.of(len(q_lens)),
+        queries=Extent.of(queries), context=Extent.of(keys), padded=s.op not in PROMISING_OPS,
+    )  # fmt: skip
 
 
 def _dense(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool) -> dict[str, Any]:

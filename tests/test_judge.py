@@ -1,0 +1,57 @@
+"""Which calls of a grid an H200 leaves to the reference, and why: all of them, so that a change is seen."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from attnops.bench import judge
+from attnops.bench.report import COUNTS
+from attnops.problem import Target
+from tests.helpers import fresh_process
+
+SIZES = ("1x512", "2x4096")
+SAME = ("32/8 d128", "12/12 d64", "16/8 d256")
+UNLIKE = "16/16 d192/128"
+BACKWARD = ("attention_backward", "varlen_attention_backward")
+
+
+def expected():
+    """By name of the call, the field that aten_flash refuses, which is all there is beside the reference."""
+    found = {}
+    for op, size, heads in product(BACKWARD, SIZES, (*SAME, UNLIKE)):
+        for rule, field in {"soft cap": "softcap", "sinks": "sinks", "bool mask": "mask", "additive mask": "mask"}.items():
+            found[f"{op}: {size}, {heads}, {rule}, trained"] = "v_head_dim" if heads == UNLIKE and field == "mask" else field
+        if heads == UNLIKE:
+            for rule in ("causal", "not causal", "window"):
+                found[f"{op}: {size}, {heads}, {rule}, trained"] = "v_head_dim"
+    for size, heads, mask in product(SIZES, (*SAME, UNLIKE), ("bool mask", "additive mask")):
+        # What makes its gradient is lse, which sdpa, the only kernel to take a packed mask, does not give.
+        found[f"varlen_attention: {size}, {heads}, {mask}, trained"] = "v_head_dim" if heads == UNLIKE else "mask"
+    return found | {"attention_backward: 2x4096, 32/8 d128, causal, float32, trained": "dtype"}
+
+
+@pytest.fixture(scope="module")
+def left():
+    return judge.left_to_reference()
+
+
+def test_what_an_h200_leaves_to_the_reference(left):
+    asked, decided = left
+    assert asked > 2500 and {name: d.refused["aten_flash"][0].field for name, d in decided.items()} == expected()
+    for name, decision in decided.items():
+        assert decision.by_judge == "no kernel can run this call" and not decision.passed_over, name
+
+
+def test_the_row_of_the_suite(left):
+    row = judge.row()
+    counts = sorted(Counter(name.partition(":")[0] for name in left[1]).items())
+    ops = ", ".join(f"{op} {count}" for op, count in counts)
+    assert row.way == "NVIDIA H200" and row.more == {"calls": left[0], "at_reference": len(left[1]), "by_op": ops}
+    assert "at_reference" in COUNTS, "of which more is worse"
+
+
+def test_a_grid_of_another_gpu_is_answered_anywhere():
+    found = judge.problems(Target("cuda", 80, assume=()))
+    assert {p.target.arch for p in found.values()} == {80}
+    assert fresh_process("import attnops.bench.judge, torch; print(torch.cuda.is_initialized())").strip() == "False"
