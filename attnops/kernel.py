@@ -75,7 +75,8 @@ class Kernel:
         measured times covers the call (attnops/measured).
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     rounded_sums: its lse adds up weights already rounded to the query's dtype.
-    batch_invariant: a request's result does not depend, bit for bit, on what else is in the batch. Asked for by deterministic policies.
+    batch_invariant: under a deterministic policy, which `run` is told, a request's result does not depend, bit for bit, on what else is
+        in the batch. invariant_needs: what this takes besides `needs`. invariant_us: as `cost_us`, where the policy costs time.
     judge: the plain body that all others are compared with. On a GPU it answers where no other kernel can, or where its measured time
         is the least; no estimate chooses it.
     inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
@@ -112,6 +113,8 @@ class Kernel:
     tolerance: float = 1.0
     rounded_sums: bool = False
     batch_invariant: bool = False
+    invariant_needs: tuple[Need, ...] = ()
+    invariant_us: Callable[[Problem], float] | None = None
     judge: bool = False
     inline: bool = False
     inline_when: Callable[[Problem], bool] | None = None
@@ -160,6 +163,12 @@ class Kernel:
         out = self.absences(problem.target) + unmet
         return out or self._asked("cost_us", (self._priced,), problem) or self._asked("inline_when", (self._placed,), problem)
 
+    def varies(self, problem: Problem) -> tuple[Refusal, ...]:
+        """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""
+        if not self.batch_invariant:
+            return (Refusal("batch_invariant", False, "True (policy.deterministic)"),)
+        return self._asked("invariant_needs", self.invariant_needs, problem)
+
     def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object) -> tuple[Refusal, ...]:
         """The refusals among the answers. An error is one."""
         out = []
@@ -184,8 +193,8 @@ class Kernel:
     def _priced(self, problem: Problem) -> Refusal | None:
         # A time that a plan was made for is compared with that of a call without, so both are asked for.
         planned = self.device_plan is not None and problem.plan == "none"
-        for p in (problem, replace(problem, plan="device")) if planned else (problem,):
-            us = self.cost_us(p)
+        times = [self.cost_us(p) for p in ((problem, replace(problem, plan="device")) if planned else (problem,))]
+        for us in times if self.invariant_us is None else (*times, self.invariant_us(problem)):
             if not isinstance(us, Real) or isinstance(us, bool) or not 0 <= float(us) < inf:
                 return Failed(f"{self.name}.cost_us", us, "a finite number >= 0")
         return None
@@ -284,13 +293,14 @@ def _check_fields(kernel: Kernel) -> None:
         if not ok:
             raise RegistrationError(f"kernel {kernel.name}: {field} got {getattr(kernel, field)!r}, want {text}")
 
-    want(isinstance(kernel.needs, tuple) and all(map(callable, kernel.needs)), "needs", "a tuple of functions of a Problem")
+    for name, needs in (("needs", kernel.needs), ("invariant_needs", kernel.invariant_needs)):
+        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
     want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
     want(isinstance(kernel.capture, Capture), "capture", "a Capture")
     want(isinstance(kernel.tolerance, Real) and 0 < kernel.tolerance < inf, "tolerance", "a number > 0")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
-    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "settled", "heads_first"):
+    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "settled", "heads_first", "invariant_us"):
         want(getattr(kernel, name) is None or callable(getattr(kernel, name)), name, "a function or None")
     try:
         inspect.signature(kernel.run)
@@ -384,10 +394,3 @@ def own_kernel(op: str, name: str | None) -> str | None:
 def deterministic(policy: str) -> bool:
     """Does the policy of this key, which kernels are given, ask for results that do not depend on batch mates?"""
     return "deterministic" in policy and "deterministic" in policy.split(";")
-
-
-def shared_limit(arch: int) -> int:
-    """Bytes of shared memory that a program may have on a GPU of compute capability `arch` (CUDA C++ programming guide)."""
-    if arch < 80:
-        return 64 * 1024
-    return (227 if arch in (90, 100, 103, 110) else 163 if arch in (80, 87) else 99) * 1024

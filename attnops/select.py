@@ -16,7 +16,7 @@ from attnops.env import default_policy_key
 from attnops.errors import InvalidInput, NoKernel, UnknownKernel
 from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
-from attnops.problem import Problem, Refusal
+from attnops.problem import Extent, Problem, Refusal
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Policy:
 
     kernel: force these. allow: only these may be chosen, on the ops they speak of. deny: these may not be chosen.
     prefer: these win, in this order, when they can run.
-    deterministic: a request's result must not depend on its batch mates, bit for bit; kernels that do not promise it refuse.
+    deterministic: a request's result must not depend on its batch mates, bit for bit. Kernels that do not promise it refuse, and the
+        choice follows from the model and the machine alone: no length, batch size or measured time reaches it (`without_sizes`), so
+        that one kernel serves every step.
     """
 
     kernel: tuple[str, ...] = ()
@@ -188,19 +190,35 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
     forced = policy.forced(problem.op)
     fits: list[Kernel] = []
     refused: dict[str, tuple[Refusal, ...]] = {}
+    seen = without_sizes(problem) if policy.deterministic else problem
     for kernel in kernels_of(problem.op).values():
-        reasons = kernel.refusals(problem) + tuple(_policy_refusals(kernel, policy, forced))
+        reasons = kernel.refusals(seen) + tuple(_policy_refusals(kernel, seen, policy, forced))
         if reasons:
             refused[kernel.name] = reasons
         else:
             fits.append(kernel)
-    needed = costs(problem, fits, table)
+    needed = _invariant_costs(seen, fits) if policy.deterministic else costs(problem, fits, table)
     guessed = _guessed(problem, fits, needed)
     fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
         raise _NotKept(decision)
     return decision
+
+
+def without_sizes(problem: Problem) -> Problem:
+    """What a deterministic policy lets a choice see of `problem`: no size, and no promise of a single call.
+
+    Every size may be any, so that a kernel of few queries refuses even a decode step, which may share its batch with a prompt. Costs
+    are those of one fixed step: 8 requests of 4096 keys on pages, a prompt of 4096 tokens elsewhere.
+    """
+    batch, queries = (8, 1) if problem.page_size else (1, 4096)
+    tokens, requests, longest, context = (Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096))
+    return replace(problem, padded=True, sizes_equal=False, tokens=tokens, batch=requests, queries=longest, context=context)
+
+
+def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
+    return {k.name: Cost((k.invariant_us or k.cost_us)(seen), ESTIMATED) for k in kernels}
 
 
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
@@ -212,12 +230,12 @@ def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)
 
 
-def _policy_refusals(kernel: Kernel, policy: Policy, forced: str | None) -> Iterator[Refusal]:
+def _policy_refusals(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None) -> Iterator[Refusal]:
     if forced is not None and kernel.name != forced:
         yield Refusal("policy.kernel", forced, kernel.name)
     # `reference` is what makes every problem answerable on ops with no second kernel, so allow= narrows only ops it speaks of.
-    if policy.deterministic and not kernel.batch_invariant:
-        yield Refusal("batch_invariant", False, "True (policy.deterministic)")
+    if policy.deterministic:
+        yield from kernel.varies(problem)
     if any(_speaks_of(n, kernel.op) for n in policy.allow) and not _named(kernel, policy.allow):
         yield Refusal("policy.allow", ",".join(policy.allow), f"to hold {kernel.name}")
     if _named(kernel, policy.deny):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnops.kernel import kernels_of, shared_limit
+from attnops.kernel import kernels_of
 from attnops.kernels import flex
-from attnops.kernels.flex import Tile
+from attnops.kernels.flex import Tile, shared_limit
 from attnops.problem import Target
 from attnops.testing import Features, Source, builders
 
@@ -68,9 +68,9 @@ def test_whatever_is_taken_fits(dtype, mask, keys):
 
 def test_torch_is_given_the_tile(monkeypatch):
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: Target("cuda", 90)))
-    query, key, mask = (torch.empty(1, 2, n, 224, dtype=BF16, device="meta") for n in (511, 1, 1))
+    query, key = (torch.empty(1, 2, n, 224, dtype=BF16, device="meta") for n in (511, 1))
     for masked in (False, True):
-        given = flex._options(query, key, key, masked)["kernel_options"]
+        given = flex._options(query, key, masked, 1)["kernel_options"]
         assert given == {"FORCE_USE_FLEX_ATTENTION": True, **flex.tile(224, 224, 2, 90, masked, 1)._asdict()}
         assert given["BLOCK_N"] == 16
-    assert flex._options(torch.empty(1, 2, 3, 64), mask, mask, False) == {}
+    assert flex._options(torch.empty(1, 2, 3, 64), key, False, 1) == {}

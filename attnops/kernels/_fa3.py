@@ -100,6 +100,33 @@ def left_padding(page_size: int, rows: int, policy: str, like: Tensor) -> Tensor
     return torch.zeros_like(like, memory_format=torch.contiguous_format) if whole or deterministic(policy) else None
 
 
+def longest_query(policy: str, max_seqlen_q: int, right: int) -> int:
+    """The longest request that the kernel is told of.
+
+    A tile's keys follow from whether it is 1, and from whether a window's right side reaches past it (hopper/flash_api.cpp). Under a
+    deterministic policy neither is ever so.
+    """
+    return max(max_seqlen_q, 2, right + 2) if deterministic(policy) else max_seqlen_q
+
+
+def longest_keys(policy: str, max_seqlen_k: int, left: int) -> int:
+    """The same of a packed call's keys: a window that reaches past all of them is none to the kernel."""
+    return max(max_seqlen_k, left + 2) if deterministic(policy) else max_seqlen_k
+
+
+def steady_tiles(p: Problem) -> Refusal | None:
+    """Under a deterministic policy: a tile's keys must not follow from whether a window reaches past the longest request's keys.
+
+    Pages and dense calls say how many those are by their shapes. Where tiles with and without a window differ: hopper/tile_size.h.
+    """
+    if not p.windowed or not (p.page_size or p.kv_range):
+        return None
+    d, half = p.head_dim, p.dtype.itemsize == 2
+    alike = p.target.arch == 90 and (d <= (192 if half else 128) if p.page_size else half and p.causal and (d <= 64 or 96 < d <= 128))
+    where = "pages" if p.page_size else "kv_start, kv_end"
+    return None if alike else Refusal("window", p.window, f"none with {where}, head_dim={d} on {p.target}: it may change the tiles")
+
+
 def schedule_size(batch: int, queries: int, keys: int, head_dim: int, rules: tuple[bool, int, int, int]) -> int:
     """int32 words that a paged call of these sizes on SM90 takes for its schedule. rules: causal, left, right, chunk.
 
@@ -140,6 +167,8 @@ def dtype_rules(p: Problem) -> Refusal | None:
     if p.v_head_dim != p.head_dim:
         return Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the query's (float8)")
     return None if p.kv_dtype == FLOAT8 else Refusal("kv_dtype", p.kv_dtype, "the query's float8_e4m3fn")
+
+
 def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """lse `[..., Hq]`: the kernel says -inf for a query that sees no key, where the contract wants the sink."""
     return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, arch, deterministic, dtypes, one_of, without
-from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, missing, packed_lse, past
+from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, longest_query, missing, packed_lse, past
 from attnops.problem import Problem
 
 LATENT, ROPE, TILE = 512, 64, 64
@@ -54,7 +54,7 @@ def mla_attention(
         out = output if output.stride(2) == 1 else None
         found, raw = call(
             q_pe, pages[..., latent:], pages[..., :latent], sinks, policy, scale, (causal, window_left, -1, softcap, 0), None, out,
-            (cu_seqlens_q, None), (max_seqlen_q, None), seq_lens.contiguous(), starts, table, q_v=q_nope,
+            (cu_seqlens_q, None), (longest_query(policy, max_seqlen_q, -1), None), seq_lens.contiguous(), starts, table, q_v=q_nope,
         )  # fmt: skip
         if out is None:
             output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0))
@@ -77,6 +77,11 @@ def _cost_us(p: Problem) -> float:
     return 10.0 + 9.0 * (tiles < 132) + max(size / 3.4e6, flops / 5e8)
 
 
+def _unsplit_us(p: Problem) -> float:
+    """Under a deterministic policy one block works through all keys of a request and 64 rows, full or not."""
+    return max(_cost_us(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
+
+
 KERNEL = Kernel(
     "fa3",
     "mla_attention",
@@ -94,5 +99,6 @@ KERNEL = Kernel(
     probe=missing,
     cost_us=_cost_us,
     batch_invariant=True,
+    invariant_us=_unsplit_us,
     about="FlashAttention-3 of sgl-kernel, absorbed latents",
 )

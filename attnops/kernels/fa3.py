@@ -25,12 +25,15 @@ from attnops.kernels._fa3 import (
     chunk_rules,
     dtype_rules,
     left_padding,
+    longest_keys,
+    longest_query,
     missing,
     packed_lse,
     part_of_plan,
     past,
     plan_rules,
     raw_op,
+    steady_tiles,
     value_dim,
     with_sinks,
 )
@@ -114,7 +117,8 @@ def varlen_attention(
         value = _silent(value, past(cu_seqlens_k, value.shape[0])[:, 0, 0]) if padded else value
         rules = (causal, window_left, window_right, softcap, attention_chunk)
         scales = None if q_scale is None else (q_scale, k_scale, v_scale)
-        cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        cu = (cu_seqlens_q, cu_seqlens_k)
+        longest = (longest_query(policy, max_seqlen_q, window_right), longest_keys(policy, max_seqlen_k, window_left))
         lse = call(query, key, value, sinks, policy, scale, rules, scales, output, cu, longest)[1]
     else:
         lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
@@ -156,6 +160,7 @@ def paged_attention(
         return
     if padded:
         output.zero_()  # as in varlen_attention
+    max_seqlen_q = longest_query(policy, max_seqlen_q, window_right)
     _, page_size, kv_heads, head_dim = k_pages.shape
     starts = left_padding(page_size, max_seqlen_q * (query.size(1) // kv_heads), policy, seq_lens)
     rules = (causal, window_left, window_right, softcap, attention_chunk)
@@ -275,6 +280,12 @@ def _cost_us(p: Problem) -> float:
     return 8.0 + 9.0 * split + max(size / 4.2e6, flops / 6e8) + copy / 4.2e6
 
 
+def _unsplit_us(p: Problem) -> float:
+    """Under a deterministic policy one block reads all keys of a request and head, at 47 GB/s."""
+    context = max(p.context.hint, 1) if p.window[0] < 0 else min(max(p.context.hint, 1), p.window[0] + 1)
+    return max(_cost_us(p), 8.0 + context * (p.head_dim + p.v_head_dim) * p.kv_dtype.itemsize / 4.7e4)
+
+
 NEEDS: tuple[Need, ...] = (
     arch(80, 86, 87, 89, 90),
     dtype_rules,
@@ -299,8 +310,9 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             packages=(PACKAGE,),
             probe=missing,
             cost_us=_cost_us,
-            # The tile size of a packed call follows from the longest request, and bits with it.
-            batch_invariant=_op != "varlen_attention",
+            batch_invariant=True,
+            invariant_needs=(steady_tiles,),
+            invariant_us=_unsplit_us if _op == "paged_attention" else None,
             settled=settled if _op == "paged_attention" else None,
             heads_first=heads_first if _op == "attention" else None,
             about=ABOUT,

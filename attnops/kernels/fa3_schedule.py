@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, arch, at_most, deterministic, device, multiple_of, register
 from attnops.kernels import _sgl
-from attnops.kernels._fa3 import FLOAT8, LIBRARY, PACKAGE, dtype_rules, left_padding, missing, value_dim
+from attnops.kernels._fa3 import FLOAT8, LIBRARY, PACKAGE, dtype_rules, left_padding, longest_query, missing, value_dim
 from attnops.reference import data
 
 
@@ -35,6 +35,7 @@ def fa3_schedule(
     plan = seq_lens.new_zeros(data.schedule_words(batch))
     if batch and max_seqlen_q and max_pages:
         _sgl.load("get_scheduler_metadata", LIBRARY)
+        max_seqlen_q = longest_query(policy, max_seqlen_q, window_right)
         starts = left_padding(page_size, max_seqlen_q * (q_heads // kv_heads), policy, seq_lens)
         found = torch.ops.sgl_kernel.get_scheduler_metadata(
             batch, max_seqlen_q, max_pages * page_size, q_heads, kv_heads, head_dim, v_head_dim, FLOAT8 if float8 else torch.bfloat16,

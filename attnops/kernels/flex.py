@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, dtypes, register, shared_limit, without
+from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, no_lse, same_chunk
 from attnops.reference.packed import lengths_of, rows_of
@@ -61,7 +61,7 @@ def attention(
     key = key.masked_fill(_outside(keys, start, end), 0.0) if ranged else key
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
-    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None)
+    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, deterministic(policy))
     output, lse = _with_sinks(output, lse, sinks)
     lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
@@ -206,7 +206,7 @@ def _outside(keys: int, start: Tensor, end: Tensor) -> Tensor:
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, masked: bool = False
+    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, masked: bool = False, steady: bool = False
 ) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`, 0 and -inf for a query that sees nothing."""
     if query.numel() == 0 or key.numel() == 0:
@@ -217,7 +217,7 @@ def _flex(
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         output, aux = _call(query.device.type)(
             query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(),
-            **_options(query, key, value, masked),
+            **_options(query, value, masked, BLOCK if steady else key.shape[2]),
         )  # fmt: skip
     lse = aux.lse
     seen = torch.isfinite(lse)
@@ -255,11 +255,11 @@ def _dispatch_keys() -> Iterator[None]:
         yield
 
 
-def _options(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> dict[str, Any]:
+def _options(query: Tensor, value: Tensor, masked: bool, keys: int) -> dict[str, Any]:
     if query.device.type == "cpu":
         return {}
     arch = Target.of(query.device).arch
-    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, arch, masked, key.shape[2])
+    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, arch, masked, keys)
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
     return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **chosen._asdict()}}
 
@@ -317,6 +317,13 @@ def tile(head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool 
     return found
 
 
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that a program may have on a GPU of compute capability `arch` (CUDA C++ programming guide)."""
+    if arch < 80:
+        return 64 * 1024
+    return (227 if arch in (90, 100, 103, 110) else 163 if arch in (80, 87) else 99) * 1024
+
+
 def padded(n: int) -> int:
     """The next power of two, at least 16: what a matrix product takes."""
     return max(16, 1 << (n - 1).bit_length())
@@ -368,5 +375,17 @@ def _fitting(p: Problem) -> Refusal | None:
 SINGLE_AND_HALF = (torch.float16, torch.bfloat16, torch.float32)
 COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads, _fitting)
 ABOUT = "torch flex_attention, a kernel compiled for the call's mask"
-register(Kernel("flex", "attention", attention, needs=COMMON, cost_us=_cost_us, about=ABOUT))
+register(
+    Kernel(
+        "flex",
+        "attention",
+        attention,
+        needs=COMMON,
+        cost_us=_cost_us,
+        batch_invariant=True,
+        # Uncompiled it multiplies the whole batch; blocks of keys are counted from the first key of all, not from a request's.
+        invariant_needs=(device("cuda"), *without("kv_range")),
+        about=ABOUT,
+    )
+)
 register(Kernel("flex", "varlen_attention", varlen_attention, needs=(*COMMON, *without("mask")), cost_us=_cost_us, about=ABOUT))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnops.kernel import Capture, Kernel, register
+from attnops.kernel import Capture, Kernel, device, register
+from attnops.kernels.by_request import LOOPS, by_request
 from attnops.problem import Problem
 from attnops.reference import attention, data, mla, moves, packed, rope_quantize, sparse, vertical_slash
 
@@ -23,23 +24,23 @@ def _fused_us(p: Problem) -> float:
 
 
 def _reference(op: str, run: Callable[..., Any], inline: bool = False, capture: Capture = Capture.WHOLE) -> None:
-    # A matrix product's order of summation may depend on the batch; what is pointwise or counts in integers does not.
-    invariant = op not in MATRIX_PRODUCTS
     about = "plain torch, float32 accumulation"
     cost_us = _fused_us if inline else _cost_us
-    judge = not inline  # what the compiler fuses in place is a kernel like any other
+    multiplies = op in LOOPS
     register(
         Kernel(
-            "reference", op, run, cost_us=cost_us, capture=capture, batch_invariant=invariant, judge=judge, inline=inline, about=about
+            "reference",
+            op,
+            by_request(op, run) if multiplies else run,
+            cost_us=cost_us,
+            capture=capture,
+            batch_invariant=True,
+            invariant_needs=(device("cpu"),) if multiplies else (),
+            judge=not inline,  # what the compiler fuses in place is a kernel like any other
+            inline=inline,
+            about=about,
         )
     )
-
-
-MATRIX_PRODUCTS = (
-    "attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
-    "sparse_mla_attention",
-    "vertical_slash_attention",
-)  # fmt: skip
 
 
 _reference("attention", attention.attention)

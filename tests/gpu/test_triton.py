@@ -11,7 +11,6 @@ from attnops.kernels._triton import plan
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
 from tests.gpu.first_use import MOST, first_use
-from tests.triton.test_kernels import row_of
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
@@ -43,23 +42,6 @@ def test_long(name: str, found: dict[str, Any]) -> None:
     figures = check_kernel(kernels_of(call.op)["triton"], call)
     assert not figures.refused, figures
     found.setdefault("triton_long", {})[name] = round(figures.worst, 4)
-
-
-@pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])
-def test_a_request_does_not_see_its_mates(op: str) -> None:
-    """Bit for bit, under a deterministic policy: other lengths, other counts, a wider table, a long mate that brings another launch."""
-    q_lens, lens = (1, 200, 1, 7, 1), (5000, 300, 90, 2100, 17)
-    call = {
-        "paged_attention": lambda: builders.paged(Source(4, "cuda"), q_lens, lens, 16, SMALL),
-        "mla_attention": lambda: latent.mla(Source(4, "cuda"), q_lens, lens, 64, replace(DEEPSEEK, lse=True)),
-    }[op]()
-    kernel = kernels_of(op)["triton"]
-    kernel.run(*call.args, **call.kwargs, policy="deterministic")
-    for b in range(len(lens)):
-        tokens, one = row_of(call, b, more=b)
-        kernel.run(*one.args, **one.kwargs, policy="deterministic")
-        for n in ("output", "lse"):
-            assert torch.equal(call.arguments[n][tokens], one.arguments[n]), f"request {b}: {n} differs when it is alone"
 
 
 @pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])

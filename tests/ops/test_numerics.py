@@ -13,7 +13,7 @@ import attnops
 from attnops import ops
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
-from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
+from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
 from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
 
@@ -305,51 +305,6 @@ def test_tolerance_multiplies_the_budget():
     with pytest.raises(Mismatch, match="allowed"):
         check_kernel(Kernel("rounded", "attention", rounded), case.call())
     assert check_kernel(Kernel("rounded", "attention", rounded, tolerance=2.0**16), case.call()).worst < 1.0
-
-
-# Promises about batch mates -------------------------------------------------------------------------------------------
-
-
-ATTENTION = [k for k in all_kernels() if k.op.endswith("attention") and not k.op.startswith("plan_")]
-
-
-@pytest.mark.parametrize("kernel", ATTENTION, ids=lambda k: f"{k.op}-{k.name}")
-def test_a_batch_invariant_kernel_gives_the_same_bits_alone(kernel):
-    if not kernel.batch_invariant:
-        pytest.skip("does not promise it")
-    f = Features(dtype=torch.bfloat16, head_dim=64, q_heads=8, causal=True)
-    if kernel.op not in ("attention", "varlen_attention", "paged_attention"):
-        pytest.skip("is asked in the tests of its own op")
-    make = {
-        "attention": lambda: builders.dense(Source(4), 5, 3, 90, f),
-        "varlen_attention": lambda: builders.varlen(Source(4), (3, 7, 1), (90, 200, 31), f, padding=(0, 0)),
-        "paged_attention": lambda: builders.paged(Source(4), (3, 7, 1), (90, 200, 31), 16, f, padding=0),
-        "mla_attention": lambda: latent.mla(Source(4), (3, 7, 1), (90, 200, 31), 16, replace(f, head_dim=80, v_head_dim=64), padding=0),
-    }[kernel.op]
-    call = make()
-    if refused := kernel.refusals(call.problem):
-        pytest.skip("; ".join(map(str, refused)))
-    t = dict(call.arguments)
-    if kernel.op == "attention":
-        one = call.with_(**{n: t[n][1:2] for n in ("query", "key", "value")})
-        rows = slice(1, 2)
-    else:
-        rows = slice(*t["cu_seqlens_q"].tolist()[1:3])
-        cu = Source().cumulative([7])
-        queries = {n: t[n][rows] for n in ("query", "q_nope", "q_pe") if n in t}
-        one = call.with_(**queries, cu_seqlens_q=cu, max_seqlen_q=7)
-        if kernel.op == "varlen_attention":
-            keys = slice(*t["cu_seqlens_k"].tolist()[1:3])
-            one = one.with_(key=t["key"][keys], value=t["value"][keys], cu_seqlens_k=Source().cumulative([200]), max_seqlen_k=200)
-        else:
-            one = one.with_(page_table=t["page_table"][1:2], seq_lens=t["seq_lens"][1:2], output=t["output"][rows].clone())
-    whole, alone = output_of(kernel, call), output_of(kernel, one)
-    assert torch.equal(whole[rows], alone)
-
-
-def output_of(kernel, call) -> torch.Tensor:
-    returned = kernel.run(*call.args, **call.kwargs)
-    return call.arguments["output"] if returned is None else returned[0]
 
 
 # merge_state ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from attnops.testing import CASES, Features, Source, builders, latent
 from attnops.testing.latent import DEEPSEEK
 from tests.helpers import fresh_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
+from tests.mates import same_bits
 from tests.triton.process import interpreted, needs_triton
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
@@ -28,20 +29,6 @@ def triton(op):
 
 
 # Promises about batch mates -------------------------------------------------------------------------------------------
-
-
-def row_of(call, b, more=0):
-    """Request b of a paged call alone, in a table `more` columns wider."""
-    t = call.arguments
-    tokens = slice(*t["cu_seqlens_q"].tolist()[b : b + 2])
-    queries = tokens.stop - tokens.start
-    table = torch.nn.functional.pad(t["page_table"][b : b + 1], (0, more), value=-1)
-    cu = Source(device=table.device).cumulative([queries])
-    names = ("query", "q_nope", "q_pe", "output", "lse")
-    one = {n: t[n][tokens].clone() for n in names if n in t}
-    return tokens, call.with_(
-        **one, page_table=table, seq_lens=t["seq_lens"][b : b + 1], cu_seqlens_q=cu, max_seqlen_q=queries
-    )
 
 
 @pytest.mark.parametrize("op", OURS[:2])
@@ -61,12 +48,8 @@ def test_a_request_does_not_see_its_mates(op):
             "mla_attention": lambda: latent.mla(Source(4), q_lens, lens, 16, small),
         }[op]()
         with pretend(SM90):
-            triton(op).run(*call.args, **call.kwargs, policy="deterministic")
-            for b in range(len(lens)):
-                tokens, one = row_of(call, b, more=b)
-                triton(op).run(*one.args, **one.kwargs, policy="deterministic")
-                for n in ("output", "lse"):
-                    assert torch.equal(call.arguments[n][tokens], one.arguments[n]), (b, n)
+            assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
+            same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
     finally:
         plan.SPLIT_KEYS = before
         host._launches.cache_clear()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 DECODE_QUERIES = 8
 """Up to this many queries a request counts as decoding, where a batch is served by two launches."""
 
-SPLIT_KEYS = 1024
+SPLIT_KEYS = 512
 """Keys a split under a deterministic policy. A function of nothing, so that a request's sum is cut at the same keys in every batch."""
 
 PREFILL_QUERIES = 64

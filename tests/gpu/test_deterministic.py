@@ -1,0 +1,111 @@
+"""Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt, for every kernel that may be chosen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import attnops
+from attnops.kernel import all_kernels, kernels_of
+from attnops.select import select
+from attnops.testing import Call, Features, Source, builders, latent
+from attnops.testing.equip import with_device_plan
+from attnops.testing.latent import DEEPSEEK
+from tests.mates import may_be_chosen, only, same_bits
+
+BF16, F16 = torch.bfloat16, torch.float16
+LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
+FEATURES = {
+    "llama": LLAMA,
+    "d64": replace(LLAMA, head_dim=64, dtype=F16),
+    "d96": replace(LLAMA, head_dim=96),
+    "d256": replace(LLAMA, head_dim=256, q_heads=16, kv_heads=4),
+    "window": replace(LLAMA, window=(1000, -1), sinks=BF16),
+    "softcap": replace(LLAMA, softcap=30.0, window=(300, -1)),
+    "mask": replace(LLAMA, q_heads=8, kv_heads=2, mask="bool"),
+}
+QUERIES = (1, 1, 300, 1, 3, 1, 2100, 1, 9, 65, 1, 7)
+LENGTHS = (900, 17, 1400, 4000, 31, 1, 2100, 5000, 777, 129, 513, 7)
+GROUPS = [(3, 1, 9, 7), (0,), (5,), (7,), (6,), (7, 6), (4, 8, 11), (2, 10), tuple(reversed(range(12)))]
+ROWS = [(3, 1, 9, 7), (0,), (11,), (5, 6)]
+
+
+def source() -> Source:
+    return Source(4, "cuda")
+
+
+BATCHES: dict[str, Callable[[Features], Call]] = {
+    "attention": lambda f: builders.dense(source(), 12, 3, 900, f),
+    "attention.decode": lambda f: builders.dense(source(), 12, 1, 3000, f),
+    "attention.square": lambda f: builders.dense(source(), 12, 500, 500, f),
+    "attention.ranges": lambda f: builders.dense(source(), 12, 3, 900, f, start=range(12), end=range(700, 712)),
+    "varlen_attention": lambda f: builders.varlen(source(), QUERIES, LENGTHS, f),
+    "varlen_attention.decode": lambda f: builders.varlen(source(), (1,) * 12, LENGTHS, f),
+    "paged_attention": lambda f: builders.paged(source(), QUERIES, LENGTHS, 16, f),
+    "paged_attention.page_64": lambda f: builders.paged(source(), QUERIES, LENGTHS, 64, f),
+    "paged_attention.decode": lambda f: builders.paged(source(), (1,) * 12, LENGTHS, 64, f),
+}
+LATENTS: dict[str, Callable[[], Call]] = {
+    "16 heads": lambda: latent.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),
+    "128 heads": lambda: latent.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
+    "decode": lambda: latent.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+}
+COMPILED_FOR: dict[str | None, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",)}
+INVARIANT = [k for k in all_kernels() if k.batch_invariant]
+
+
+def kernels(op: str) -> list[str | None]:
+    """The automatic choice, and every kernel that it may fall on."""
+    return [None, *(k.name for k in INVARIANT if k.op == op)]
+
+
+def check(call: Call, groups: list[tuple[int, ...]], name: str | None) -> None:
+    kernel = None if name is None else kernels_of(call.op)[name]
+    if kernel is not None and not may_be_chosen(kernel, call):
+        pytest.skip(f"{name} refuses it")
+    if kernel is None and select(call.problem, "deterministic").kernel is None:
+        pytest.skip("nothing takes it under a deterministic policy")
+    same_bits(call, groups, kernel)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize(("batch", "name"), [(b, n) for b in BATCHES for n in kernels(b.partition(".")[0])])
+def test_attention(batch: str, name: str | None, features: str) -> None:
+    if features not in COMPILED_FOR.get(name, FEATURES):
+        pytest.skip(f"{name} compiles for seconds or minutes")
+    call = BATCHES[batch](FEATURES[features])
+    check(call, ROWS if call.op == "attention" else GROUPS, name)
+
+
+@pytest.mark.parametrize("batch", LATENTS)
+@pytest.mark.parametrize("name", kernels("mla_attention"))
+def test_latents(name: str | None, batch: str) -> None:
+    check(LATENTS[batch](), GROUPS, name)
+
+
+@pytest.mark.parametrize("op", ["merge_state", "merge_states"])
+@pytest.mark.parametrize("name", sorted({k.name for k in INVARIANT if k.op.startswith("merge_state")}))
+def test_merges(name: str, op: str) -> None:
+    if name not in kernels_of(op) or not kernels_of(op)[name].batch_invariant:
+        pytest.skip(f"{op} has no such kernel")
+    call = builders.merge(source(), 64, 32, 128, BF16) if op == "merge_state" else builders.merge_states(source(), 64, 5, 32, 128, BF16)
+    check(call, [(3,), (63,), (1, 5, 9), tuple(range(40))], name)
+
+
+@pytest.mark.parametrize("features", ["llama", "d64", "d256"])
+def test_a_schedule_changes_no_bits(features: str) -> None:
+    """What layers bring to fa3 once a step, of the whole batch and of some requests alone."""
+    kernel = kernels_of("paged_attention")["fa3"]
+    call = BATCHES["paged_attention"](FEATURES[features])
+    if not may_be_chosen(kernel, call):
+        pytest.skip("fa3 refuses it")
+    for chosen in (range(12), *GROUPS):
+        one = only(call, list(chosen))
+        kernel.run(*one.args, **one.kwargs, policy="deterministic")
+        want = one.arguments["output"].clone()
+        with attnops.use(deterministic=True):
+            with_plan = with_device_plan(kernel, one)
+        assert "plan" in with_plan.arguments
+        kernel.run(*with_plan.args, **with_plan.kwargs, policy="deterministic")
+        assert torch.equal(want, with_plan.arguments["output"])

@@ -1,0 +1,170 @@
+"""Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from attnops.kernel import Kernel, all_kernels, extent_at_most, kernels_of
+from attnops.measured import Table, in_force
+from attnops.problem import Extent, Problem, Target
+from attnops.select import Policy, select, select_by, without_sizes
+from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.mates import POLICY, may_be_chosen, only, rows_of, same_bits
+
+BF16, F32 = torch.bfloat16, torch.float32
+DETERMINISTIC = Policy(deterministic=True)
+INSTALLED = ("sgl_kernel", "flashinfer", "triton", "flash_attn.cute", "cutlass", "quack", "tvm_ffi")
+H200 = Target("cuda", 90, INSTALLED, "NVIDIA H200")
+TARGETS = [H200, Target("cuda", 90, ("triton",)), Target("cuda", 80, INSTALLED), Target("cuda", 100, INSTALLED), Target("cpu")]
+
+# One choice -----------------------------------------------------------------------------------------------------------
+
+LLAMA = Problem("", H200, BF16, BF16, 32, 8, 128, 128, causal=True)
+LATENT = replace(LLAMA, q_heads=128, kv_heads=1, head_dim=576, v_head_dim=512, rope_dim=64)
+CALLS = {
+    "attention": LLAMA,
+    "varlen_attention": LLAMA,
+    "paged_attention": replace(LLAMA, page_size=16),
+    "paged_attention_windowed": replace(LLAMA, page_size=64, window=(1023, -1), sinks=True, sinks_dtype=BF16),
+    "mla_attention": replace(LATENT, page_size=64),
+    "merge_state": LLAMA,
+    "merge_states": LLAMA,
+}
+
+
+def sized(p: Problem, batch: int, queries: int, context: int) -> Problem:
+    tokens, requests, longest, keys = map(Extent.of, (batch * queries, batch, queries, context))
+    return replace(p, tokens=tokens, batch=requests, queries=longest, context=keys, padded=bool(batch % 2), sizes_equal=queries == context)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_no_size_and_no_time_reaches_the_choice(name, target):
+    op = name.removesuffix("_windowed")
+    problem = replace(CALLS[name], op=op, target=target)
+    tables: list[Table | None] = [None, in_force(H200).table]
+    sizes = list(product((1, 2, 8, 33, 500), (1, 3, 8, 9, 4096), (1, 700, 4096, 100_000)))
+    chosen = {(d.kernel and d.kernel.name) for size in sizes for t in tables if (d := select_by(t, sized(problem, *size), DETERMINISTIC))}
+    assert len(chosen) == 1, chosen
+    if target.device == "cpu" or target is H200:
+        [name] = chosen
+        assert kernels_of(op)[name].batch_invariant
+
+
+def test_the_default_policy_looks_at_sizes():
+    """Or the test above would prove nothing."""
+    paged = replace(CALLS["paged_attention"], op="paged_attention")
+    found = {select(sized(paged, batch, 1, 4096)).kernel.name for batch in (8, 32)}
+    assert len(found) == 2
+
+
+def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
+    few = Kernel("few", "paged_attention", lambda **_: None, needs=(extent_at_most("queries", 8),), batch_invariant=True)
+    problem = sized(replace(CALLS["paged_attention"], op="paged_attention"), 8, 1, 4096)
+    assert not few.refusals(problem)
+    [refusal] = few.refusals(without_sizes(problem))
+    assert refusal.field == "queries"
+
+
+def test_a_kernel_that_is_missing_is_not_chosen():
+    with_fa3 = select(sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9), DETERMINISTIC)
+    without = select(sized(replace(LLAMA, op="varlen_attention", target=TARGETS[1]), 1, 9, 9), DETERMINISTIC)
+    assert with_fa3.kernel.name == "fa3" and without.kernel is None and "policy.deterministic" in str(without.refused["sdpa"])
+
+
+@pytest.mark.parametrize("op", sorted({k.op for k in all_kernels()}))
+def test_every_op_has_a_kernel_on_a_cpu(op):
+    for case in CASES[op][:3] if op in CASES else ():
+        assert select(case.call().problem, DETERMINISTIC).kernel is not None, case
+
+
+# The same bits --------------------------------------------------------------------------------------------------------
+
+PLAIN = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
+EVERYTHING = replace(PLAIN, dtype=F32, window=(50, -1), softcap=20.0, sinks=F32, mask="additive")
+TWELVE = (1, 1, 40, 1, 3, 1, 200, 1, 9, 1, 1, 7)
+LENGTHS = (90, 17, 140, 400, 31, 1, 200, 260, 77, 129, 33, 7)
+FOUR = (3, 1, 9, 7)
+GROUPS = [FOUR, (0,), (5,), (6,), (6, 7), tuple(reversed(range(12)))]
+
+BATCHES = {
+    "attention": lambda f: builders.dense(Source(4), 12, 3, 90, f),
+    "attention_ranges": lambda f: builders.dense(Source(4), 12, 3, 90, f, start=range(12), end=range(70, 82)),
+    "varlen_attention": lambda f: builders.varlen(Source(4), TWELVE, LENGTHS, f),
+    "paged_attention": lambda f: builders.paged(Source(4), TWELVE, LENGTHS, 16, f),
+}
+
+
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention(name, features):
+    same_bits(BATCHES[name](features), GROUPS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_latents(dtype):
+    f = replace(DEEPSEEK, dtype=dtype, head_dim=80, v_head_dim=64, q_heads=8, lse=True)
+    same_bits(latent.mla(Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
+
+
+def test_ranges_do_not_follow_from_the_longest_mate():
+    """The same keys behind paddings of several lengths, on the left as on the right."""
+    source = Source(3)
+    query, key, value = (torch.randn(1, n, 4, 64, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 50))
+    found = []
+    for before, after in ((0, 0), (7, 0), (13, 100), (0, 31)):
+        keys = (torch.nn.functional.pad(x, (0, 0, 0, 0, before, after), value=float("nan")) for x in (key, value))
+        padded = dict(zip(("key", "value"), keys, strict=True))
+        ranges = {"kv_start": source.ints((before,), torch.int32), "kv_end": source.ints((before + 50,), torch.int32)}
+        found.append(
+            torch.ops.attnops.attention.default(query, **padded, **ranges, scale=0.125, causal=True, return_lse=True, policy=POLICY)
+        )
+    for output, lse in found:
+        assert torch.equal(output, found[0][0]) and torch.equal(lse, found[0][1])
+
+
+def test_gradients():
+    forward = builders.varlen(Source(4), TWELVE, LENGTHS, replace(PLAIN, lse=False), padding=(0, 0))
+    grads = []
+    for chosen in (range(12), FOUR):
+        call = only(forward, chosen)
+        inputs = [call.arguments[n].clone().requires_grad_() for n in ("query", "key", "value")]
+        given = call.arguments | dict(zip(("query", "key", "value"), inputs, strict=True))
+        out = torch.ops.attnops.varlen_attention.default(**given, policy=POLICY)[0]
+        weight = torch.linspace(-1, 1, 64 * 8, dtype=BF16).view(8, 64)
+        grads.append(torch.autograd.grad((out * weight).sum(), inputs)[0])
+    assert torch.equal(grads[0][rows_of(forward, FOUR)], grads[1])
+
+
+@pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention"])
+def test_rows(op):
+    for case in CASES[op][:4]:
+        call = case.call()
+        tokens = next(iter(call.tensors().values())).shape[0]
+        if tokens > 2:
+            same_bits(call, [(1,), (0, 2), tuple(range(tokens))])
+
+
+INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.batch_invariant]
+
+
+@pytest.mark.parametrize("kernel", INVARIANT, ids=lambda k: f"{k.op}.{k.name}")
+def test_each_that_may_be_chosen(kernel):
+    call = BATCHES[kernel.op](PLAIN)
+    if not may_be_chosen(kernel, call):
+        pytest.skip("refuses it here; see tests/gpu/test_deterministic.py")
+    same_bits(call, GROUPS, kernel)
+
+
+MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant_needs]
+
+
+@pytest.mark.parametrize("kernel", MULTIPLY, ids=lambda k: k.op)
+def test_request_by_request_the_results_are_right(kernel):
+    alone = replace(kernel, run=partial(kernel.run, policy=POLICY))
+    for case in CASES[kernel.op][:: max(1, len(CASES[kernel.op]) // 12)]:
+        check_kernel(alone, case.call())
