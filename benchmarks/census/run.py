@@ -56,12 +56,14 @@ class Writer:
 
 
 def verdict(check: checks.Check) -> tuple[str, str]:
-    """(ok, refused, eager or wrong; the reason)."""
+    """(ok, sdpa, refused, eager or wrong; the reason)."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             check()
     except checks.Wrong as error:
         return "wrong", str(error)
+    except checks.AsSdpa as error:
+        return "sdpa", str(error)
     except checks.Eager as error:
         return "eager", str(error)
     except Exception as error:
