@@ -36,8 +36,8 @@ class Eager(Exception):
     """transformers' own eager model cannot do it."""
 
 
-class AsSdpa(Exception):
-    """The patched model differs from eager as transformers' own default, sdpa, differs from it, and equals that."""
+class AsChosen(Exception):
+    """Eager differs from the implementation that transformers itself chooses for this model, sdpa mostly, and the patched model equals that."""
 
 
 Found = dict[str, Tensor]
@@ -107,8 +107,9 @@ def distance(ours: Found, eager: Found) -> float:
 class Subject:
     """One model with its inputs, eager's answers and the bound on differences from them."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict) -> None:
+        """chosen: tells transformers' own choices of attention, see `models.chosen`."""
+        self.model, self.chosen = model, chosen
         self.names = parameters(model)
         self.given = given_inputs.first_that_runs(model)
         self.cases: dict[str, Inputs] = {}
@@ -149,32 +150,30 @@ class Subject:
         self.settle(judge, self.eager[kind], lambda: run(self.model, case))
 
     def settle(self, judge: Callable[[Any], None], eager: Any, stock: Callable[[], Any]) -> None:
-        """Raise Wrong unless `judge` accepts eager's answer, or AsSdpa when it accepts that of `stock` run with sdpa. Call it unpatched."""
+        """Raise Wrong unless `judge` accepts eager's answer, or AsChosen when it accepts that of `stock` as transformers would run it."""
         try:
             judge(eager)
         except Wrong as wrong:
             try:
-                if not self.model._supports_sdpa:
-                    raise wrong
-                with switched(self.model, "sdpa"):
+                with switched(self.model, self.chosen()):
                     want = stock()
                 judge(want)
             except Exception:
                 raise wrong from None
-            raise AsSdpa(f"{wrong}") from None
+            raise AsChosen(f"{wrong}") from None
 
 
 @contextlib.contextmanager
-def switched(model: Any, name: str) -> Iterator[None]:
-    """Within the block every part of the model uses this implementation of attention."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    held = [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
-    for config, _ in held:
+def switched(model: Any, names: dict[str, str]) -> Iterator[None]:
+    """Within the block the modules at these paths use these implementations of attention."""
+    configs = [(module.config, names[path]) for path, module in model.named_modules() if path in names]
+    held = [(config, config._attn_implementation_internal) for config, _ in configs]
+    for config, name in configs:
         config._attn_implementation_internal = name
     try:
         yield
     finally:
-        for config, before in held:
+        for config, before in held[::-1]:
             config._attn_implementation_internal = before
 
 
@@ -340,7 +339,10 @@ def sensitive(subject: Subject) -> None:
         changed = given[name].clone()
         changed.view(-1)[: max(1, changed.numel() // 4)] = 0.5 if changed.is_floating_point() else 7
         given[name] = changed
-    off = distance(run(subject.model, given), subject.eager["none"])
+    try:
+        off = distance(run(subject.model, given), subject.eager["none"])
+    except Exception as error:
+        raise Eager(short(error)) from error
     if off < TEETH * subject.limit:
         raise Eager(f"its output changes by {off:.1e} when a token is hidden, and the bound is {subject.limit:.1e}")
 

@@ -279,13 +279,25 @@ def _class_with(kind: Kind) -> Any:
     raise ValueError("no model class of transformers takes its config")
 
 
-def build(kind: Kind, seed: int = 0) -> Any:
-    """A float32 model on the CPU in eval mode with eager attention. Raises what transformers raises, or ValueError when it stays large."""
+def class_of(kind: Kind) -> Any:
+    """The class that a type is built as. Raises ValueError when there is none."""
     import transformers
 
     cls = getattr(transformers, kind.cls, None) if kind.cls is not None else None
-    cls = cls or _class_with(kind)
-    config = config_of(kind)
+    return cls or _class_with(kind)
+
+
+def chosen(kind: Kind) -> dict[str, str]:
+    """The implementation of attention that transformers itself chooses, for each module that has a config, by path."""
+    with torch.random.fork_rng(devices=[]):
+        model = class_of(kind)._from_config(config_of(kind), dtype=torch.float32)
+    found = {path: getattr(getattr(module, "config", None), "_attn_implementation_internal", None) for path, module in model.named_modules()}
+    return {path: name for path, name in found.items() if name is not None}
+
+
+def build(kind: Kind, seed: int = 0) -> Any:
+    """A float32 model on the CPU in eval mode with eager attention. Raises what transformers raises, or ValueError when it stays large."""
+    cls, config = class_of(kind), config_of(kind)
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in cls._from_config(config, attn_implementation="eager").parameters())

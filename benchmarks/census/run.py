@@ -56,14 +56,14 @@ class Writer:
 
 
 def verdict(check: checks.Check) -> tuple[str, str]:
-    """(ok, sdpa, refused, eager or wrong; the reason)."""
+    """(ok, chosen, refused, eager or wrong; the reason)."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             check()
     except checks.Wrong as error:
         return "wrong", str(error)
-    except checks.AsSdpa as error:
-        return "sdpa", str(error)
+    except checks.AsChosen as error:
+        return "chosen", str(error)
     except checks.Eager as error:
         return "eager", str(error)
     except Exception as error:
@@ -97,7 +97,7 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = ()) -> None:
         writer.row(done=True, seconds=time.monotonic() - begin)
         return
     try:
-        subject = checks.Subject(model)
+        subject = checks.Subject(model, functools.partial(models.chosen, kind))
     except ValueError as error:
         writer.row(built=True, unrun=str(error), **facts)
         writer.row(done=True, seconds=time.monotonic() - begin)
