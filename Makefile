@@ -30,7 +30,7 @@ docs: .venv/.ready ## write the generated tables of README and docs
 	$(BIN)/python docs/generate.py
 
 census: .venv/.ready ## every model type of transformers, patched against eager; docs/models.md (half an hour of one core)
-	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS)
+	$(BIN)/python -m benchmarks.census.run --jobs $(JOBS); code=$$?; $(BIN)/python docs/generate.py && exit $$code
 
 # A GPU host brings its own torch and often has no network, so the targets below use its python3, not .venv.
 gpu-test: ## tests on a CUDA device, with the system's python3; PART_S=450 for a part of so many seconds, again for the next

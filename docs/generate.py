@@ -29,6 +29,7 @@ from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
+from census import census_full  # noqa: E402, lies beside this file
 from performance import performance_full, performance_short, stale_plots  # noqa: E402, lies beside this file
 from results import hardware, hardware_text, results_full, results_short  # noqa: E402
 
@@ -186,6 +187,7 @@ def python_blocks(name: str) -> list[str]:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"kernels": kernels_full},
     "docs/ops.md": {"ops": ops_full},
+    "docs/models.md": {"census": census_full},
     "docs/errors.md": {"errors": errors_full},
     "docs/results.md": {"results": results_full},
     "docs/performance.md": {"performance": performance_full},

@@ -37,7 +37,7 @@ class Eager(Exception):
 
 
 class AsChosen(Exception):
-    """Eager differs from the implementation that transformers itself chooses for this model, sdpa mostly, and the patched model equals that."""
+    """Eager differs from the attention that transformers itself chooses for this model, mostly sdpa, and the patched model equals that."""
 
 
 Found = dict[str, Tensor]
@@ -305,7 +305,8 @@ def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, C
             for cache in CACHES:
                 yield f"generate {cache} {mode}", lambda cache=cache, mode=mode: generate(subject, cache, {"mask": mode})
         yield "generate paged", lambda: generate(subject, "dynamic", {"cache": "paged"})
-        if "attention_mask" in subject.names:
+        decoder = not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in subject.given
+        if decoder and {"attention_mask", "past_key_values"} <= subject.names.keys():
             yield "steps dynamic compact", lambda: steps(subject, "compact")
     trained = "left" if "left" in subject.cases else "none"
     for mode in MODES:
@@ -384,10 +385,7 @@ def steps(subject: Subject, mode: str) -> None:
     """Prefill, one token, two tokens, by hand, with a cache that grows."""
     from transformers import DynamicCache
 
-    model = subject.model
-    if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in subject.names or "input_ids" not in subject.given:
-        raise Eager("it takes no cache of keys by hand")
-    ids, mask = tokens(), padding("left")
+    model, ids, mask = subject.model, tokens(), padding("left")
     assert mask is not None
 
     def by_hand() -> Found:

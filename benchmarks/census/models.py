@@ -291,7 +291,9 @@ def chosen(kind: Kind) -> dict[str, str]:
     """The implementation of attention that transformers itself chooses, for each module that has a config, by path."""
     with torch.random.fork_rng(devices=[]):
         model = class_of(kind)._from_config(config_of(kind), dtype=torch.float32)
-    found = {path: getattr(getattr(module, "config", None), "_attn_implementation_internal", None) for path, module in model.named_modules()}
+    found = {
+        path: getattr(getattr(module, "config", None), "_attn_implementation_internal", None) for path, module in model.named_modules()
+    }
     return {path: name for path, name in found.items() if name is not None}
 
 

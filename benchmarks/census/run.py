@@ -28,11 +28,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from attnops.errors import AttnopsError, PatchError
-from benchmarks.census import checks, models
+from benchmarks.census import checks, models, results
 
 ROOT = Path(__file__).resolve().parents[2]
 INDUCTOR = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "t5", "bert")
 LIMIT_S = 300.0
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
 
 
 @dataclass
@@ -196,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one type")
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "census")
+    parser.add_argument("--json", default=str(RESULTS), help="written when every type was looked at, with every check")
     parser.add_argument("--skip", default="", help="checks to leave out, by how their names begin: compile,gradients")
     parser.add_argument("--fresh", action="store_true", help="run finished types again")
     given = parser.parse_args(arguments)
@@ -219,8 +221,13 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()
     skip = tuple(name for name in given.skip.split(",") if name)
     census([known[name] for name in wanted], given.out, given.jobs, given.limit_s, functools.partial(survey, skip=skip))
-    rows = [row for name in wanted for row in read(given.out / f"{name}.jsonl")]
-    return int(any(row.get("status") == "wrong" for row in rows))
+    found = results.summary({name: read(given.out / f"{name}.jsonl") for name in wanted}, ROOT)
+    print(*(f"{n} {word}" for kind in ("types", "checks") for word, n in found["counts"][kind].items()), sep=", ")
+    if wanted == list(known) and not skip:
+        target = Path(given.json)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(found, indent=1) + "\n")
+    return int("wrong" in found["counts"]["checks"])
 
 
 if __name__ == "__main__":

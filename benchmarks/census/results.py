@@ -1,0 +1,55 @@
+"""The rows of a census, put together: what results/cpu/census.json holds, which docs/census.py shows."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import attnops
+
+Rows = list[dict[str, Any]]
+
+
+def summary(by_type: dict[str, Rows], root: Path) -> dict[str, Any]:
+    """One record of everything: what it was made with, the counts, and each type with its checks that are not ok."""
+    import torch
+    import transformers
+
+    types = {name: one(rows) for name, rows in sorted(by_type.items())}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "attnops": attnops.__version__}
+    return {"commit": commit(root), "date": date.today().isoformat(), **versions, "counts": counts(types), "types": types}
+
+
+def one(rows: Rows) -> dict[str, Any]:
+    """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt."""
+    head = next(row for row in rows if "built" in row)
+    found = {name: head[name] for name in ("cls", "patched", "modules", "skipped", "bound") if head.get(name) is not None}
+    for name, state in (("refused", "refused"), ("unrun", "unrun"), ("reason", "unbuilt")):
+        if name in head:
+            return {"state": state, **found, "reason": head[name]}
+    checks = [row for row in rows if "check" in row]
+    tally = dict(sorted(Counter(row["status"] for row in checks).items()))
+    rest: dict[str, dict[str, str]] = {}
+    for row in checks:
+        if row["status"] != "ok":
+            rest.setdefault(row["status"], {})[row["check"]] = row["reason"]
+    return {"state": "ran", **found, "checks": tally, **rest}
+
+
+def counts(types: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Types by state, checks by status."""
+    checks: Counter[str] = Counter()
+    for found in types.values():
+        checks.update(found.get("checks", {}))
+    return {"types": dict(sorted(Counter(found["state"] for found in types.values()).items())), "checks": dict(sorted(checks.items()))}
+
+
+def commit(root: Path) -> str:
+    """The commit of the tree, empty where there is no git."""
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

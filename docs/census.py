@@ -1,0 +1,87 @@
+"""The generated part of docs/models.md: what `make census` found, from benchmarks/results/cpu/census.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
+WORDS = {
+    "ok": "ok",
+    "chosen": "ok, as transformers' own choice",
+    "refused": "refused",
+    "eager": "not done by eager either",
+    "wrong": "wrong",
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def census_full() -> str:
+    """Counts, then every type: those that ran, those that patch() refuses, those that were not run or built."""
+    if not FILE.exists():
+        return "No census is committed yet: `make census` writes it."
+    data = json.loads(FILE.read_text())
+    types, counts = data["types"], data["counts"]
+    made = f"transformers {data['transformers']}, torch {data['torch']}, {data['date']}, commit {data['commit'][:10]}"
+    numbers = ", ".join(f"{counts['checks'].get(status, 0)} {word}" for status, word in WORDS.items())
+    states = {state: {n: t for n, t in types.items() if t["state"] == state} for state in ("ran", "refused", "unrun", "unbuilt")}
+    parts = [
+        f"{made}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
+        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.",
+        "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
+            [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
+            for name, found in states["ran"].items()
+        ]),
+        "## Types that `patch` refuses\n\n" + reasons(states["refused"]),
+        "## Types for which no input is known\n\n" + reasons(states["unrun"]),
+        "## Types that were not built\n\n" + reasons(states["unbuilt"]),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def tallies(found: dict[str, Any]) -> list[str]:
+    return [str(found["checks"].get(status, "")) for status in WORDS]
+
+
+def remarks(found: dict[str, Any]) -> str:
+    """Every reason once, with the checks that have it; then the modules that are left alone."""
+    texts = []
+    for status in ("wrong", "refused", "eager"):
+        by_reason = defaultdict(list)
+        for check, reason in found.get(status, {}).items():
+            by_reason[reason].append(check)
+        texts += [f"{WORDS[status]}: {', '.join(brief(checks))}: {plain(reason)}" for reason, checks in by_reason.items()]
+    if "chosen" in found:
+        texts.append(f"{WORDS['chosen']}: {', '.join(brief(list(found['chosen'])))}")
+    if found.get("skipped"):
+        texts.append(f"left alone: {plain('; '.join(found['skipped']))}")
+    return "<br>".join(texts)
+
+
+def brief(checks: list[str]) -> list[str]:
+    """`forward none auto`, `forward none compact` become `forward none (auto, compact)`."""
+    found: dict[str, list[str]] = {}
+    for check in checks:
+        head, _, last = check.rpartition(" ")
+        found.setdefault(head or last, []).extend([last] if head else [])
+    return [f"{head} ({', '.join(lasts)})" if lasts else head for head, lasts in found.items()]
+
+
+def reasons(types: dict[str, dict[str, Any]]) -> str:
+    rows = [[f"`{name}`", found.get("cls") or "-", plain(found["reason"])] for name, found in types.items()]
+    return table(["type", "class", "reason"], rows) if rows else "None."
+
+
+def plain(text: str) -> str:
+    """A reason as one cell."""
+    text = re.sub(r"^(PatchError: )?patch: (nothing to patch in \w+ )?", "", text)
+    text = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= 240 else text[:237] + "..."
