@@ -11,6 +11,7 @@ window, for which the window's tokens are copied out of the pages first: the ste
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,23 @@ def keeps_keys(module: Any) -> bool:
     if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
         return False
     return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
+
+
+def sees_blocks(owner: Any) -> bool:
+    """Has the model masks that let blocks of tokens (an image's) see each other both ways? transformers' name for them is in its code."""
+    return "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
+
+
+def has_blocks(inputs: dict[str, Any]) -> bool:
+    """Do the inputs of such a model say which tokens are of which kind?"""
+    return any(name.endswith("token_type_ids") and value is not None for name, value in inputs.items())
+
+
+def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
+    if isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs):
+        want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
+        raise InvalidInput("token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
 def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:

@@ -25,10 +25,12 @@ class Usage:
     """How a class calls the attention interface. foreign: arguments it passes that attnops does not know.
 
     edits_mask: it computes a mask of its own from the one it is given, so it must be given one it can compute with.
+    edits_cached: it computes with what its cache gave back, so the cache must give back all there is.
     """
 
     foreign: tuple[str, ...]
     edits_mask: bool
+    edits_cached: bool = False
 
 
 @dataclass
@@ -74,7 +76,7 @@ def match(model: nn.Module) -> Match:
     found.configs = list(configs.values())
     switched = [m for m in models.values() if id(m.config) in configs]
     found.edits = _edits(found.sites, switched)
-    found.explicit = found.edits or _computes_by_itself(found.sites, switched)
+    found.explicit = found.edits or _computes_by_itself(model, found.sites, models, switched)
     found.shared = _strangers(found.configs, model)
     owners = dict.fromkeys(type(owner) for site in usable if (owner := _owner(site, models)) is not None)
     found.unrouted = tuple(cls for cls in owners if not getattr(cls, "_supports_sdpa", False))
@@ -138,12 +140,25 @@ def _edits(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
     return next((f"{type(owner).__name__} edits its masks" for owner in models if _demands_masks(_class(owner))), None)
 
 
-def _computes_by_itself(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
-    mine = {id(m.config) for m in models}
+def _computes_by_itself(
+    model: nn.Module, sites: list[Site], models: dict[str, PreTrainedModel], switched: list[PreTrainedModel]
+) -> str | None:
+    mine = {id(m.config) for m in switched}
     for site in sites:
-        if site.reason is not None and id(site.config) in mine:
+        if site.reason is None:
+            continue
+        # A module without a config is given the masks of the model around it.
+        around = _owner(site, models) if site.config is None and _is_given_masks(model, site) else None
+        if id(site.config) in mine or (around is not None and id(around.config) in mine):
             return f"{type(site.module).__name__} computes attention by itself"
     return None
+
+
+def _is_given_masks(model: nn.Module, site: Site) -> bool:
+    if isinstance(site.module, nn.MultiheadAttention):
+        parent = _source(_class(model.get_submodule(site.path.rpartition(".")[0])))
+        return "attn_mask" in parent or "key_padding_mask" in parent
+    return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
 
 
 def _strangers(configs: list[Any], model: nn.Module) -> int:
@@ -171,7 +186,8 @@ def usage_of(cls: Any) -> Usage | None:
             calls = _interface_calls(function)
             if calls:
                 foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
-                return Usage(tuple(sorted(foreign)), any(_edits_mask(function, call) for call in calls))
+                edits = any(_edits_mask(function, call) for call in calls)
+                return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls))
         if "forward" in vars(base) and "super().forward(" not in _source(base):
             break  # what a base class does in a method that this one replaces does not count
     return None
@@ -226,6 +242,37 @@ def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
             if isinstance(node, ast.AugAssign) or not all(isinstance(one, ast.Name) for one in chosen):
                 return True
     return False
+
+
+def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
+    """Are the keys and values of the calls anything but what `update(...)` gave, or a module's answer to it (a norm)?"""
+    updates = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _asks_cache(node)]
+    if not updates:
+        return False
+    kept: set[str] = {name.id for node in updates for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+    for call in calls:
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
+        given = [call.args[at] if len(call.args) > at else named.get(name) for at, name in ((2, "key"), (3, "value"))]
+        if not all(isinstance(one, ast.Name) and one.id in kept for one in given):
+            return True
+    last = max(node.lineno for node in updates)
+    for node in ast.walk(function):
+        later = getattr(node, "lineno", 0) > last and any(
+            isinstance(name, ast.Name) and name.id in kept for target in _targets(node) for name in ast.walk(target)
+        )
+        if later and not _is_module_call(getattr(node, "value", None)):
+            return True
+    return len(calls) > 1
+
+
+def _asks_cache(node: ast.Assign) -> bool:
+    call, target = node.value, node.targets[0]
+    asks = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
+    return asks and isinstance(target, ast.Tuple)
+
+
+def _is_module_call(value: Any) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).startswith("self.") and len(value.args) == 1 and not value.keywords
 
 
 @functools.cache

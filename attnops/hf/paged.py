@@ -64,6 +64,12 @@ class PagedMode:
             sites = [site for site in sites if keyed.keeps_keys(site.module)]
             if not sites:
                 raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
+            if (editor := next((site.module for site in sites if site.usage and site.usage.edits_cached), None)) is not None:
+                told = f"{type(editor).__name__} computes with what its cache gives back, and pages give back what is new alone"
+                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, whose {told}; want cache="hf"')
+            if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
+                told = "which takes a cache of its own class alone"
+                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
             if found.edits is not None:
                 raise PatchError(f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
         if kernel is not None:
@@ -76,6 +82,7 @@ class PagedMode:
         if len(set(self.layers)) != len(self.layers):
             got = f"layers {list(self.layers)} of {type(owner).__name__}"
             raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
+        self.blocks = not self.latents and keyed.sees_blocks(owner)
         self._windows = (0,) * len(self.layers) if self.latents else keyed.windows_of(owner, self._config(), self.layers)
         try:
             other_layers(self._config(), self.layers)
@@ -116,6 +123,8 @@ class PagedMode:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
         if self.decode.mode == "piecewise" and self.decode.pack:
             self.packed = pack_linears(self._owner)
+        if self.blocks:
+            self._hooks.append(self._owner.register_forward_pre_hook(keyed.refuse_blocks, with_kwargs=True))
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
@@ -295,7 +304,10 @@ def _prepare(
     weights = bool(getattr(generation_config, "output_attentions", None))
     if weights and given is None:
         warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
-    other = generation_config.use_cache is False or named is not None or weights
+    blocks = mode.blocks and keyed.has_blocks(model_kwargs)
+    if blocks and given is None:
+        warnings.warn("attnops: tokens of an image see each other both ways, so generate() uses transformers' own cache", stacklevel=3)
+    other = generation_config.use_cache is False or named is not None or weights or blocks
     chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):

@@ -324,6 +324,8 @@ def _report(model: nn.Module, name: str, options: Options, found: Match, paged: 
         notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
     if options.cache == "paged":
         notes.append("generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for")
+    if paged is not None and paged.blocks:
+        notes.append("generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways")
     if paged is not None and paged.decode.mode != "hf":
         notes.append(f"its steps after the prompt run in CUDA graphs ({paged.decode.mode})")
     return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import attnops
 from attnops.hf import tiny
@@ -123,3 +124,19 @@ def test_only_a_part_of_a_model():
             assert model.config.text_config._attn_implementation == "attnops"
         assert torch.equal(model(**INPUTS["llava"]).logits, want)
     assert generated(tiny.model("llama")) is not None
+
+
+def test_a_head_that_makes_a_mask_for_itself():
+    """SigLIP 2 pools by torch's own attention, over a mask of transformers': lengths would be nothing to it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Siglip2VisionConfig(**sizes, num_patches=16, patch_size=4)
+    model = transformers.Siglip2VisionModel._from_config(config, attn_implementation="eager").eval()
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[0, 12:] = 0
+    inputs = {"pixel_values": torch.randn(2, 16, 48), "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[3, 4], [4, 4]])}
+    with torch.no_grad():
+        want = model(**inputs).pooler_output
+        for mode in ("auto", "compact"):
+            with attnops.patch(model, mask=mode) as handle:
+                assert handle.report().mask == "explicit"
+                assert relative(model(**inputs).pooler_output, want) < LIMIT

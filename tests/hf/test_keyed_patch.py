@@ -8,12 +8,14 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
 from attnops.hf import PagedKeyCache, descriptor, tiny
 from attnops.hf import mask as masks
+from attnops.hf.match import usage_of
 from attnops.hf.on_pages import where
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
@@ -331,3 +333,64 @@ def test_a_bare_model():
             assert isinstance(cache, PagedKeyCache)
             ours = bare(tokens(), attention_mask=left_padded(), past_key_values=cache).last_hidden_state
     assert relative(ours[left_padded().bool()], want) < LIMIT
+
+
+# Models that pages cannot serve ---------------------------------------------------------------------------------------
+
+_TEXT = {**tiny._BASE, "head_dim": 16}
+_JET = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16, "intermediate_size": 48}
+NOT_HELD = {
+    "DiffLlamaForCausalLM": ("DiffLlamaConfig", tiny._BASE, "computes with what its cache gives back"),
+    "JetMoeForCausalLM": ("JetMoeConfig", {**_JET, "num_local_experts": 4}, "computes with what its cache gives back"),
+    "MiniMaxForCausalLM": ("MiniMaxConfig", {**_TEXT, "num_local_experts": 4}, "a cache of its own class"),
+    "MllamaForCausalLM": (
+        "MllamaTextConfig", {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, "computes with what its cache gives back",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_what_pages_cannot_hold_is_refused_before_a_call(name):
+    config, values, why = NOT_HELD[name]
+    model = getattr(transformers, name)._from_config(getattr(transformers, config)(**values), attn_implementation="eager").eval()
+    with pytest.raises(PatchError, match=why):
+        attnops.patch(model, cache="paged")
+    with attnops.patch(model):
+        assert model.config._attn_implementation != "eager"
+
+
+def test_a_norm_after_the_cache_is_no_edit():
+    """What is new is all that a module sees, and its norm is the same."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+    from transformers.models.idefics.modeling_idefics import IdeficsAttention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    usages = {cls: usage_of(cls) for cls in (LlamaAttention, IdeficsAttention, DiffLlamaAttention, DeepseekV3Attention)}
+    assert [usage is not None and usage.edits_cached for usage in usages.values()] == [False, False, True, True]
+
+
+def test_images_whose_tokens_see_each_other():
+    """Gemma 3: blocks of an image are bidirectional, which pages cannot hold; texts without them are over pages."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(
+        text_config=tiny.config("gemma3").to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=120, image_token_id=120
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    ids = tokens(2, 14)
+    text = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    shown = ids.clone()
+    shown[:, 3:7] = 120
+    image = {**text, "token_type_ids": (shown == 120).long(), "pixel_values": torch.randn(2, 3, 16, 16)}
+    want = model.generate(ids, **text), model.generate(shown, **image)
+    handle = attnops.patch(model, cache="paged")
+    with over_pages() as calls:
+        assert torch.equal(model.generate(ids, **text), want[0]) and calls["paged"]
+    with over_pages() as calls, pytest.warns(UserWarning, match="transformers' own cache"):
+        assert torch.equal(model.generate(shown, **image), want[1]) and not any(calls.values())
+    assert any("token_type_ids" in note for note in handle.report().notes)
+    with pytest.raises(InvalidInput, match="token_type_ids"):
+        model(shown, token_type_ids=image["token_type_ids"], past_key_values=handle.new_cache(2, 20))
