@@ -68,9 +68,13 @@ def attention(
         lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), float("-inf"), dtype=torch.float32)
     else:
         table = None
+        few = query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW
+        if few and kv_end is None and deterministic(policy) and not attention_chunk:
+            # The other way has other tiles, and whether a call says where keys end is its most padded row's doing.
+            kv_end = torch.full((query.shape[0],), key.shape[1], dtype=torch.int32, device=query.device)
         if kv_end is not None:
             kv_start = kv_start if kv_start is None else torch.minimum(kv_start, kv_end)
-            if query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW:
+            if few:
                 # Each row is a page: the way pages are read for few queries zeroes what lies past the end.
                 table = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)[:, None]
             else:
@@ -244,6 +248,8 @@ def heads_first(
     """The dense call of all keys without sinks, which is one call of the raw op on views; None for any other."""
     if return_lse or q_scale is not None or any(x is not None for x in others) or not query.numel() or not key.numel():
         return None
+    if deterministic(policy) and query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW:
+        return None  # see `attention`
     rules = (causal, window_left, window_right, softcap, attention_chunk)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: None) -> Tensor:

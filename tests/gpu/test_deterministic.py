@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import attnops
 from attnops.kernel import all_kernels, kernels_of
@@ -12,7 +13,7 @@ from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, latent
 from attnops.testing.equip import with_device_plan
 from attnops.testing.latent import DEEPSEEK
-from tests.mates import may_be_chosen, only, same_bits
+from tests.mates import POLICY, may_be_chosen, only, results, same_bits
 
 BF16, F16 = torch.bfloat16, torch.float16
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
@@ -82,6 +83,25 @@ def test_attention(batch: str, name: str | None, features: str) -> None:
 @pytest.mark.parametrize("name", kernels("mla_attention"))
 def test_latents(name: str | None, batch: str) -> None:
     check(LATENTS[batch](), GROUPS, name)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 300])
+@pytest.mark.parametrize("features", ["llama", "d64", "window"])
+def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
+    """The same keys with nothing beside them, behind a padding, before one, or both."""
+    given = builders.dense(source(), 2, queries, 700, FEATURES[features])
+    found = []
+    for before, after in ((0, 0), (64, 0), (13, 100), (0, 500)):
+        keys = {n: pad(given.arguments[n], (0, 0, 0, 0, before, after)) for n in ("key", "value")}
+        end = {"kv_end": torch.full((2,), before + 700, dtype=torch.int32, device="cuda")} if after else {}
+        start = {"kv_start": torch.full((2,), before, dtype=torch.int32, device="cuda")} if before else {}
+        call = given.with_(**keys, **start, **end)
+        if select(call.problem, POLICY).kernel is None:
+            pytest.skip("nothing takes it under a deterministic policy")
+        found.append((select(call.problem, POLICY).kernel, results(call)))
+    for kernel, (output, lse) in found:
+        assert kernel is found[0][0]
+        assert torch.equal(output, found[0][1][0]) and torch.equal(lse, found[0][1][1])
 
 
 @pytest.mark.parametrize("op", ["merge_state", "merge_states"])

@@ -116,6 +116,31 @@ def test_one_split_under_a_deterministic_policy(standin):
     assert select(call.problem, Policy(deterministic=True)).kernel.name == "fa3"
 
 
+def test_tiles_do_not_follow_from_mates_under_a_deterministic_policy(standin):
+    """What the kernel picks its tiles by: the longest request, where a window ends, whether keys are said to end."""
+    alone = builders.varlen(Source(5), (1,), (9,), half_features(window=(30, -1)), padding=(0, 0))
+    among = builders.varlen(Source(5), (1, 7), (9, 90), half_features(window=(30, -1)), padding=(0, 0))
+    for call in (alone, among):
+        fa3("varlen_attention").run(*call.args, **call.kwargs, policy="deterministic")
+        assert standin[-1]["max_seqlen_q"] > 1 and standin[-1]["max_seqlen_k"] > 31
+    fa3("varlen_attention").run(*alone.args, **alone.kwargs)
+    assert (standin[-1]["max_seqlen_q"], standin[-1]["max_seqlen_k"]) == (1, 9)
+    paged = builders.paged(Source(5), (1,), (9,), 4, half_features(), padding=0)
+    fa3("paged_attention").run(*paged.args, **paged.kwargs, policy="deterministic")
+    assert standin[-1]["max_seqlen_q"] > 1
+    for more in ({}, {"end": (9, 5)}, {"start": (0, 3)}):
+        dense = builders.dense(Source(5), 2, 1, 9, half_features(), **more)
+        fa3("attention").run(*dense.args, **dense.kwargs, policy="deterministic")
+        assert standin[-1]["page_table"] is not None
+    problem = replace(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
+    assert [r.field for r in fa3("paged_attention").varies(problem)] == ["window"]
+    assert not fa3("paged_attention").varies(replace(problem, head_dim=128, v_head_dim=128))
+
+
+def half_features(**more):
+    return Features(dtype=BF16, causal=True, **more)
+
+
 def test_the_longer_schema_gets_its_two_arguments():
     if find_spec("sgl_kernel"):
         pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
@@ -192,9 +217,7 @@ def test_one_schedule_serves_every_layer_of_a_compiled_step(standin):
     given = [call.arguments[n] for n in names]
 
     def step(query, k, v, table, lens, cu):
-        plan = ops.fa3_schedule(
-            lens, cu, max_seqlen_q=1, max_pages=table.shape[1], page_size=16, q_heads=4, kv_heads=2, head_dim=16
-        )
+        plan = ops.fa3_schedule(lens, cu, max_seqlen_q=1, max_pages=table.shape[1], page_size=16, q_heads=4, kv_heads=2, head_dim=16)
         for _ in range(3):
             query = attnops.paged_attention(query, k, v, table, lens, cu, max_seqlen_q=1, plan=plan, padded=False) + query
         return query

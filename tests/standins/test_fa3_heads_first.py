@@ -31,8 +31,10 @@ def test_heads_first_is_the_raw_op_on_views(standin):
         assert before_fwd == ["aten.transpose.int"] * 3 and seen[-1] == "sgl_kernel.fwd.default"
         assert torch.equal(got, fa3("attention").run(q, *kv, **asked)[0])
     ends = torch.full((2,), 9, dtype=torch.int32)
-    for more in ({"policy": "deterministic"}, {"softcap": 2.0}):
-        assert fa3("attention").heads_first(*given, **asked, **more) is not None
+    assert fa3("attention").heads_first(*given, **asked, softcap=2.0) is not None
+    longer = (torch.cat([given[0]] * 50, 1), *given[1:])
+    for query, taken in ((given, False), (longer, True)):
+        assert (fa3("attention").heads_first(*query, **asked, policy="deterministic") is not None) == taken
     others = {"return_lse": True, "q_scale": torch.ones(1)}
     assert all(fa3("attention").heads_first(*given, **asked, **{n: x}) is None for n, x in others.items())
     assert fa3("attention").heads_first(*given, None, None, None, None, None, ends, **asked) is None

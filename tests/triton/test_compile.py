@@ -52,9 +52,13 @@ CALLS = {
     "extend_d256": (paged(replace(LLAMA, head_dim=256), 600), 0),
     "mla_16_heads": (mla(DEEPSEEK), 0),
     "mla_128_heads": (mla(V3), 256),
+    "mla_float32": (mla(replace(DEEPSEEK, dtype=F32)), 0),
     "mla_128_heads_float8": (mla(replace(V3, kv_dtype=E4M3)), 0),
 }
-ELSEWHERE = [(80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "extend"), (100, "decode"), (100, "extend")]
+ELSEWHERE = [
+    (80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "mla_float32"), (89, "extend"), (100, "decode"),
+    (100, "extend"),
+]  # fmt: skip
 
 
 def launches_overlap():
