@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput, fail
+from attnops.ops.layouts import described
 from attnops.problem import Extent
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,6 +36,8 @@ def tensor(field: str, value: Any, ndim: int | tuple[int, ...], dtypes: tuple[to
     """`value` is a tensor of `ndim` dimensions and one of `dtypes`."""
     if not isinstance(value, Tensor):
         fail(InvalidInput, field, type(value).__name__, f"a tensor {layout}")
+    if value.layout != torch.strided or value.is_nested:
+        fail(InvalidInput, field, described(value), f"a plain strided tensor {layout}")
     dims = (ndim,) if isinstance(ndim, int) else ndim
     if value.dim() not in dims:
         fail(InvalidInput, field, f"shape {shape(value)}", layout)
@@ -144,6 +147,16 @@ def numbers(scale: float, window_left: int, window_right: int, softcap: float, a
             fail(InvalidInput, field, value, ">= -1 (-1: unbounded)")
     if attention_chunk < 0:
         fail(InvalidInput, "attention_chunk", attention_chunk, ">= 0 (0: off)")
+
+
+def mask(value: Any) -> Tensor:
+    """A mask is a tensor. Of a function, as flex_attention takes one, the error says what to do."""
+    if isinstance(value, Tensor):
+        return value
+    want = "a tensor, bool or additive"
+    if callable(value) or type(value).__name__ == "BlockMask":
+        want += "; write a mask_mod or score_mod out as one, or call torch.nn.attention.flex_attention, which takes functions"
+    fail(InvalidInput, "mask", type(value).__name__, want)
 
 
 def window(value: Any) -> tuple[int, int]:

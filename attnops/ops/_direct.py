@@ -106,6 +106,8 @@ class Direct:
             # An int for a float, say: the dispatcher makes one of it.
             self.patterns[types], self.last = None, ([], None)
             return
+        if any(t.is_neg() or t.device.type == "meta" for t in tensors):
+            return  # a kernel that reads memory would read another sign, or none; the dispatcher makes tensors of it first
         first, second = _guards(tensors), None
         if not first.check(*tensors):
             # A set of guards fails where a tensor comes twice, and those that do are neighbours: key and value, the two cu_seqlens.

@@ -13,6 +13,7 @@ from torch._guards import TracingContext
 
 from attnops.errors import NoGradient, NotCapturable, RegistrationError
 from attnops.kernel import Capture, Core, Kernel, generation, on_register
+from attnops.ops.layouts import refuse_others
 from attnops.problem import Problem, Target, pretended
 from attnops.select import choose, parse_policy
 
@@ -60,6 +61,7 @@ def define(op: Op) -> Op:
     """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""
     OPS[op.name] = op
     _define_overload(op, op.name, _eager(op), check=op.check)
+    refuse_others(_LIB, op.packet)
     return op
 
 

@@ -299,7 +299,8 @@ def attention(
         causal: query i sees keys up to its own position. The last query stands at the last visible key (bottom-right).
         window: (left, right) keys visible besides the query's own position; -1 is unbounded.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`; bool (True: visible) or float (added to the logits after the soft cap).
+        mask: `[B or 1, Hq or 1, S or 1, K]`; bool (True: visible) or float (added to the logits after the soft cap). As in torch's
+            scaled_dot_product_attention, `[Hq or 1, S or 1, K]` and `[S or 1, K]` serve every request.
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
         q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head, for a float8 query, which has no gradient; the
@@ -318,6 +319,8 @@ def attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    if mask is not None and 2 <= check.mask(mask).dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
     output, lse = _dense(
         (
             query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, q_scale,

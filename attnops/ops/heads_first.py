@@ -108,7 +108,8 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 def _plain(*tensors: Tensor | None) -> bool:
     """Can there be guards of them? Of a subclass there may not be, and of a tensor that comes twice there are none."""
     given = _given(*tensors)
-    return TensorGuards is not None and all(type(t) in PLAIN["Tensor"] for t in given) and len({*map(id, given)}) == len(given)
+    memory = all(type(t) in PLAIN["Tensor"] and not t.is_neg() for t in given)
+    return TensorGuards is not None and memory and len({*map(id, given)}) == len(given)
 
 
 def _kept(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[Tensor | None, ...]) -> Kept:

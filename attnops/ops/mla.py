@@ -201,6 +201,8 @@ def mla_attention(
     """
     if output is None:
         output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
+    if mask is not None:
+        check.mask(mask)
     torch.ops.attnops.mla_attention.default(
         q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan,
         max_seqlen_q=max_seqlen_q, scale=scale, causal=causal, window_left=window_left, softcap=softcap,

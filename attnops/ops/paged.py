@@ -240,6 +240,8 @@ def _canonical(
     kernel: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
+    if mask is not None:
+        check.mask(mask)
     return (query, k_pages, v_pages, page_table, seq_lens, cu, mask, sinks, k_scale, v_scale, plan), {
         "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
         "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,

@@ -110,9 +110,9 @@ def rope_quantize_latent(
         q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, float, W_UK applied to the first, the second not rotated yet. Dr is even.
         latent, k_pe: `[T, Dc]`, `[T, Dr]`, the query's dtype: the latent after its norm, the key not rotated yet.
         cos_sin: float32 `[N, Dr]`; row p has the Dr / 2 cosines of position p, then its sines, YaRN's mscale included if there is one.
-        positions: int32 or int64 `[T]`, from 0, below N. One outside is an IndexError in eager code on the CPU and a device-side
-            assertion in torch's own kernels on a GPU; `flashinfer_rope` does not look and reads what lies there. Tokens of padding
-            have positions too: 0 will do.
+        positions: int32 or int64 `[T]`, from 0, below N. The rotated parts of a token whose position is outside are NaN,
+            eager and compiled alike; `flashinfer_rope` does not look, and reads the memory there. Tokens of padding have positions
+            too: 0 will do.
         q_scale, kv_scale: host floats > 0, what the stored values are multiplied by afterwards to get the true ones: those that
             `mla_attention` is given as tensors. (FlashInfer's quant_scale_q and quant_scale_kv are their inverses.)
         interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek's weights; False: (i, i + Dr / 2). Either way a pair stays in

@@ -300,6 +300,8 @@ def _canonical(
     return_lse: bool, padded: bool, kernel: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
+    if mask is not None:
+        check.mask(mask)
     return (query, key, value, cu_q, cu_k, mask, sinks, k_scale, v_scale), {
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "scale": default_scale(query, scale), "causal": causal,
         "window_left": left, "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk,

@@ -25,7 +25,7 @@ def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Ten
 
 def pad_queries(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, policy: str = "") -> Tensor:
     """`[B, max_seqlen_q, H, D]`; see `attnops.ops.pad_queries`."""
-    return compact(packed.pad(_bits(query), cu_seqlens_q, max_seqlen_q)).view(query.dtype)
+    return compact(packed.pad(_bits(query), cu_seqlens_q, max_seqlen_q, cut=True)).view(query.dtype)
 
 
 def unpad_queries(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, policy: str = "") -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
+from attnops.errors import InvalidInput
 from attnops.reference.attention import (
     Rules,
     attend,
@@ -27,17 +29,26 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
 
-def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
-    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request (what lies there may be NaN)."""
+def pad(x: Tensor, cu_seqlens: Tensor, width: int, cut: bool = False) -> Tensor:
+    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request (what lies there may be NaN). cut: longer ones may be."""
     start = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - start
     j = torch.arange(width, device=x.device)[None]
     inside = j < lengths[:, None]
+    if not cut:
+        _fits(lengths, width)
     if x.shape[0] == 0:
         return x.new_zeros((lengths.shape[0], width, *x.shape[1:]))
     index = torch.where(inside, start[:, None] + j, 0)
     padded = x[index]
     return torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 1)), padded, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _fits(lengths: Tensor, width: int) -> None:
+    # Rows past the width would be lost. Only the host's own numbers are looked at: a device would have to be waited for.
+    host = lengths.device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and lengths.numel() > 0
+    if host and not _len_torch_dispatch_stack() and (longest := int(lengths.max())) > width:
+        raise InvalidInput("max_seqlen", width, f">= {longest}, the longest request by cu_seqlens")
 
 
 def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int, fill: float = 0.0) -> Tensor:

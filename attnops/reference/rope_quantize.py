@@ -52,7 +52,10 @@ def scaled(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four parts before they are saturated and rounded, in float32, or float64 for float64."""
     wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
-    cos, sin = torch.index_select(cos_sin, 0, positions).to(wide).chunk(2, -1)
+    # index_select raises on a position outside, and a compiler makes of one below 0 a row from the end: NaN is the same in both.
+    known = (positions >= 0) & (positions < cos_sin.shape[0])
+    rows = torch.index_select(cos_sin, 0, torch.where(known, positions, 0)) if cos_sin.shape[0] else cos_sin.new_zeros(1, q_pe.shape[2])
+    cos, sin = torch.where(known[:, None], rows, float("nan")).to(wide).chunk(2, -1)
     turned = rotate(q_pe.to(wide), cos[:, None], sin[:, None], interleaved), rotate(k_pe.to(wide), cos, sin, interleaved)
     return q_nope.to(wide) / q_scale, turned[0] / q_scale, latent.to(wide) / kv_scale, turned[1] / kv_scale
 

@@ -160,7 +160,13 @@ BAD = [
     Bad("attention", {"mask": f(3, 1, 3, 5)}, "mask.shape[0]", "3", "1 or 2"),
     Bad("attention", {"mask": f(2, 2, 3, 5)}, "mask.shape[1]", "2", "1 or 4"),
     Bad("attention", {"mask": f(2, 4, 2, 5)}, "mask.shape[2]", "2", "1 or 3"),
-    Bad("attention", {"mask": f(3, 5)}, "mask", "(3, 5)", "[B or 1, Hq or 1, S or 1, K]"),
+    Bad("attention", {"mask": f(5)}, "mask", "(5,)", "[B or 1, Hq or 1, S or 1, K]"),
+    Bad("attention", {"mask": f(4, 5)}, "mask.shape[2]", "4", "1 or 3"),
+    Bad("attention", {"mask": f(3, 3, 5)}, "mask.shape[1]", "3", "1 or 4"),
+    Bad("attention", {"mask": lambda b, h, i, j: i >= j}, "mask", "function", "torch.nn.attention.flex_attention"),
+    Bad("varlen_attention", {"mask": max}, "mask", "builtin", "torch.nn.attention.flex_attention"),
+    Bad("paged_attention", {"mask": lambda b, h, i, j: i >= j}, "mask", "function", "write a mask_mod or score_mod out"),
+    Bad("mla_attention", {"mask": "causal"}, "mask", "str", "a tensor, bool or additive"),
     Bad("attention", {"mask": f(2, 1, 3, 5).to(I32)}, "mask.dtype", "int32", "bool | float16"),
     Bad("attention", {"sinks": f(2)}, "sinks.shape[0]", "2", "4 (one logit a query head)"),
     Bad("attention", {"sinks": f(4, 1)}, "sinks", "(4, 1)", "[Hq]"),
@@ -491,7 +497,7 @@ def test_message_and_error_survive_compilation(bad, fullgraph):
 
 def test_not_a_tensor_is_named_by_torch():
     # The dispatcher turns these down before the op is asked.
-    changes = (({"key": None}, "key"), ({"value": [1.0]}, "value"), ({"mask": "causal"}, "mask"))
+    changes = (({"key": None}, "key"), ({"value": [1.0]}, "value"), ({"sinks": "causal"}, "sinks"))
     for change, field in changes:
         arguments = good("attention")
         arguments.update(change)

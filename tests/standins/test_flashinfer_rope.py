@@ -163,10 +163,16 @@ def test_pairs_stay_in_their_places():
 
 
 @pytest.mark.parametrize("at", [-1, 9])
-def test_positions_outside_the_table_are_seen_on_the_cpu(at):
-    given = call(SMALL)
-    with pytest.raises(IndexError):
-        rope_quantize_latent(*(given.with_(positions=torch.tensor([0, at, 1])).arguments[n] for n in PARTS))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_position_outside_the_table_gives_nan_to_its_token_alone(at, compiled):
+    given = call(SMALL).with_(positions=torch.tensor([0, at, 1]))
+    run = torch.compile(rope_quantize_latent, fullgraph=True) if compiled else rope_quantize_latent
+    found = run(*(given.arguments[n] for n in PARTS))
+    right = rope_quantize_latent(*(given.with_(positions=torch.tensor([0, 0, 1])).arguments[n] for n in PARTS))
+    for name, mine, theirs in zip(("q_nope", "q_pe", "latent", "k_pe"), found, right, strict=True):
+        mine, theirs = mine.float(), theirs.float()
+        assert torch.equal(mine[[0, 2]], theirs[[0, 2]])
+        assert bool(mine[1].isnan().all()) if name in ("q_pe", "k_pe") else torch.equal(mine[1], theirs[1])
 
 
 def test_parts_are_views_of_one_tensor():

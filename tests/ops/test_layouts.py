@@ -1,0 +1,138 @@
+"""Tensors that no kernel reads as they are: other layouts, meta, a pending sign. And masks of fewer dims, and lengths that lie."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnops
+from attnops.errors import InvalidInput
+from attnops.kernel import kernels_of
+from tests.ops.test_bad_inputs import BAD, WRITTEN, Bad, function, good, i
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "quantised": lambda t: torch.quantize_per_tensor(t, 1.0, 0, torch.qint8),
+    "nested": lambda t: torch.nested.nested_tensor(list(t.unbind())),
+    "jagged": lambda t: torch.nested.nested_tensor(list(t.unbind()), layout=torch.jagged),
+}  # fmt: skip
+FUNCTIONS = sorted({b.function for b in BAD})
+
+
+def called(name):
+    return function(Bad(name, {}, "", "", ""))
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_another_layout_is_refused_before_anything_is_written(name, kind):
+    tried = 0
+    for field, value in good(name).items():
+        if not isinstance(value, Tensor):
+            continue
+        arguments = good(name)
+        try:
+            arguments[field] = MADE[kind](value)
+        except (RuntimeError, ValueError, IndexError):
+            continue  # torch has no such tensor of this shape and dtype
+        tried += 1
+        before = {n: t.clone() for n in WRITTEN if n != field and isinstance(t := arguments.get(n), Tensor)}
+        for _ in range(2):
+            with pytest.raises(InvalidInput) as caught:
+                called(name)(**arguments)
+            assert "strided" in caught.value.want or ".dtype" in caught.value.field, field
+        for n, held in before.items():
+            assert torch.equal(arguments[n].view(torch.uint8), held.view(torch.uint8)), f"{n} was written"
+    assert tried or kind in ("csr", "mkldnn", "quantised", "jagged")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["attention", "paged_attention", "write_kv"])
+def test_meta_tensors_reach_no_kernel(name):
+    arguments = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in good(name).items()}
+    for _ in range(3):  # the second goes another way than the first
+        out = called(name)(**arguments)
+    assert out is None or out.device.type == "meta"
+
+
+@torch.no_grad()
+def test_a_pending_sign_is_resolved():
+    torch.manual_seed(0)
+    pair = torch.randn(1, 3, 2, 8, dtype=torch.complex64)
+    q, k = pair.conj().imag, torch.randn(1, 3, 2, 8)
+    assert q.is_neg()
+    want = attnops.attention(q.resolve_neg(), k, k)
+    for _ in range(3):
+        torch.testing.assert_close(attnops.attention(q, k, k), want)
+
+
+# Masks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (4, 5, 7), (1, 5, 7), (4, 1, 7)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("grad", [False, True], ids=["direct", "autograd"])
+def test_masks_of_fewer_dims_mean_what_they_mean_in_sdpa(shape, kind, grad):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)
+    mask = torch.randn(shape) if kind == "additive" else torch.rand(shape) < 0.7
+    if kind == "bool":
+        mask[..., 0] = True
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            torch.testing.assert_close(attnops.attention(q, k, v, mask=mask), want)
+        torch.testing.assert_close(attnops.attention(q, k, v, mask=mask, kernel="reference"), want)
+    compiled = torch.compile(lambda *a: attnops.attention(*a[:3], mask=a[3]), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, mask), want)
+
+
+def test_a_gradient_reaches_a_mask_of_two_dims():
+    q = torch.randn(2, 5, 4, 8)
+    mask = torch.zeros(5, 5, requires_grad=True)
+    attnops.attention(q, q, q, mask=mask).square().sum().backward()
+    assert mask.grad is not None and mask.grad.shape == (5, 5) and bool(mask.grad.abs().sum() > 0)
+
+
+# Lengths --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["direct", "autograd"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("varlen_attention", {"max_seqlen_q": 1}), ("varlen_attention", {"max_seqlen_k": 2}), ("paged_attention", {"max_seqlen_q": 1}),
+        ("mla_attention", {"max_seqlen_q": 1}), ("vertical_slash_attention", {"max_seqlen_k": 2}),
+    ],
+)  # fmt: skip
+def test_a_longest_request_that_is_longer_is_seen_on_the_host(name, change, grad):
+    with torch.set_grad_enabled(grad):
+        for kernel in [None, *kernels_of(name)]:
+            arguments = good(name) | {"kernel": kernel}
+            try:
+                called(name)(**arguments)
+            except attnops.AttnopsError:
+                continue  # this kernel does not take the call
+            right = called(name)(**arguments)
+            arguments |= change
+            before = arguments["output"].clone() if "output" in arguments else None
+            try:
+                found = called(name)(**arguments)
+            except InvalidInput as error:
+                assert error.field == "max_seqlen" and "longest request" in error.want
+                assert before is None or torch.equal(before, arguments["output"])
+            else:
+                torch.testing.assert_close(found, right, msg=f"{kernel} gives wrong rows")
+
+
+def test_it_is_seen_in_a_call_like_one_before():
+    arguments = good("paged_attention") | {"cu_seqlens_q": i(0, 1, 3)}
+    with torch.no_grad():
+        for _ in range(3):
+            attnops.paged_attention(**arguments)
+        with pytest.raises(InvalidInput, match=r"max_seqlen: got 2, want >= 3"):
+            attnops.paged_attention(**(arguments | {"cu_seqlens_q": i(0, 0, 3)}))
