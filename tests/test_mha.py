@@ -341,11 +341,94 @@ def test_bad_calls(bad, field, want):
     assert str(caught.value.got) in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*enable_nested_tensor")
+@pytest.mark.parametrize("when", ["before", "after"], ids=lambda when: f"replaced-{when}-the-encoder-is-made")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_inference_paths_call_it(when, padded, norm_first, monkeypatch):
+    """In eval mode torch's encoder reads the weights of its own attention and never calls it, and makes nested tensors of padding."""
+    torch.set_default_dtype(torch.float32)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+
+    def replaced(of):
+        made = copy.deepcopy(of)
+        made.self_attn = MultiheadAttention(16, 4, batch_first=True)
+        return made
+
+    ours = nn.TransformerEncoder(replaced(layer) if when == "before" else layer, 2, enable_nested_tensor=True).eval()
+    if when == "after":
+        ours.layers = nn.ModuleList(replaced(each) for each in ours.layers)
+    ours.load_state_dict(theirs.state_dict())
+    ours.eval()
+    calls = []
+    for module in ours.modules():
+        if isinstance(module, MultiheadAttention):
+            assert not module._forward_hooks
+
+            def watched(*args, real=module.forward, **kwargs):
+                calls.append(args[0].is_nested)
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(module, "forward", watched)
+    x, hide = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    hide[0, 4:] = hide[2, 1:] = True
+    masks = {"src_key_padding_mask": hide} if padded else {}
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        calls.clear()
+        with context:
+            got, want = ours(x, **masks), theirs(x, **masks)
+        assert len(calls) == 2
+        torch.testing.assert_close(got[~hide], want[~hide], atol=2e-5, rtol=2e-5)
+    calls.clear()
+    with torch.no_grad():
+        ours(x, **masks)
+    assert calls == [padded and when == "after" and not norm_first] * 2
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused():
-    x = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)])
-    with pytest.raises(InvalidInput, match="nested"):
-        MultiheadAttention(E, H, batch_first=True)(x, x, x)
+def test_nested_tensors():
+    """Requests of different lengths, as they would be one by one, their gradients included."""
+    ours = MultiheadAttention(E, H, batch_first=True)
+    rows, others = [torch.randn(2, E), torch.randn(4, E)], [torch.randn(3, E), torch.randn(1, E)]
+    nested = torch.nested.nested_tensor(rows, requires_grad=True)
+    got = ours(nested, nested, nested, need_weights=False)[0]
+    torch.cat(got.unbind()).sum().backward()
+    leaves = [row.requires_grad_() for row in rows]
+    for one, leaf, grad in zip(got.unbind(), leaves, nested.grad.unbind(), strict=True):
+        want = ours(leaf, leaf, leaf, need_weights=False)[0]
+        want.sum().backward()
+        close(one, want)
+        close(grad, leaf.grad)
+    memory = torch.nested.nested_tensor(others)
+    for one, row, other in zip(ours(nested, memory, memory, need_weights=False)[0].unbind(), rows, others, strict=True):
+        close(one, ours(row, other, other, need_weights=False)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_that_are_refused():
+    ours, rows = MultiheadAttention(E, H, batch_first=True), [torch.randn(2, E), torch.randn(3, E)]
+    x, jagged = torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)
+    short = torch.nested.nested_tensor(rows[:1])
+    plain = torch.randn(2, 3, E)
+    for args, more in (
+        ((x, x, x), {}), ((jagged, jagged, jagged), {"need_weights": False}), ((x, plain, plain), {"need_weights": False}),
+        ((plain, x, x), {}), ((x, short, short), {"need_weights": False}),
+        ((x, x, x), {"need_weights": False, "attn_mask": torch.zeros(3, 3)}),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=r"nested|requests"):
+            ours(*args, **more)
+
+
+def test_parameters_may_be_reset():
+    ours = MultiheadAttention(E, H)
+    before = ours.in_proj_weight.clone()
+    ours._reset_parameters()
+    assert not torch.equal(ours.in_proj_weight, before) and not ours._qkv_same_embed_dim
+    MultiheadAttention(E, H, kdim=4)._reset_parameters()
+    copied = copy.deepcopy(ours)
+    x = torch.randn(L, N, E)
+    close(copied(x, x, x)[0], ours(x, x, x)[0])
 
 
 def test_kernel_is_forced():

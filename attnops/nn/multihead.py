@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
-from attnops.ops import attention
+from attnops.ops import attention, varlen_attention
+
+_SAME, _SETTING_UP = "_one_input_projection", "_setting_up"
 
 MASKS = "bool (True: not to be seen) or float (added to the logits)"
 
@@ -18,11 +22,21 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Where it differs: with need_weights=False and no dropout the attention is `attnops.attention`, under any kernel (`kernel=`
     forces one). With need_weights=True, or dropout in training, it is plain torch, because kernels give no weights and have no
-    dropout. A query that may see no key gives 0 (and weights 0) where torch gives NaN. There is no separate inference path, and
-    nested tensors are not taken. Constructor and calls raise InvalidInput for arguments that torch refuses.
+    dropout. A query that may see no key gives 0 (and weights 0) where torch gives NaN. There is no separate inference path: layers of
+    torch.nn call this module in eval mode, too. Nested tensors of the strided layout, which torch.nn.TransformerEncoder makes of padded
+    batches, go through `attnops.varlen_attention`. Constructor and calls raise InvalidInput for arguments that torch refuses.
 
     Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
     """
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False, by which torch.nn.TransformerEncoderLayer calls a module and does not read its weights for a kernel of its own."""
+        return bool(self.__dict__.get(_SETTING_UP)) and bool(self.__dict__[_SAME])
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, same: bool) -> None:
+        self.__dict__[_SAME] = same
 
     def __init__(
         self,
@@ -47,8 +61,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         for field, dim in (("kdim", kdim), ("vdim", vdim)):
             if dim is not None:
                 check.size(field, dim)
+        self.__dict__[_SETTING_UP] = True
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        self.__dict__.pop(_SETTING_UP)
         self.kernel = kernel
+
+    def _reset_parameters(self) -> None:
+        self.__dict__[_SAME] = self.in_proj_weight is not None
+        before = self.__dict__.get(_SETTING_UP, False)
+        self.__dict__[_SETTING_UP] = True
+        try:
+            super()._reset_parameters()
+        finally:
+            self.__dict__[_SETTING_UP] = before
 
     def forward(
         self,
@@ -77,6 +102,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             InvalidInput: a shape, dtype or combination breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
         """
+        if isinstance(query, Tensor) and query.is_nested:
+            return self._nested(query, key, value, key_padding_mask is None and attn_mask is None, need_weights), None
         batched = self._check(query, key, value, is_causal, attn_mask)
         alike = query is key and key is value
         if not batched:
@@ -104,12 +131,33 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(1)
         return out, weights if batched else weights[0]
 
+    def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
+        """As `forward`, of requests of different lengths: a nested tensor like the query."""
+        kinds = [x.layout if x.is_nested else "plain" for x in (query, key, value)]
+        if kinds != [torch.strided] * 3:
+            fail(InvalidInput, "query, key, value", kinds, "all nested and strided; attnops.varlen_attention takes other ragged requests")
+        extra = need_weights or self.bias_k is not None or self.add_zero_attn or (self.dropout > 0 and self.training)
+        if not unmasked or extra or not self.batch_first:
+            want = "batch_first=True, need_weights=False, and no mask, dropout in training, add_bias_kv or add_zero_attn"
+            fail(InvalidInput, "query", "a nested tensor with more than it can have", want)
+        rows, row_lengths = zip(*((x.unbind(), [row.shape[0] for row in x.unbind()]) for x in (query, key, value)), strict=True)
+        if row_lengths[1] != row_lengths[2] or len(row_lengths[0]) != len(row_lengths[1]):
+            fail(InvalidInput, "key, value", row_lengths[1:], "as many requests as the query has, and as many values as keys")
+        alike = query is key and key is value
+        projected = self._project(torch.cat(rows[0]), torch.cat(rows[1]), torch.cat(rows[2]), alike)
+        q, k, v = (x.view(-1, self.num_heads, self.head_dim) for x in projected)
+        ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=q.device) for each in row_lengths[:2]]
+        most_q, most_k = (max(each, default=0) for each in row_lengths[:2])
+        attended = varlen_attention(q, k, v, *ends, max_seqlen_q=most_q, max_seqlen_k=most_k, kernel=self.kernel)
+        out = self.out_proj(attended.reshape(-1, self.embed_dim))
+        return torch.nested.as_nested_tensor(list(out.split(row_lengths[0])))
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
         """Whether the call is batched."""
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
-        if query.is_nested or key.is_nested or value.is_nested:
-            fail(InvalidInput, "query, key, value", "a nested tensor", "plain tensors; attnops.varlen_attention takes ragged requests")
+        if any(isinstance(x, Tensor) and x.is_nested for x in (key, value)):
+            fail(InvalidInput, "key, value", "nested tensors", "plain tensors, as the query")
         dims = query.dim()
         for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)
@@ -145,10 +193,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return _additive(padding, query.dtype) + _additive(attn, query.dtype)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
-        if self._qkv_same_embed_dim and alike:
+        same = self.in_proj_weight is not None
+        if same and alike:
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
             return q, k, v
-        if self._qkv_same_embed_dim:
+        if same:
             q_weight, k_weight, v_weight = self.in_proj_weight.chunk(3)
         else:
             q_weight, k_weight, v_weight = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
