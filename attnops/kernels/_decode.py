@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.reference.data import by_token, rows_schedule_words
+from attnops.reference.data import rows_schedule_words
 
 
 def batch_by_token(
@@ -19,15 +19,16 @@ def batch_by_token(
     q_heads: int,
     schedules: tuple[bool, ...] = (False, True),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: out of `plan` if `decode_rows` made one, else made here without the last.
+    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: out of `plan` if `decode_rows` made one, else made by it without the last.
 
     A plan may hold a schedule for `q_heads` heads, of each kind in `schedules`: float8 or not. B and M are at least 1.
     Raises InvalidInput on a plan of another length.
     """
-    if plan is None or plan.dtype != torch.int32:
-        return *by_token(page_table, seq_lens, cu_seqlens_q, tokens, causal), None
     width = page_table.shape[1]
     rows = tokens * (1 + width)
+    if plan is None or plan.dtype != torch.int32:
+        made = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=tokens, causal=causal)
+        return made[tokens:].view(tokens, width), made[:tokens], None
     lengths = (0, *(rows_schedule_words(tokens, q_heads, float8) for float8 in schedules))
     which = next((i for i, length in enumerate(lengths) if plan.dim() == 1 and plan.shape[0] == rows + length), None)
     if which is None:

@@ -29,10 +29,11 @@ def decode_rows(
     """See `attnops.ops.decode_rows`. Torch ops around the vendor's, so that the compiler makes few kernels of them."""
     if not (q_heads and num_tokens and page_table.shape[0]):
         return data.decode_rows(page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8)
-    table, lengths = data.by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
+    rows = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal)
+    lengths = rows[:num_tokens]
     # The float8 kernel gives a row without keys one; see there.
     schedule = torch.ops.attnops.decode_rows__flashmla(lengths.clamp(min=1) if float8 else lengths, q_heads, float8)
-    return torch.cat([schedule, lengths, table.flatten()])
+    return torch.cat([schedule, rows])
 
 
 def _fake_core(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:

@@ -92,6 +92,28 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     return indptr, indices, last
 
 
+def decode_rows(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    causal: bool = True,
+    q_heads: int = 0,
+    float8: bool = False,
+    policy: str = "",
+) -> Tensor:
+    """See `attnops.ops.decode_rows`. Without a schedule."""
+    from attnops.kernels._triton.data import make_rows
+
+    batch, width = page_table.shape
+    if batch == 0:
+        return seq_lens.new_zeros(num_tokens * (1 + width))
+    out = seq_lens.new_empty(num_tokens * (1 + width))
+    make_rows(page_table, seq_lens, cu_seqlens_q, num_tokens, causal, out)
+    return out
+
+
 def num_kv_splits(
     seq_lens: Tensor,
     *,
@@ -137,6 +159,7 @@ for _op, _run, _needs, _about in (
     ("unpad_queries", unpad_queries, (_gpu,), "one launch"),
     ("page_table", page_table, (_gpu,), "one launch"),
     ("kv_indices", kv_indices, (_gpu,), "one launch"),
+    ("decode_rows", decode_rows, (_gpu, one_of("q_heads", 0)), "one launch, without a schedule"),
     ("num_kv_splits", num_kv_splits, (_gpu,), "one launch"),
 ):
     register(Kernel("triton", _op, _run, needs=_needs, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True, about=_about))

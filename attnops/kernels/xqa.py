@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, arch, at_most, extent_at_most, one_of, register, without
 from attnops.kernels import _workspace
+from attnops.kernels._decode import batch_by_token
 from attnops.kernels._trtllm import PACKAGE, SMS, no_compiler, one_head_dim, scales
 from attnops.problem import Problem, Refusal
 
@@ -56,7 +57,7 @@ def paged_attention(
     group = heads // kv_heads
     counters, scratch = _workspace.split(workspace, scratch_bytes(group, dim))
     if padded or tokens != page_table.shape[0]:
-        page_table, seq_lens = _by_token(page_table, seq_lens, cu_seqlens_q, tokens)
+        page_table, seq_lens, _ = batch_by_token(None, page_table, seq_lens, cu_seqlens_q, tokens, True, heads)
     # The kernel scales by q_scale * kv_scale / sqrt(D), then what it sums of the values by kv_scale.
     q_scale: float | Tensor = scale * sqrt(dim)
     kv_scale: float | Tensor = 1.0
@@ -75,15 +76,6 @@ def paged_attention(
     out.masked_fill_((seq_lens == 0)[:, None, None], 0.0)
     if out is not output:
         output.copy_(out)
-
-
-def _by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(page table `[T, M]`, lengths `[T]`, 0 for padding). Page ids past a request's end stay what they are: they are not read."""
-    at = torch.arange(tokens, device=cu_seqlens_q.device, dtype=torch.int32)
-    rows = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True, out_int32=True)
-    real = rows < seq_lens.shape[0]
-    rows = rows.clamp(max=seq_lens.shape[0] - 1)
-    return page_table.index_select(0, rows), seq_lens.index_select(0, rows).mul_(real)
 
 
 def scratch_bytes(group: int, dim: int) -> int:

@@ -23,6 +23,7 @@ unpad: Any = move.unpad
 clear: Any = move.clear
 page_table: Any = tables.page_table
 kv_indices: Any = tables.kv_indices
+by_token: Any = tables.by_token
 num_kv_splits: Any = tables.num_kv_splits
 
 INTERPRETED = (4, 0)
@@ -187,6 +188,19 @@ def make_kv_indices(table: Tensor, lengths: Tensor, page: int, indptr: Tensor, i
         kv_indices[(max(batch, 1), max(-(-width // block), 1))](
             table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0),
             PAGE=page, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
+        )  # fmt: skip
+
+
+def make_rows(table: Tensor, lengths: Tensor, starts: Tensor, tokens: int, causal: bool, out: Tensor) -> None:
+    """Write the keys that each token sees, then its row of page table `[B, M]`; B is at least 1."""
+    batch, width = table.shape
+    if tokens == 0:
+        return
+    block = max(64, min(COLUMNS, tiles.power(width)))
+    with torch.cuda.device_of(table):
+        by_token[(tokens, max(-(-width // block), 1))](
+            table, lengths, starts, out, tokens, batch, width, *table.stride(), lengths.stride(0), starts.stride(0),
+            CAUSAL=causal, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
         )  # fmt: skip
 
 

@@ -58,6 +58,34 @@ def kv_indices(
     tl.store(indices_ptr + at, page, mask=inside & (at < batch * width))
 
 
+@triton.jit(do_not_specialize=["tokens", "batch", "width"])
+def by_token(
+    table_ptr, lengths_ptr, starts_ptr, out_ptr, tokens, batch, width, table_b, table_m, lengths_b, starts_b,
+    CAUSAL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, max(cdiv(width, BLOCK), 1)). out: int32 `[T]`, the keys that each token sees, then its row of the table.
+
+    Every program counts the requests that end at or before its token.
+    """
+    token = tl.program_id(0)
+    ended = tl.zeros([BLOCK_B], tl.int32)
+    for at in range(0, batch, BLOCK_B):
+        b = at + tl.arange(0, BLOCK_B)
+        end = tl.load(starts_ptr + (b + 1).to(tl.int64) * starts_b, mask=b < batch, other=2147483647)
+        ended += (end <= token).to(tl.int32)
+    row = tl.sum(ended, 0)
+    real = row < batch
+    row = tl.minimum(row, batch - 1).to(tl.int64)
+    if tl.program_id(1) == 0:
+        keys = tl.load(lengths_ptr + row * lengths_b)
+        if CAUSAL:
+            keys = tl.maximum(keys - (tl.load(starts_ptr + (row + 1) * starts_b) - 1 - token), 0)
+        tl.store(out_ptr + token, tl.where(real, keys, 0))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(table_ptr + row * table_b + column.to(tl.int64) * table_m, mask=column < width, other=0)
+    tl.store(out_ptr + tokens + token.to(tl.int64) * width + column, tl.maximum(page, 0), mask=column < width)
+
+
 @triton.jit(do_not_specialize=["batch", "most", "tile", "fill", "blocks"])
 def num_kv_splits(
     lengths_ptr, out_ptr, lengths_b, batch, most, tile, fill, blocks, RULE: tl.constexpr, BLOCK: tl.constexpr,
