@@ -3,10 +3,11 @@
     python benchmarks/direct.py [--device cuda] [--budget-s 120]
 
 GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds. `ratio` is the compiled op over
-the fastest direct call of the same vendor on the same algorithm's inputs; a vendor's metadata that depends on the batch alone is made
+the fastest direct call of the vendor's that runs the same device code (`OWN`); a vendor's metadata that depends on the batch alone is made
 outside, as an engine makes it once a step. `device_kernels` counts what torch.profiler sees on the device for one call.
-`op.<kernel>` is the bare call, its output the caller's. `op.<kernel>_planned`, of a kernel that reads a plan of the device, has what the
-vendor's call has: the plan made outside, the query in one piece, an output of its own.
+`op.<kernel>` is the call as layers make it: one that reads a plan of the device has it, made outside, as the vendor's call has, the query
+in one piece, and an output of its own. `op.<kernel>_unplanned` is the bare call without a plan, its output the caller's, beside the
+vendor's that makes its metadata itself.
 Host time: eager calls of a tiny batch, until they return.
 """
 
@@ -90,6 +91,16 @@ CASES = (
     Case("latent decode 64x8192, 16 heads", replace(MLA, q_heads=16, decode=True), 64, 1, 8192, "TB/s", LATENT),
     Case("latent decode 64x8192, 128 heads", replace(MLA, decode=True), 64, 1, 8192, "TFLOP/s", LATENT),
 )
+OWN = {
+    "fa3": ("fa3",),
+    "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
+    "flashinfer_mla_fa2": ("flashinfer_fa2",),
+    "flashinfer_mla_fa3": ("flashinfer_fa3",),
+    "flashmla": ("flashmla",),
+    "flashmla_unplanned": ("flashmla_with_metadata",),
+}
+"""By kernel, the vendor's calls that run the same device code on the same metadata."""
+
 TINY = {"paged_attention": Case("decode 1x64", STEP, 1, 1, 64, "TB/s", DECODE)}
 
 
@@ -149,7 +160,7 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
     for name, (kernel, mine) in given.items():
         kinds = {f"op.{name}": partial(op_of, kernel, mine, True), f"eager.{name}": partial(op_of, kernel, mine, False)}
         if kernel.device_plan is not None:
-            kinds[f"op.{name}_planned"] = partial(planned_op, kernel, mine)
+            kinds |= {f"op.{name}_unplanned": kinds[f"op.{name}"], f"op.{name}": partial(planned_op, kernel, mine)}
         for kind, make_run in kinds.items():
             try:
                 run = make_run()
@@ -173,8 +184,8 @@ def measure(case: Case, clock: GraphClock, pool: Pool) -> dict[str, Any]:
     out["device_kernels"] = {name: device_kernels(run) for name, run in runs.items() if not name.startswith("eager.")}
     out["against"] = {}
     for name in (n for n in times if n.startswith("op.")):
-        vendor = name.removeprefix("op.").partition("_")[0]
-        same = {n: f["median_us"] for n, f in times.items() if n.startswith(f"direct.{vendor}")}
+        kernel = name.removeprefix("op.")
+        same = {n: times[n]["median_us"] for n in (f"direct.{own}" for own in OWN.get(kernel, (kernel,))) if n in times}
         if same:
             best = min(same, key=lambda n: same[n])
             out["against"][name] = {

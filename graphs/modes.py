@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts
 from attnops.graphs.split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
+Planning = Callable[[Bucket], Callable[[PagedBatch], Tensor] | None]
 
 
 def piecewise(
@@ -66,6 +67,7 @@ def piecewise(
             nothing is.
         cache: the cache that the model's batches come from. Its pages may then not move, and captured page tables are as wide as its own.
         prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
+            Without it, the plan that `cache` would bring is made in the graph, once a step.
         eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
         inner: what compiles a piece: "inductor"; "tuned", which takes longer and is for steps of one row; "eager" for not at all; or a
             function of a module and fake inputs.
@@ -85,7 +87,10 @@ def piecewise(
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
         raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    method = Compiled(model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes), one_differs)
+    method = Compiled(
+        model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes), one_differs,
+        planning=_planning(cache, prepare),
+    )  # fmt: skip
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
     return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
@@ -115,7 +120,8 @@ def breakable(
     """
     roles = Roles(batch, tuple(tokens), tuple(requests))
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
-    return Graphed(model, Broken(model, _by_kind(eager)), roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
+    method = Broken(model, roles, _by_kind(eager), _planning(cache, prepare))
+    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
 
 
 def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
@@ -125,25 +131,41 @@ def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str,
     return found
 
 
+def _planning(cache: Pages | None, prepare: Prepare | None) -> Planning:
+    """The plan that a cache's batches bring is of their own lengths; a graph makes that of the lengths it is replayed with."""
+
+    def of(bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
+        if cache is None or prepare is not None or bucket.kind == "mixed":
+            return None
+        return cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
+
+    return of
+
+
 @dataclass
 class Broken:
-    """Capture by `breakable`. eager: by kind."""
+    """Capture by `breakable`. eager: by kind. planning: what makes the device plan of a bucket's step, in its graph."""
 
     model: Callable[..., Any]
+    roles: Roles
     eager: Mapping[str, tuple[str, ...]]
+    planning: Planning
     compile_seconds: float = 0.0
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
         """What starts once is started."""
-        self.model(**values)
+        self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
         """The model."""
-        return self.model(**values)
+        name, make = self.roles.batch, self.planning(bucket)
+        if name is None or make is None:
+            return self.model(**values)
+        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """See `attnops.graphs.breaks`."""
-        return breaks.record(lambda: self.model(**values), device, into, self.eager.get(bucket.kind, ()))
+        return breaks.record(lambda: self.plain(bucket, values), device, into, self.eager.get(bucket.kind, ()))
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """None: nothing is compiled."""
@@ -161,6 +183,7 @@ class Compiled:
     eager: Mapping[str, tuple[str, ...]]
     passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     one_differs: bool = False
+    planning: Planning = lambda bucket: None
     compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
@@ -229,12 +252,15 @@ class Compiled:
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:
         """What is compiled. The most queries of a request are a constant, or a tensor's length in mixed batches: no int is an input."""
         model, name, queries = self.model, self.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
+        make = self.planning(bucket)
 
         def step(values: Values, tables: tuple[Any, ...], padded: bool, prefix: Any) -> Any:
             if name is not None:
                 page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
                 longest = queries or slots.shape[0]
                 whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, plan, workspace, prefix)
+                if make is not None:
+                    whole = replace(whole, plan=make(whole))
                 values = {**values, name: whole}
             return model(**values)
 

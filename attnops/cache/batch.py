@@ -50,7 +50,9 @@ class PagedBatch:
     max_seqlen_q: the most new tokens of one request; 1 says decode. It and `padded` are what a compiled graph may look at.
     padded: may there be tokens of no request? False, as PagedCache says of the batches it makes, spares clearing the output first.
         Whoever appends tokens to a batch must say True.
-    plan: what a `Planner` adds for kernels that plan on the host, with the workspace that goes with it; give both to `paged_attention`.
+    plan: what a `LatentCache` or a `Planner` adds for kernels that read one: int32 beside the tables, or int64 of the host, with the
+        workspace that goes with it; give both to the op. It is of these lengths and tables: whoever puts other ones in their place, as a
+        captured step does, puts the plan of those in its place, too, or None.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
     prefix: what the requests had before these tokens, in chunks; `()`: nothing. None: it was not worked out, as in a decode step.
     shared: set when the requests begin with the same pages and the cache was asked to look. The tables above hold them all the same.

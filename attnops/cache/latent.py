@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Request
-from attnops.cache.page_size import PageSizeChoice, negotiate_page_size
+from attnops.cache.page_size import OP, PageSizeChoice, negotiate_page_size
 from attnops.cache.paged import Pages, count, ordinary
+from attnops.cache.planner import device_planner
 from attnops.cache.prefix import common_pages, prefix_chunks, shared_prefix
 from attnops.errors import InvalidInput
-from attnops.ops._check import FLOATS, name
+from attnops.kernel import kernels_of
+from attnops.ops._check import FLOATS, name, workspace_bytes
+from attnops.ops._op import target_of
 from attnops.ops.latent import STORED
+from attnops.ops.plan_mla import LatentSpec
+from attnops.select import key_for, select
 
 TILE = 128
 """Tokens that a row of the page table is a multiple of: kernels that read whole tiles of keys then need not pad it in every layer."""
@@ -31,7 +37,8 @@ class LatentCache(Pages):
         latent_dim, rope_dim: numbers of a latent and of its rotated key, Dc and Dr.
         max_requests: rows of the tables. max_tokens_per_request: the most a request may hold, cached and new.
         page_size: tokens a page holds. None: negotiated, see `negotiate_page_size`.
-        q_heads: query heads, for the negotiation; None: as many as DeepSeek-V3 has.
+        q_heads: query heads of the layers. Batches then bring the plan that the kernel which will answer reads on the device. None:
+            they bring none, and the page size is negotiated for as many as DeepSeek-V3 has.
         kernels: kernels of `mla_attention` that must all be able to run on these pages; None: whichever is fastest here.
         dtype: of the pages; float16, bfloat16, float32, float64, or float8_e4m3fn, int8 (with a scale given to the ops).
         device: where pages and tables lie.
@@ -83,6 +90,8 @@ class LatentCache(Pages):
             # Zero and not empty: kernels multiply what lies past a request's end by 0, and 0 * NaN is NaN.
             shape = (pages, size, latent_dim + rope_dim)
             self.latent_pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers))
+        query = dtype if dtype.is_floating_point else None
+        self._spec = None if q_heads is None or query is None else LatentSpec(q_heads, size, query, latent_dim + rope_dim, latent_dim)
         super().__init__(
             self.latent_pages, max_requests=max_requests, max_pages_per_request=-(-most // (size * unit)) * unit, limit=most,
             limited_by="max_tokens_per_request", workspace_bytes=scratch,
@@ -93,7 +102,8 @@ class LatentCache(Pages):
     ) -> PagedBatch:
         """Append new_tokens[i] tokens (an int: as many to each) to requests[i], for all or none, and describe the step.
 
-        The tensors are made once and serve every layer; they are new ones at each call.
+        The tensors are made once and serve every layer; they are new ones at each call. `plan` is set where the layers will run a kernel
+        that reads one on the device: a step that neither says what was before nor shares a prefix, by the policy in force.
 
         Args:
             requests: ids, each once.
@@ -117,6 +127,20 @@ class LatentCache(Pages):
             whole = [entry.pages[: entry.length // self.page_size] for entry in entries]
             if share and (pages := common_pages(whole)):
                 batch = replace(batch, shared=shared_prefix(batch, pages, self.page_size))
-            return batch
+            if batch.prefix is not None or batch.shared is not None:
+                return batch
+            make = self.plan_maker(batch.slots.shape[0], len(entries), batch.max_seqlen_q)
+            return batch if make is None else replace(batch, plan=make(batch))
 
         return self._append(requests, new_tokens, more)
+
+    def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
+        """See `Pages`. Kernels are compared as they run with their plans. Of float8 pages: for queries of float8."""
+        target = target_of(self.page_table)
+        reads = [k for k in kernels_of(OP).values() if k.device_plan is not None and not k.absences(target)]
+        if self._spec is None or not reads or not tokens:
+            return None
+        problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
+        problem = replace(problem, plan="device", workspace=workspace_bytes(self.workspace))
+        kernel = select(problem, key_for(problem.op, None)).kernel
+        return None if kernel is None else device_planner(kernel, self._spec)

@@ -117,6 +117,10 @@ class Pages:
             self.seq_lens.zero_()
         self._ledger = self._new_ledger()
 
+    def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
+        """What makes the device plan of steps of these sizes, with at most `queries` tokens of a request; None: they need none."""
+        return None
+
     def _new_ledger(self) -> Ledger:
         return Ledger(self.num_pages, self.page_size, self.page_table.shape[0], *self._limit)
 

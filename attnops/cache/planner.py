@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -81,7 +82,8 @@ class Planner:
             return replace(batch, plan=None)
         kernel = self._answers(spec, batch)
         if kernel.name not in _planned_by_host():
-            return replace(batch, plan=_device_plan(kernel, spec, batch))
+            with ordinary():
+                return replace(batch, plan=None if (make := device_planner(kernel, spec)) is None else make(batch))
         plan_mla_attention(
             spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
             max_seqlen_q=batch.max_seqlen_q, plan=self.plan, workspace=self.workspace, kernel=kernel.name,
@@ -105,14 +107,18 @@ def _planned_by_host() -> tuple[str, ...]:
     return tuple(name for name, kernel in kernels_of(PLAN.name).items() if kernel.plan_sizes is not None)
 
 
-def _device_plan(kernel: Kernel, spec: LatentSpec, batch: PagedBatch) -> Tensor | None:
-    """What `kernel` reads on the device, or None."""
-    if kernel.device_plan is None:
+def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:
+    """What makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None where it reads none."""
+    plan, heads, dim, latent, dtype, causal = kernel.device_plan, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
+    if plan is None:
         return None
-    with ordinary():
-        # Nobody reads the query's numbers, of which there are none yet: its shape, its dtype and where it lies are what a plan needs.
-        query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], spec.q_heads, spec.head_dim)
-        return kernel.device_plan(
-            q_nope=query[..., : spec.v_head_dim], q_pe=query[..., spec.v_head_dim :], page_table=batch.page_table, seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.causal,
+
+    def make(batch: PagedBatch) -> Tensor:
+        # The query's numbers are not read, and there are none yet: a plan needs its shape, its dtype and its device.
+        query = torch.empty((), dtype=dtype, device=batch.page_table.device).expand(batch.slots.shape[0], heads, dim)
+        return plan(
+            q_nope=query[..., :latent], q_pe=query[..., latent:], page_table=batch.page_table, seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=causal,
         )  # fmt: skip
+
+    return make
