@@ -50,6 +50,8 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
             page = t["k_pages" if "k_pages" in t else "latent_pages"].shape[1]
             new["page_table"] = pad(new["page_table"], (0, columns), value=-1)
             new |= {"mask": pad(new["mask"], (0, columns * page))} if "mask" in new else {}
+    if "block_count" in t:  # as many blocks as the lists have
+        new |= {n: t[n] for n in ("max_seqlen_q", "max_seqlen_k")}
     for name in ("output", "lse"):
         if name in call.mutated:
             new[name] = torch.full_like(new[name], float("nan"))

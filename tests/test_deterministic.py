@@ -11,7 +11,7 @@ from attnops.kernel import Kernel, all_kernels, extent_at_most, kernels_of
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.select import Policy, select, select_by, without_sizes
-from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
+from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, may_be_chosen, only, rows_of, same_bits
 
@@ -109,6 +109,10 @@ def test_attention(name, features):
 def test_latents(dtype):
     f = replace(DEEPSEEK, dtype=dtype, head_dim=80, v_head_dim=64, q_heads=8, lse=True)
     same_bits(latent.mla(Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
+
+
+def test_vertical_slash():
+    same_bits(vertical_slash.attention(Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)), GROUPS)
 
 
 def test_ranges_do_not_follow_from_the_longest_mate():

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 import attnops
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
-from attnops.testing import Call, Features, Source, builders, latent
+from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
 from attnops.testing.equip import with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, may_be_chosen, only, results, same_bits
@@ -83,6 +83,12 @@ def test_attention(batch: str, name: str | None, features: str) -> None:
 @pytest.mark.parametrize("name", kernels("mla_attention"))
 def test_latents(name: str | None, batch: str) -> None:
     check(LATENTS[batch](), GROUPS, name)
+
+
+@pytest.mark.parametrize("name", kernels("vertical_slash_attention"))
+def test_vertical_slash(name: str | None) -> None:
+    f = replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
+    check(vertical_slash.attention(source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 300])
