@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -34,6 +34,16 @@ class Options:
     mask: Mode = "auto"
     cache: Kept = "hf"
     proven: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A model keeps the name in its configs, so a process that loads a copy of its options needs the function behind the name.
+        return _registered, (self.kernel, self.mask, self.cache, self.proven)
+
+
+def _registered(kernel: str | None, mask: Mode, cache: Kept, proven: bool) -> Options:
+    options = Options(kernel, mask, cache, proven)
+    implementation(options)
+    return options
 
 
 def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:

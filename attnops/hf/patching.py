@@ -29,6 +29,7 @@ from attnops.hf.routed import routed
 from attnops.hf.verify import compare, output_of
 
 _HANDLE = "_attnops"
+_OPTIONS = "_attnops_options"
 
 
 class Patched:
@@ -42,6 +43,10 @@ class Patched:
     ) -> None:
         self.model = model
         self.asked = asked
+        self._options = options
+        # Each may be pickled without the rest of the model, and options register themselves where they are loaded.
+        switched = {id(config) for config in found.configs}
+        self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
         self.implementation = implementation(options)
         self._owner = owner
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
@@ -59,6 +64,8 @@ class Patched:
             self._paged.apply()
         for config, _ in self._switched:
             config._attn_implementation_internal = self.implementation
+        for module in self._marked:
+            module.__dict__[_OPTIONS] = self._options
         self._owner.__dict__[_HANDLE] = self
         if self._wraps:
             self._own_generate = self._owner.__dict__.get("generate")
@@ -74,6 +81,8 @@ class Patched:
         for config, before in self._switched:
             if config._attn_implementation_internal == self.implementation:
                 config._attn_implementation_internal = before
+        for module in self._marked:
+            module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(_HANDLE, None)
         if self._paged is not None:
             self._paged.undo()

@@ -2,7 +2,12 @@
 
 import copy
 import io
+import multiprocessing
+import subprocess
+import sys
+import textwrap
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ import transformers
 
 import attnops
 from attnops.hf import tiny
+from tests.helpers import ROOT
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
 
 
@@ -138,6 +144,57 @@ def test_a_pickled_model():
     assert torch.equal(generated(again), generated(model))
     attnops.patch(again, mask="compact").unpatch()
     assert again.config._attn_implementation == "eager"
+
+
+OPTIONS = [
+    {},
+    {"mask": "compact"},
+    {"mask": "explicit", "kernel": "reference"},
+    {"cache": "paged"},
+    {"cache": "paged", "mask": "compact"},
+]
+
+
+def test_a_fresh_process_loads_patched_models(tmp_path):
+    want = generated(tiny.model("llama"))
+    for i, options in enumerate(OPTIONS):
+        model = tiny.model("llama")
+        attnops.patch(model, **options)
+        torch.save(model, tmp_path / f"{i}.pt")
+    # A part of a model has no handle of its own.
+    torch.save(model.model, tmp_path / "part.pt")
+    code = f"""
+        import torch
+        for i in range({len(OPTIONS)}):
+            model = torch.load(r"{tmp_path}/" + f"{{i}}.pt", weights_only=False)
+            from tests.hf.helpers import generated
+            torch.save(generated(model), r"{tmp_path}/" + f"{{i}}.out")
+    """
+    alone = f"""
+        import torch
+        model = torch.load(r"{tmp_path}/part.pt", weights_only=False)
+        with torch.no_grad():
+            assert torch.isfinite(model(torch.arange(2, 9)[None]).last_hidden_state).all()
+    """
+    for text in (code, alone):
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for i in range(len(OPTIONS)):
+        assert torch.equal(torch.load(tmp_path / f"{i}.out"), want), OPTIONS[i]
+
+
+def test_a_spawned_process_is_given_a_patched_model():
+    model = tiny.model("llama")
+    attnops.patch(model, mask="compact", kernel="reference")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ours = pool.submit(generated, model).result()
+    assert torch.equal(ours, generated(model))
+
+
+def test_unpatched_modules_keep_no_options():
+    model = tiny.model("llama")
+    attnops.patch(model, mask="compact").unpatch()
+    assert not [name for module in model.modules() for name in vars(module) if "attnops" in name]
 
 
 def test_a_compiled_wrapper_can_be_patched():
