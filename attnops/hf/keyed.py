@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from attnops.errors import InvalidInput, PatchError
@@ -80,7 +81,17 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
             raise PatchError(f'patch: cache="paged" got {got}; want plain keys and values, all or those of a sliding window')
         window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
         found.append(int(window or 0))
+    if any(found) and not _masks_slide(owner):
+        got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
+        raise PatchError(f'patch: cache="paged" got {got}; want a model whose masks slide as its cache does')
     return tuple(found)
+
+
+def _masks_slide(owner: nn.Module) -> bool:
+    """Does the code of the model ask for a mask with a window, or pass the window on to attention? Some have it for their caches alone."""
+    files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
+    words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
+    return any(word in inspect.getsource(file) for file in files for word in words)
 
 
 # A compiler's stance is the process's: two threads that set and restore it in turns would leave it set.

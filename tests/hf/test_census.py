@@ -1,0 +1,135 @@
+"""The census of model types: what it builds, what it calls wrong, how it ends a type that takes too long, and what it writes."""
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+import attnops
+import attnops.hf
+from attnops.errors import PatchError
+from benchmarks.census import checks, models, results, run
+from tests.helpers import ROOT
+
+KINDS = models.kinds()
+NO_COMPILE = "compile,generate,gradients,copies,steps"
+
+
+def subject(name):
+    return checks.Subject(models.build(KINDS[name]))
+
+
+def verdicts(one, *names):
+    return {name: run.verdict(check) for name, check in checks.checks_of(one) if name in names}
+
+
+def hide_a_key(query, key, value):
+    value = value.clone()
+    value[:, :, 0] = 0
+    return query, key, value
+
+
+def swap_heads(query, key, value):
+    return query.roll(1, 1), key, value
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("broken", [None, hide_a_key, swap_heads])
+def test_a_dropped_token_and_a_swapped_head_are_wrong(name, broken, monkeypatch):
+    one = subject(name)
+    real = AttentionInterface._global_mapping["attnops"]
+
+    def attention(module, query, key, value, *args, **kwargs):
+        query, key, value = broken(query, key, value) if broken else (query, key, value)
+        return real(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", attention)
+    found = verdicts(one, "sensitive", "forward none auto", "forward right auto", "gradients auto", "unpatch")
+    assert found.pop("sensitive") == found.pop("unpatch") == ("ok", "")
+    assert {status for status, _ in found.values()} == ({"wrong"} if broken else {"ok"}), found
+
+
+def test_a_foreign_error_is_wrong_and_ours_a_refusal(monkeypatch):
+    one = subject("bert")
+
+    def foreign(*args, **kwargs):
+        raise ValueError("not ours")
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", foreign)
+    assert verdicts(one, "forward none auto")["forward none auto"][0] == "wrong"
+
+    def wrapped(*args, **kwargs):
+        try:
+            raise PatchError("want another")
+        except PatchError as error:
+            raise RuntimeError("of a compiler") from error
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", wrapped)
+    assert verdicts(one, "forward none auto")["forward none auto"] == ("refused", "PatchError: want another")
+
+
+def late(kind, out):
+    writer = run.Writer(out / f"{kind.name}.jsonl")
+    writer.row(built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
+    writer.row(check="first", status="ok", reason="", seconds=0)
+    if kind.name == "bert":
+        os._exit(3)
+    time.sleep(60)
+
+
+def test_a_type_that_takes_too_long_or_dies_is_wrong(tmp_path):
+    told = []
+    run.census([KINDS["llama"], KINDS["bert"]], tmp_path, 2, 0.5, late, lambda text, flush: told.append(text))
+    for name, why in (("llama", "ran into the limit of 0 s"), ("bert", "its process ended with 3")):
+        rows = {row["check"]: row for row in run.read(tmp_path / f"{name}.jsonl") if "check" in row}
+        assert [row["status"] for row in rows.values()] == ["ok", "wrong", "wrong"]
+        assert rows["second"]["reason"] == why and rows["third"]["reason"] == f"not reached: {why}"
+    assert len(told) == 2 and run.finished(tmp_path / "bert.jsonl")
+
+
+def test_the_whole_way(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    arguments = ["--types", "gpt2,gptj", "--skip", NO_COMPILE, "--out", str(tmp_path)]
+    assert run.main(arguments) == 0
+    first = capsys.readouterr().out
+    assert "gptj: refused" in first and "ok" in first
+    assert run.main(arguments) == 0 and "gptj: refused" not in capsys.readouterr().out, "finished types are not run again"
+    found = results.summary({name: run.read(tmp_path / f"{name}.jsonl") for name in ("gpt2", "gptj")}, ROOT)
+    assert found["types"]["gpt2"]["state"] == "ran" and set(found["types"]["gpt2"]["checks"]) == {"ok"}
+    assert "computes attention by itself" in found["types"]["gptj"]["reason"]
+    census: Any = importlib.import_module("census")
+
+    monkeypatch.setattr(census, "FILE", tmp_path / "census.json")
+    census.FILE.write_text(json.dumps(found))
+    page = census.census_full()
+    assert "| `gpt2` | GPT2LMHeadModel | 2 of 2 |" in page and "| `gptj` | GPTJForCausalLM | GPTJAttention" in page
+    (tmp_path / "gpt2.jsonl").write_text((tmp_path / "gpt2.jsonl").read_text().replace('"status": "ok"', '"status": "wrong"', 1))
+    assert run.main(arguments) == 1
+
+
+def test_every_type_has_a_config_and_sizes_are_small():
+    assert len(KINDS) > 300
+    config = models.config_of(KINDS["gemma3_text"])
+    assert config.hidden_size == 32 and set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert config.sliding_window == 4
+
+
+def test_a_model_whose_cache_slides_but_not_its_masks_has_no_pages():
+    model = models.build(KINDS["moshi"])
+    with pytest.raises(PatchError, match="sliding_window=4 in MoshiForCausalLM"):
+        attnops.patch(model, cache="paged")
+    assert model.config._attn_implementation == "eager" and torch.get_default_dtype() == torch.float32
+
+
+def test_the_committed_census_has_no_wrong_row():
+    if not run.RESULTS.exists():
+        pytest.skip("no census is committed")
+    found = json.loads(run.RESULTS.read_text())
+    assert not found["counts"]["checks"].get("wrong")
+    assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
