@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from importlib.util import find_spec
 
@@ -34,4 +36,15 @@ def main() -> None:
         raise SystemExit(2) from None
     from attnops.cli.app import app
 
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"attnops: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

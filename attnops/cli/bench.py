@@ -47,8 +47,8 @@ def run(
     Raises InvalidInput: no such suite, device, model, way or point, none that a suite asked for has, not so many GPUs, no number that makes
     sense, or no folder. MissingExtra: a suite's package is missing.
     """
-    if not budget_s > 0:
-        raise InvalidInput("budget_s", budget_s, "> 0 seconds")
+    if not 0 < budget_s < float("inf"):
+        raise InvalidInput("budget_s", budget_s, "a finite number > 0 of seconds")
     if layers < 0:
         raise InvalidInput("layers", layers, ">= 1, or 0 for those of the suite")
     chosen = named(suites)

@@ -86,6 +86,11 @@ def explain_config(
                 )  # fmt: skip
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
+    except AttnopsError:
+        raise
+    except Exception as error:  # whatever a model makes of the sizes in a stranger's config
+        got = f"{type(config).__name__} ({models.first_line(error)})"
+        raise InvalidInput("model", got, "a config that transformers can build and run") from error
     return found
 
 

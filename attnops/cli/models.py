@@ -12,6 +12,10 @@ from attnops.cli import require
 from attnops.cli.shapes import SHAPES
 from attnops.errors import InvalidInput
 
+LONGEST_NAME = 200
+LARGEST_BYTES = 10_000_000
+MOST_MODULES = 2048
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,14 +47,29 @@ def config_of(model: str) -> Any:
     if model in tiny.NAMES:
         return tiny.config(model)
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise InvalidInput("model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
     try:
-        given = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+        path = path / "config.json" if path.is_dir() else path
+        found = path.is_file()
+    except OSError:  # a name too long for a file
+        found = False
+    if not found:
+        short = model if len(model) <= LONGEST_NAME else f"{model[:LONGEST_NAME]}..."
+        raise InvalidInput("model", repr(short), f"a config.json, a folder with one, or one of {', '.join(names())}")
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise InvalidInput("model", f"{path} of {path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
+        given = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        if isinstance(error, InvalidInput):
+            raise
         raise InvalidInput("model", f"{path} ({error})", "a JSON file") from None
     return _from_dict(given, str(path))
+
+
+def first_line(error: BaseException) -> str:
+    """An error of others in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _from_dict(given: Any, source: str) -> Any:
@@ -59,12 +78,22 @@ def _from_dict(given: Any, source: str) -> Any:
     kind = str(given.get("model_type")) if isinstance(given, dict) else "none"
     if kind not in CONFIG_MAPPING:
         raise InvalidInput("model_type", f"{kind!r} in {source}", "one that the installed transformers knows")
+    _check_counts(given)
     # How the weights are stored does not change the attention calls, and needs packages of its own.
     given.pop("quantization_config", None)
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:  # whatever the config class makes of a stranger's file
-        raise InvalidInput("model", f"{source} ({type(error).__name__}: {error})", f"a valid config of {kind}") from error
+        raise InvalidInput("model", f"{source} ({first_line(error)})", f"a valid config of {kind}") from error
+
+
+def _check_counts(given: dict[str, Any]) -> None:
+    """Modules are made one by one, so a count of them that no model has would take for ever."""
+    for name, value in given.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, (int, float)) and ("layers" in name or "experts" in name) and not value <= MOST_MODULES:
+            raise InvalidInput(name, value, f"<= {MOST_MODULES}")
 
 
 def build_fake(config: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def run(
     """
     if unknown := set(kernels) - set(kernel_names()):
         raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))
-    if budget_s <= 0:
-        raise InvalidInput("budget_s", budget_s, "> 0 seconds")
+    for field, seconds in (("budget_s", budget_s), ("first_calls_s", first_calls_s)):
+        if not 0 < seconds < inf:
+            raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

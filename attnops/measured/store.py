@@ -13,6 +13,7 @@ import functools
 import os
 import platform
 import re
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,14 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
 
 
 def _read(path: Path) -> Table:
-    if path.stat().st_size > LARGEST_BYTES:
-        raise BadTable("file", f"{path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
-    return from_json(path.read_text("utf-8"))
+    # Not to wait for the writer of a pipe; and a size is no promise, so what is read is counted.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise BadTable("file", "no regular file", "what `attnops tune` writes")
+        text = file.read(LARGEST_BYTES + 1)
+    if len(text) > LARGEST_BYTES:
+        raise BadTable("file", f"more than {LARGEST_BYTES} bytes", f"<= {LARGEST_BYTES}")
+    return from_json(text.decode("utf-8"))
 
 
 def forget() -> None:

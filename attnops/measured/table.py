@@ -24,6 +24,7 @@ from attnops.problem import Problem, Target
 from attnops.version import VERSION
 
 FORMAT = 1
+LARGEST_INT = 1 << 31
 
 HANDICAP = 4.0
 """A kernel that was not timed must promise to be this much faster than the measured ones."""
@@ -176,14 +177,15 @@ def from_json(text: str) -> Table:
     """The table that `text` holds. Raises BadTable when it holds none that this version reads."""
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise BadTable("file", f"no JSON ({error})", "what `attnops tune` writes") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise BadTable("format", got, str(FORMAT))
     try:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        _ = table.digest  # what cannot be written again is no table
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadTable("table", f"{type(error).__name__}: {error}", "what `attnops tune` writes") from None
     return table
 
@@ -195,6 +197,8 @@ def _grid(data: dict[str, Any]) -> Grid:
     shape = Shape(**data["shape"])
     if any(type(value) is not type(_DEFAULTS[name]) for name, value in asdict(shape).items()):
         raise ValueError(f"shape {data['shape']} has a field of another type")
+    if any(isinstance(value, int) and abs(value) > LARGEST_INT for value in asdict(shape).values()):
+        raise ValueError("a number of the shape is too large")
     dtypes = (getattr(torch, name, None) for name in (shape.dtype, shape.kv_dtype))
     if shape.q_heads < 1 or shape.kv_heads < 1 or not all(isinstance(d, torch.dtype) for d in dtypes):
         raise ValueError(f"shape {data['shape']} has no such heads or dtypes")
@@ -207,4 +211,7 @@ def _grid(data: dict[str, Any]) -> Grid:
         raise ValueError(f"want at most {count} positive times a kernel")
     times = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
     batch, queries, ratio = axes
-    return Grid(shape, batch, queries, ratio, times, dict(data.get("plan_us", {})), dict(data.get("skipped", {})))
+    plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
+    if not all(isfinite(us) and us >= 0 for us in plans.values()):
+        raise ValueError("want finite times of plans")
+    return Grid(shape, batch, queries, ratio, times, plans, {str(k): str(why) for k, why in data.get("skipped", {}).items()})
