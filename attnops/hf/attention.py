@@ -19,7 +19,7 @@ from attnops.kernel import own_kernel
 from attnops.ops import heads_first
 from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
-from attnops.reference.attention import Rules, dense_visible, dequantise, logsumexp, scores, wide
+from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 
 _MATHS = ("attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -268,8 +268,13 @@ def in_torch(
     """
     see = dense_visible(query, key, start, end, rules)
     logits = scores(wide(query), dequantise(key, None, query.dtype), see, mask, rules)
-    lse = logsumexp(logits, sinks)
-    weights = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    # Not exp(logits - lse): the rounding of a large lse would be in every weight.
+    sink = None if sinks is None else sinks.to(logits.dtype)[None, :, None, None]
+    top = logits.amax(-1, keepdim=True)
+    top = (top if sink is None else torch.maximum(top, sink)).clamp(min=torch.finfo(logits.dtype).min)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True) + (0.0 if sink is None else torch.exp(sink - top))
+    weights = weights / torch.where(total == 0.0, 1.0, total)
     weights = drop(weights.to(query.dtype), p, training=p > 0.0)
     b, h, s, t = weights.shape
     groups = value.shape[2]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.hf.attention import check_others
+from attnops.hf.match import usage_of
+from attnops.hf.routed import routed
 from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 
@@ -26,8 +28,19 @@ _OF_THE_STEP = ("logits_indices", "logits_processor_args")
 Continuous = Callable[..., tuple[Tensor, None]]
 
 
-def continuous_function(kernel: str | None) -> Continuous:
-    """A function for `AttentionInterface.register`, under a name with `PREFIX`. kernel: forced, if `varlen_attention` has it."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _keeps_what_it_is_given(cls: Any) -> bool:
+    usage = usage_of(cls)
+    return usage is None or not usage.edits_cached
+
+
+def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
+    """A function for `AttentionInterface.register`, under a name with `PREFIX`.
+
+    Args:
+        kernel: forced, if `varlen_attention` has it.
+        proven: as for `attnops.hf.attention.attention_function`.
+    """
     forced = own_kernel("varlen_attention", kernel)
 
     def attention(
@@ -76,6 +89,9 @@ def continuous_function(kernel: str | None) -> Continuous:
                 raise InvalidInput(name, list(given.shape), "None: continuous batching says lengths to attnops")
         if is_causal is False or (dropout > 0.0 and module.training):
             raise InvalidInput("is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
+        if not ((proven or routed(type(module))) and _keeps_what_it_is_given(type(module))):
+            want = "a model whose masks and cached keys transformers' own kernels know; generate() for this one"
+            raise InvalidInput("attn_implementation", f"{PREFIX}attnops for {type(module).__name__}", want)
         check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
         keys, values = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index

@@ -75,5 +75,5 @@ def implementation(options: Options) -> str:
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel, options.mask == "additive", options.proven))
         AttentionMaskInterface.register(name, paged_mask_function(options.mask))
-        AttentionInterface.register(PREFIX + name, continuous_function(options.kernel))
+        AttentionInterface.register(PREFIX + name, continuous_function(options.kernel, options.proven))
     return name

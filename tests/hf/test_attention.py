@@ -196,3 +196,15 @@ def test_packed_requests_of_a_model(name, mode):
         with attnops.patch(model, mask=mode):
             ours = model(ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27).logits
     assert relative(ours, want) < LIMIT  # rotary positions are relative: the second request may begin at 11
+
+
+def test_weights_of_large_logits_are_exact():
+    """A float32 lse of -46,000 is rounded to 2e-3, which no weight may show."""
+    q, k, v = torch.full((1, 1, 1, 4), -100.0), torch.full((1, 1, 3, 4), 115.0), torch.randn(1, 1, 3, 4)
+    k[..., 0, 0] += 0.003
+    for sinks in (None, torch.tensor([-46000.0])):
+        logits = (q.double() @ k.double().transpose(2, 3)).float()
+        beside = logits if sinks is None else torch.cat([logits, sinks.view(1, 1, 1, 1)], -1)
+        want = beside.double().softmax(-1)[..., :3]
+        _, weights = attend(MODULE, q, k, v, None, scaling=1.0, sinks=sinks, is_causal=False, output_attentions=True)
+        torch.testing.assert_close(weights.double(), want, atol=1e-6, rtol=1e-6)

@@ -73,3 +73,14 @@ def test_what_is_no_step_of_continuous_batching():
         call(module, query, key, key, position_bias=torch.zeros(1), **given)
     with pytest.raises(InvalidInput, match="causal"):
         call(module, query, key, key, is_causal=False, **given)
+
+
+def test_layers_that_change_cached_keys_are_refused_by_name():
+    """The cache of continuous batching would be handed keys that it has no room for."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention
+
+    x, cu = torch.zeros(1, 2, 3, 4), torch.tensor([0, 3], dtype=torch.int32)
+    for cls in (JetMoeAttention, DeepseekV4Attention):
+        with pytest.raises(InvalidInput, match=cls.__name__):
+            continuous_function(None)(cls.__new__(cls), x, x, x, cache=object(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
