@@ -1,0 +1,131 @@
+"""What the wraps of foreign kernels launch besides them: nothing but views and empty tensors, or what is listed here with its reason.
+
+Over stand-ins: aten ops that a wrap calls are counted, those of the stand-ins are not. On a GPU each is a launch.
+"""
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnops.kernel import kernels_of
+from attnops.kernels import _flashinfer_pkg, _sgl
+from attnops.problem import Target, pretend
+from attnops.testing import CASES, Features, Source, builders, equip, with_device_plan
+from tests.standins import flashinfer_small, sgl_kernel_fa3, sgl_kernel_small, test_speculative
+
+BF16 = torch.bfloat16
+FREE = {
+    "view", "_unsafe_view", "select", "slice", "as_strided", "expand", "unsqueeze", "squeeze", "transpose", "permute", "split",
+    "split_with_sizes", "t", "alias", "detach", "_reshape_alias", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "diagonal",
+}  # fmt: skip
+
+# By (op, kernel, planned): the ops besides the foreign ones, and why they are there.
+OWN_OUTPUT = "the foreign call returns a tensor of its own, and the op writes into the caller's"
+JOINS = "the foreign call wants the query in one piece; callers whose parts are views of one tensor pay nothing"
+BLIND = "the kernel reads before its table for a row without keys, which is given one key and cleared afterwards"
+ROWS = "one query token a row, made once a step where a plan is brought"
+EMPTY = "the kernel multiplies an empty side by 0 or divides 0 by 0"
+EXTRA: dict[tuple[str, str, bool], tuple[dict[str, int], str]] = {
+    ("attention", "fa3", False): ({}, ""),
+    ("varlen_attention", "fa3", False): ({}, ""),
+    ("paged_attention", "fa3", False): ({}, ""),
+    ("mla_attention", "fa3", False): ({"zero_": 1}, "rows of no request are not written by the kernel, and the op has no promise of none"),
+    ("mla_attention", "flashmla", True): ({"copy_": 1}, OWN_OUTPUT),
+    ("mla_attention", "flashmla", False): ({"decode_rows": 1, "copy_": 1}, f"{ROWS}; {OWN_OUTPUT}"),
+    ("mla_attention", "flashmla_fp8", True): ({"clamp": 1, "eq": 1, "masked_fill": 1, "copy_": 1}, f"{BLIND}; {OWN_OUTPUT}"),
+    ("mla_attention", "flashmla_fp8", False): (
+        {"decode_rows": 1, "clamp": 1, "eq": 1, "masked_fill": 1, "copy_": 1}, f"{ROWS}; {BLIND}; {OWN_OUTPUT}"
+    ),
+    ("mla_attention", "flashinfer_mla_fa2", False): ({}, ""),
+    ("mla_attention", "flashinfer_mla_fa3", False): ({}, ""),
+    ("merge_state", "sgl_merge", False): ({"clamp": 2, "eq": 1, "masked_fill_": 1}, EMPTY),
+    ("merge_state", "flashinfer_merge", False): ({"mul": 2, "mul_": 1}, "base 2 inside, base e outside"),
+    ("merge_states", "flashinfer_merge", False): ({"mul": 1, "mul_": 1}, "base 2 inside, base e outside"),
+}  # fmt: skip
+NOT_HERE = {
+    "flashinfer_append": "it cannot skip a token, so that skipped ones are redirected first: two dozen ops, as its cost says",
+    "cutlass_mla": "SM100, never run on hardware: pads heads and tables, and clears rows without keys",
+    "trtllm_mla": "SM100, never run on hardware",
+    "trtllm": "SM100, never run on hardware",
+    "fa4": "SM100, never run on hardware",
+    "xqa": "rows without keys are cleared: FlashInfer's module is built for each call's kind",
+    "flashinfer": "its plan is the host's; tests/standins/test_flashinfer.py",
+    "flashinfer_rope": "one call of one launch; tests/standins/test_flashinfer_rope.py",
+    "aten_flash": "torch's own op",
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what code of attnops calls, by the nearest caller that is ours or a stand-in's."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, space = func._schema.name.partition("::")[2], func.namespace
+        frame = sys._getframe(1)
+        while "/attnops/" not in (file := frame.f_code.co_filename) and "/tests/standins/" not in file:
+            frame = frame.f_back
+        core = space == "attnops" and "__" in name
+        if "/attnops/" in file and space in ("aten", "attnops") and name not in FREE and not core:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def a_call(op, name):
+    f = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True)
+    if op == "mla_attention":
+        call = test_speculative.call(name, (1, 1, 1), (70, 9, 130))
+        t = call.arguments
+        both = torch.cat([t[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(t["q_nope"].dtype)
+        return call.with_(q_nope=both[..., :512], q_pe=both[..., 512:])
+    if op == "attention":
+        return builders.dense(Source(0), 2, 5, 5, f)
+    if op == "varlen_attention":
+        return builders.varlen(Source(0), (5, 3), (5, 3), f, padding=(0, 0), promise=True)
+    if op == "paged_attention":
+        return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
+    sides = {n: torch.randn(4, 8, 64).to(BF16) for n in ("output_a", "output_b")} | {n: torch.randn(4, 8) for n in ("lse_a", "lse_b")}
+    if op == "merge_states":
+        sides = {n: torch.stack([sides[f"{n[:-1]}_a"], sides[f"{n[:-1]}_b"]], 1) for n in ("outputs", "lses")}
+    call = next(iter(CASES[op])).call()
+    return replace(call, arguments=sides | {"stale": False})
+
+
+@pytest.mark.parametrize(("op", "name", "planned"), EXTRA, ids=str)
+def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
+    kernel = kernels_of(op)[name]
+    with ExitStack() as stack:
+        if op == "mla_attention":
+            stack.enter_context(test_speculative.ready(name))
+        else:
+            stack.enter_context(pretend(Target("cuda", 90, assume=("flashinfer", "sgl_kernel"))))
+            stack.enter_context(patch.object(_flashinfer_pkg, "module", lambda _: flashinfer_small))
+            stack.enter_context(patch.object(_sgl, "load", lambda op, pattern: None))
+            stack.enter_context((sgl_kernel_fa3 if name == "fa3" else sgl_kernel_small).installed())
+        call = equip(kernel, a_call(op, name))
+        call = with_device_plan(kernel, call) if planned else call
+        assert (call.arguments.get("plan") is not None) == (planned or name.startswith("flashinfer_mla"))
+        assert not kernel.refusals(call.problem), kernel.refusals(call.problem)
+        args, kwargs = call.args, call.kwargs
+        with torch.no_grad(), Launches() as launches:
+            kernel.run(*args, **kwargs)
+    assert launches.found == EXTRA[op, name, planned][0]
+
+
+def test_every_foreign_kernel_is_listed():
+    ops = ("attention", "varlen_attention", "paged_attention", "mla_attention", "merge_state", "merge_states", "write_kv")
+    foreign = {
+        (op, k.name) for op in ops
+        for k in kernels_of(op).values() if k.packages and "triton" not in {p.module for p in k.packages}
+    }  # fmt: skip
+    listed = {(op, name) for op, name, _ in EXTRA}
+    assert {name for op, name in foreign - listed} <= set(NOT_HERE) and listed <= foreign
+    assert all(reason for extra, reason in EXTRA.values() if extra)
