@@ -127,6 +127,8 @@ class Subject:
         again = distance(run(model, self.given), self.eager["none"])
         if again > FLOOR:
             raise ValueError(f"eager differs from itself by {again:.1e} from run to run")
+        if not any(torch.isfinite(value).any() for value in self.eager["none"].values()):
+            raise ValueError("no output of eager is finite with these weights")
         self.noise = max(self._noise(kind) for kind in ("none", "left") if kind in self.cases)
         self.limit = FLOOR + TIMES_NOISE * self.noise
 

@@ -103,6 +103,18 @@ def _patches(model: Any) -> Iterator[Inputs]:
                 yield {first: flat, name: grid}
 
 
+def _padded_patches(config: Any) -> Inputs:
+    """Flat patches of images of several sizes, padded to the largest."""
+    patch, shapes = size_of(config, "patch_size", default=8), torch.tensor([[2, 2], [4, 4], [4, 2]])
+    count = shapes.prod(1)
+    mask = (torch.arange(int(count.max())) < count[:, None]).int()
+    return {
+        "pixel_values": torch.randn(*mask.shape, 3 * patch * patch, generator=seeded()),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+    }
+
+
 def candidates(model: Any) -> Iterator[Inputs]:
     """Inputs to try, most telling first. Masks come later."""
     config, names = model.config, parameters(model)
@@ -118,6 +130,8 @@ def candidates(model: Any) -> Iterator[Inputs]:
                 yield {"input_ids": tokens(), "pixel_values": pixels, **base}
         if "bbox" in names:
             yield {"input_ids": tokens(), "bbox": torch.randint(0, 30, (ROWS, LENGTH, 4), generator=seeded()).sort(-1).values, **base}
+    if "spatial_shapes" in names:
+        yield {**({"input_ids": tokens()} if "input_ids" in names else {}), **_padded_patches(config)}
     if any(name in names for name in ("grid_thw", "image_grid_thw", "grid_hws")):
         yield from _patches(model)
     if "pixel_values" in names:

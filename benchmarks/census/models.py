@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from attnops.hf import tiny
+
 VOCAB = 99
 LARGEST = 40_000_000
 """A model that still has more parameters than this after shrinking is not tiny."""
@@ -39,7 +41,10 @@ _INTS: tuple[tuple[str, int], ...] = (
     (r"\w*intermediate_size\w*|\w*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|\w*feedforward_dim|d_inner|decoder_mlp_dim", 48),
     (r"prediction_length", 4),
     (r"hidden_size|\w+_hidden_size|d_model|n_embd|embed_dim|emb_dim|hidden_dim|\w+_hidden_dim|dim|model_dim|width|embedding_size", 32),
-    (r"hidden_size_\w+|embedding_dim|projection_dim|\w+_embed_dim|output_dim|d_embed|model_in_dim|query_dim|attention_hidden_size", 32),
+    (
+        r"hidden_size_\w+|embedding_dim|projection_dim|\w+_embed_dim|projection_size|output_dim|d_embed|model_in_dim|query_dim|attention_hidden_size",
+        32,
+    ),
     (r"word_embed_proj_dim|classifier_proj_size|lru_width|state_size|linear_head_dim|feature_projection_input_dim|encoder_dim", 32),
     (r"(\w+_)?num_key_value_heads|num_kv_heads|\w*num_kv_heads|\w*key_value_heads", 2),
     (r"index_n_heads|linear_num_key_heads|mamba_n_groups|n_groups|mamba_ngroups", 2),
@@ -50,7 +55,7 @@ _INTS: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok|moe_topk|top_k|moe_k|num_experts_per_token|moe_top_k|num_selected_experts", 2),
     (r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_shared_experts", 1),
     (r"\w*kv_lora_rank|\w*q_lora_rank|\w*lora_rank|laurel_rank|low_rank_dim|time_step_rank|mamba_dt_rank", 16),
-    (r"sliding_window|local_window_size|\w*chunk_size|index_topk|attention_window_size", 4),
+    (r"sliding_window|local_window_size|\w*chunk_size|index_topk|attention_window_size|window_size", 4),
     (r"mamba_d_state|ssm_state_size|state_dim", 8),
     (r"image_size|\w*image_size|input_size|img_size", 32),
     (r"\w*patch_size", 8),
@@ -64,10 +69,16 @@ _INTS: tuple[tuple[str, int], ...] = (
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 _TIMES = {"prediction_length": 4, "context_length": 12, "num_parallel_samples": 2, "lags_sequence": [1, 2], "d_model": 32}
 _THREE = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+# Rotary axes of time, height and width: half of the head's dimensions in all.
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
+_MROPES = ("glm4v_text", "glm_image_text", "glm_ocr_text", "hunyuan_vl_text", "paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text")
+_MROPES += ("qwen2_5_omni_talker", "qwen2_5_omni_text", "ernie4_5_vl_moe_text")
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")}
 
 # What a type needs besides, or instead. A string in place of a config is the type that stands there.
 _OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_MROPES, _MROPE),
     "autoformer": {**_TIMES, "label_length": 2, "num_time_features": 1},
     "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
@@ -81,7 +92,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "encoder-decoder": {"encoder": "bert", "decoder": "bert"},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe_text": {**_MROPE, "moe_intermediate_size": [16, 16]},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
     "gemma3n_text": {
@@ -92,6 +103,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB,
     },
     "emu3": {"vocabulary_map": {f"<image{i}>": i for i in range(60, 90)} | {"<image>": 96}},
+    "glm4v_moe_text": {**_MROPE, "head_dim": 16},
     "glm5_next_text": {"index_kpool": 2},
     "granite4_vision": {"text_config": "granite"},
     "granitemoehybrid": {**_MAMBA, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
@@ -125,7 +137,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "time_series_transformer": {**_TIMES, "num_time_features": 1},
     "vision-encoder-decoder": {"encoder": "vit", "decoder": "bert"},
     "vision-text-dual-encoder": {"vision_config": "vit", "text_config": "bert"},
-    "wav2vec2-bert": {"vocab_size": VOCAB},
+    "mobilebert": {"intra_bottleneck_size": 32, "hidden_size": 32, "embedding_size": 32, "true_hidden_size": 32},
+    "step3p5": {"sliding_window": 4},
+    "wav2vec2-bert": {"vocab_size": VOCAB, "feature_projection_input_dim": 16},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mamba_kernels": False},
 }
 # Decoders inside of encoder-decoder models.
@@ -133,6 +148,9 @@ _DECODER = {"is_decoder": True, "add_cross_attention": True}
 
 # Fields that some types leave open, and then cannot be built.
 _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCAB}
+
+# Types that attnops' own tiny models have.
+_TINY = ("deepseek_v2", "kimi_linear", "longcat_flash", "mistral4")
 
 # Types whose first mapping names a part of the model.
 _CLASSES = {"musicgen": "MusicgenForConditionalGeneration", "musicgen_melody": "MusicgenMelodyForConditionalGeneration"}
@@ -256,7 +274,7 @@ def config_of(kind: Kind) -> Any:
     """The small config of a type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return shrunk(CONFIG_MAPPING[kind.name])
+    return tiny.config(kind.name) if kind.name in _TINY else shrunk(CONFIG_MAPPING[kind.name])
 
 
 def _class_with(kind: Kind) -> Any:
