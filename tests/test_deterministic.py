@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from attnops.kernel import Kernel, all_kernels, extent_at_most, kernels_of
+from attnops.kernels import aten_flash, aten_flash_cuda
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
+from attnops.reference.attention import attention as dense_reference
+from attnops.reference.packed import varlen_attention as varlen_reference
 from attnops.select import Policy, select, select_by, without_sizes
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
@@ -71,9 +74,32 @@ def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
 
 
 def test_a_kernel_that_is_missing_is_not_chosen():
-    with_fa3 = select(sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9), DETERMINISTIC)
-    without = select(sized(replace(LLAMA, op="varlen_attention", target=TARGETS[1]), 1, 9, 9), DETERMINISTIC)
-    assert with_fa3.kernel.name == "fa3" and without.kernel is None and "policy.deterministic" in str(without.refused["sdpa"])
+    problem = sized(replace(LLAMA, op="varlen_attention"), 1, 9, 9)
+    found = [select(replace(problem, target=t, softcap=c), DETERMINISTIC) for t in (H200, TARGETS[1]) for c in (False, True)]
+    assert [d.kernel and d.kernel.name for d in found] == ["fa3", "fa3", "aten_flash", None]
+    assert "policy.deterministic" in str(found[3].refused["sdpa"])
+
+
+@pytest.mark.parametrize("window", [-1, 3, 50])
+def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
+    """Its packed form splits no keys. A window reaches past no request's keys, and so keeps its tiles."""
+    longest_keys = []
+
+    def packed(query, key, value, static, cu, longest):
+        longest_keys.append(longest[1])
+        rules = dict(zip(("scale", "causal", "window_left", "window_right"), static, strict=True))
+        most = {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+        output, lse = varlen_reference(query, key, value, *cu, **most, **rules, return_lse=True)
+        return output, lse.transpose(0, 1)
+
+    monkeypatch.setattr(aten_flash_cuda, "forward", packed)
+    monkeypatch.setattr(aten_flash, "on_cpu", lambda x: False)
+    call = builders.dense(Source(1), 3, 5, 9, replace(PLAIN, dtype=F32, window=(window, -1)))
+    found = aten_flash.attention(*call.args, **call.kwargs, policy=POLICY)
+    for got, want in zip(found, dense_reference(*call.args, **call.kwargs), strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want)
+    assert longest_keys[0] > window + 1
 
 
 @pytest.mark.parametrize("op", sorted({k.op for k in all_kernels()}))

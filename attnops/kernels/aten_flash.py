@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, device, dtypes, register, without
+from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
 from attnops.kernels import aten_flash_cuda as cuda
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
@@ -41,7 +41,8 @@ def attention(
         lse = query.new_full(query.shape[:3] if return_lse else (0,), float("-inf"), dtype=torch.float32)
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
     if not on_cpu(query):
-        output, lse = cuda.forward(query, key, value, (scale, causal, window_left, window_right))
+        forward = cuda.row_by_row if deterministic(policy) else cuda.forward
+        output, lse = forward(query, key, value, (scale, causal, window_left, window_right))
         return output, cuda.tokens_first(lse) if return_lse else no_lse(query)
     q, k, v = _heads_first(query, key, value)
     top_left, bias = _bias(query, key, mask, Rules(scale, causal, window_left, window_right, softcap))
@@ -151,7 +152,8 @@ def varlen_attention(
         lse = query.new_full(query.shape[:2] if return_lse else (0,), float("-inf"), dtype=torch.float32)
         return query.new_zeros((*query.shape[:2], value.shape[2])), lse
     rules = (scale, causal, window_left, window_right)
-    output, raw = cuda.forward(query, key, value, rules, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    longest = (max_seqlen_q, cuda.keys_of(max_seqlen_k, rules) if deterministic(policy) else max_seqlen_k)
+    output, raw = cuda.forward(query, key, value, rules, (cu_seqlens_q, cu_seqlens_k), longest)
     lse = cuda.tokens_first(raw) if return_lse else no_lse(query)
     if padded:
         cuda.clear(cu_seqlens_q, output)
@@ -231,4 +233,8 @@ for _op, _run, _needs in (
     ("varlen_attention", varlen_attention, PACKED_NEEDS),
     ("varlen_attention_backward", varlen_attention_backward, PACKED_NEEDS),
 ):
-    register(Kernel("aten_flash", _op, _run, needs=_needs, cost_us=_cost_us, about=ABOUT))
+    # Gradients of the query are added up in the order in which blocks come.
+    _alone = not _op.endswith("backward")
+    register(
+        Kernel("aten_flash", _op, _run, needs=_needs, cost_us=_cost_us, batch_invariant=_alone, invariant_needs=(cuda.steady,), about=ABOUT)
+    )

@@ -34,6 +34,28 @@ def forward(
     return compact(output), lse
 
 
+def row_by_row(query: Tensor, key: Tensor, value: Tensor, static: Static) -> tuple[Tensor, Tensor]:
+    """`forward` of dense calls, as packed ones: those never split their keys, where a dense call's splits follow from its rows."""
+    batch, queries, heads, _ = query.shape
+    at = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
+    longest = queries, keys_of(key.shape[1], static)
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+    output, lse = forward(q, k, v, static, (at * queries, at * key.shape[1]), longest)
+    return output.view(batch, queries, heads, -1), lse.view(heads, batch, queries).transpose(0, 1)
+
+
+def keys_of(longest: int, static: Static) -> int:
+    """The longest request's keys as a deterministic policy has it: a window that reaches past all of them is none to the kernel."""
+    return max(longest, static[2] + 2)
+
+
+def steady(p: Problem) -> Refusal | None:
+    """Under a deterministic policy: tiles do not follow from the longest request."""
+    if p.target.device != "cuda":
+        return Refusal("device", p.target.device, "cuda (policy.deterministic)")
+    return Refusal("window", p.window, "none, or causal (policy.deterministic)") if p.windowed and not p.causal else None
+
+
 def backward(
     grad_output: Tensor,
     query: Tensor,

@@ -11,7 +11,9 @@ DECODE_QUERIES = 8
 """Up to this many queries a request counts as decoding, where a batch is served by two launches."""
 
 SPLIT_KEYS = 512
-"""Keys a split under a deterministic policy. A function of nothing, so that a request's sum is cut at the same keys in every batch."""
+"""Keys a split under a deterministic policy, so that a request's sum is cut at the same keys in every batch. Half of it for latents of
+few heads, which have one tile of queries a request and no other heads of keys.
+"""
 
 PREFILL_QUERIES = 64
 """From more queries than this on, a batch of several requests is served by two launches: short ones may decode against long contexts."""
@@ -213,8 +215,8 @@ def _launch(
     keys = s.capacity if s.left < 0 else min(s.capacity, s.left + s.queries + tile.keys)
     splits, split_keys = 1, 0
     if deterministic:
-        split_keys = SPLIT_KEYS
-        splits = max(1, -(-keys // SPLIT_KEYS))
+        split_keys = SPLIT_KEYS // 2 if s.head_dim > 256 and s.group <= 32 else SPLIT_KEYS
+        splits = max(1, -(-keys // split_keys))
     elif split:
         room = sms * max(1, min(BLOCKS_PER_SM, memory // shared_bytes(tile, s)))
         least = LEAST_LATENTS if s.head_dim > 256 else LEAST_KEYS
