@@ -51,8 +51,8 @@ def explain_layer(target: str, kernel: str) -> None:
     rope = RotaryEmbedding(64, 10000.0, scaling="yarn", factor=40.0, interleaved=True, original_max_position=4096, mscale_all_dim=1.0)
     layer = LatentAttention(256, 128, rope=rope, dtype=torch.bfloat16).eval()
     cache = LatentCache(
-        1, 64 * 512, max_requests=64, max_tokens_per_request=1024, kernels=(kernel,), workspace_bytes=128 << 20, dtype=torch.bfloat16,
-        device="cpu",
+        1, 64 * 512, max_requests=64, max_tokens_per_request=1024, q_heads=128, kernels=(kernel,), workspace_bytes=128 << 20,
+        dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip
     print(f"\n{cache.page_size_choice}")
     requests = [cache.alloc(256) for _ in range(64)]

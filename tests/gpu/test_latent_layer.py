@@ -4,12 +4,14 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import attnops
 from attnops.cache import LatentCache, PagedBatch, Planner
 from attnops.errors import NoKernel, PageSizeConflict
 from attnops.graphs import Buckets, breakable
@@ -162,6 +164,24 @@ def test_decode_and_verify_in_graphs(kernel: str | None, heads: int, found: dict
             # Eager writes the same latents into the same slots again.
             assert off(got, module(hidden, batch=planner(batch), latent_pages=pages)) < NEAR
     found.setdefault("latent_layer", {})[f"graphs, {kernel or 'chosen'}, {heads} heads"] = str(step.report())
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_cache_brings_the_plan(heads: int) -> None:
+    """No Planner: in eager out of the batch, in graphs made inside of them."""
+    with skipping("flashmla"), attnops.use(kernel={"mla_attention": "flashmla"}):
+        module, cache = layer(heads, "flashmla"), cache_for(heads, kernels=("flashmla",))
+        ids, pages = [cache.alloc() for _ in FIRST], cache.latent_pages[0]
+        module(torch.cat(new(FIRST)), batch=cache.batch(ids, FIRST), latent_pages=pages)
+        step = breakable(module, Buckets(decode=(2, 4), verify=(4,)), tokens=("hidden",), cache=cache)
+        for who, counts in ((4, (1, 1, 1, 1)), (4, (1, 4, 2, 3)), (3, (1, 1, 1)), (2, (4, 2)), (4, (1, 1, 1, 1))):
+            batch, hidden = cache.batch(ids[:who], counts), torch.cat(new(counts))
+            assert batch.plan is not None
+            bare = replace(batch, plan=None)
+            assert torch.equal(batch.plan, planner_for(cache, heads, "flashmla")(bare).plan)
+            want = module(hidden, batch=bare, latent_pages=pages)
+            assert off(module(hidden, batch=batch, latent_pages=pages), want) < NEAR
+            assert off(step(hidden, batch=batch, latent_pages=pages).clone(), want) < NEAR
 
 
 @pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
