@@ -31,6 +31,7 @@ from attnops.needs import one_of as one_of
 from attnops.needs import without as without
 from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
+from attnops.promises import filled, settled_of_whole, untold
 
 CONTRACT = 1
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
@@ -98,7 +99,8 @@ class Kernel:
         alike, too, if their Problems are equal: K may be another then, and so may strides but the last. None: they are transposed.
 
     `run` names every feature that it knows among its parameters, one by one: calls with another are refused for it, though it may have
-    `**kwargs`, which take in what they do not know. It need not take the promise `padded` (it is not told).
+    `**kwargs`, which take in what they do not know. It need not take the promises `padded` (it is not told)
+    and `holes` (its tables have none).
     Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
     """
 
@@ -129,7 +131,11 @@ class Kernel:
 
     def __post_init__(self) -> None:
         if self.op in ("varlen_attention", "varlen_attention_backward", "paged_attention") and not takes(self.run, "padded"):
-            object.__setattr__(self, "run", _untold(self.run))
+            object.__setattr__(self, "run", untold(self.run))
+        if self.op in ("paged_attention", "mla_attention") and not takes(self.run, "holes"):
+            object.__setattr__(self, "run", filled(self.run))
+            if self.settled is not None:
+                object.__setattr__(self, "settled", settled_of_whole(self.settled))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions cannot be handed to another process, which has a kernel of this name of its own.
@@ -238,15 +244,6 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
         return type(error).__name__
-
-
-def _untold(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("padded", None)
-        return run(*args, **kwargs)
-
-    return call
 
 
 @dataclass

@@ -50,6 +50,7 @@ class PagedBatch:
     max_seqlen_q: the most new tokens of one request; 1 says decode. It and `padded` are what a compiled graph may look at.
     padded: may there be tokens of no request? False, as PagedCache says of the batches it makes, spares clearing the output first.
         Whoever appends tokens to a batch must say True.
+    holes: may there be entries of page_table that are no page? False, as the caches say of the batches they make, spares looking.
     plan: what a `LatentCache` or a `Planner` adds for kernels that read one: int32 beside the tables, or int64 of the host, with the
         workspace that goes with it; give both to the op. It is of these lengths and tables: whoever puts other ones in their place, as a
         captured step does, puts the plan of those in its place, too, or None.
@@ -65,6 +66,7 @@ class PagedBatch:
     positions: Tensor
     max_seqlen_q: int
     padded: bool = True
+    holes: bool = True
     plan: Tensor | None = None
     workspace: Tensor | None = None
     prefix: tuple[PrefixChunk, ...] | None = None

@@ -156,7 +156,7 @@ class Pages:
         owner = token_rows(starts, sum(counts))
         positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
         slots = slot_mapping(positions, owner, table, page_size=self.page_size)
-        return PagedBatch(table, lengths, starts, slots, positions, max(counts), padded=False, workspace=self.workspace)
+        return PagedBatch(table, lengths, starts, slots, positions, max(counts), padded=False, holes=False, workspace=self.workspace)
 
     def _make(self, plan: Plan) -> int:
         with ordinary():

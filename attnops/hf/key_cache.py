@@ -189,7 +189,7 @@ class KeyPages:
 
     def _batch(self, tokens: Tokens, table: Tensor, lengths: Tensor, slots: Tensor) -> PagedBatch:
         return PagedBatch(
-            table, lengths.to(torch.int32), tokens.cu_seqlens_q, slots, tokens.positions, tokens.new, padded=False,
+            table, lengths.to(torch.int32), tokens.cu_seqlens_q, slots, tokens.positions, tokens.new, padded=False, holes=False,
             workspace=self.workspace,
         )  # fmt: skip
 

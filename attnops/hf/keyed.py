@@ -205,7 +205,7 @@ def attend(
     now = view.batch
     out: Tensor = paged_attention(
         query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count, scale=scale,
-        window=left, softcap=softcap, sinks=sinks, workspace=now.workspace, padded=False, kernel=paged,
+        window=left, softcap=softcap, sinks=sinks, workspace=now.workspace, padded=False, holes=False, kernel=paged,
     )  # fmt: skip
     return out.view(batch, count, heads, out.shape[2]).to(like)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, Kernel, Need, dtypes, one_of, register, without
 from attnops.kernels._flashinfer import ALL_KEYS, CAUSAL, FA2, FA3, NAMES, PACKAGE, sm_count
-from attnops.kernels._plan import HEADER, Cutter, dtype_code, host_plan, read_header, within, write_header
+from attnops.kernels._plan import HEADER, Cutter, dtype_code, host_plan, read_header, whole_table, within, write_header
 from attnops.problem import Problem, Refusal
 
 MAKER = "attnops.ops.plan_mla_attention"
@@ -105,6 +105,7 @@ def make_plan(
         plan.zero_()  # nothing to attend to, and nobody reads it
         return
     s = Shape(num_tokens, page_table.shape[1], q_heads, page_size, getattr(torch, dtype), causal and max_seqlen_q > 1)
+    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, page_size)
     sms = sm_count(page_table.device)
     ints, floats = places(sms, Cutter("workspace", workspace))
     staging = Cutter("plan", plan[HEADER:].view(torch.uint8)).cut(ints.numel())

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernels import _flashinfer as fi
 from attnops.kernels._flashinfer import I32, Call, Places, Shape
-from attnops.kernels._plan import HEADER, Cutter, read_header, within, write_header
+from attnops.kernels._plan import HEADER, Cutter, read_header, whole_table, within, write_header
 from attnops.reference import data
 
 MAKER = "attnops.ops.plan_paged_attention"
@@ -89,6 +89,7 @@ def make_plan(
 ) -> None:
     """Plan a step, writing into `plan` and `workspace` only. The copy of the lengths to the host waits for the stream, once a step."""
     s, sms = c.shape, fi.sm_count(page_table.device)
+    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, s.page_size, s.window_left)
     at = c.places(workspace)
     tables, ints = staging(s, c.path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
     lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
@@ -96,7 +97,7 @@ def make_plan(
     tables.copy_(torch.cat([starts, page_starts, last]))
     workspace[: 4 * c.tables].view(I32).copy_(tables, non_blocking=True)
     asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
-    at.indices.copy_(data.kv_indices(page_table.clamp(min=0), asked, page_size=s.page_size)[1])
+    at.indices.copy_(data.kv_indices(page_table, asked, page_size=s.page_size)[1])
     fi.load_unlike(s, c.path)
     write_header(plan, c.path, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
 

@@ -28,6 +28,17 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, tor
 ALIGN = 256
 
 
+def whole_table(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, window_left: int = -1) -> tuple[Tensor, Tensor]:
+    """The table and lengths that a plan is made of: without negative entries. How many pages there are a plan does not know."""
+    named, lengths = torch.ops.attnops.named_pages.default(
+        page_table, seq_lens, cu_seqlens_q, num_pages=ALL, page_size=page_size, squeeze=window_left < 0, window_left=window_left
+    )
+    return named, lengths
+
+
+ALL = 2**31 - 1
+
+
 def write_header(plan: Tensor, path: int, fields: Sequence[int], ints: Sequence[int]) -> None:
     """Say what the plan is. `plan`: int64 `[>= HEADER]` on the CPU. The rest of the header becomes 0."""
     numbers = [MAGIC, path, len(fields), len(ints), *map(int, fields), *map(int, ints)]

@@ -77,12 +77,16 @@ def paged_attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """See `attnops.paged_attention`. The kernel writes every row of `output`: padding has a request of its own in the plan."""
+    """See `attnops.paged_attention`. The kernel writes every row of `output`: padding has a request of its own in the plan.
+
+    The page ids it reads are the plan's, which has no holes.
+    """
     if not (query.numel() and k_pages.numel() and page_table.numel()):
         output.zero_()
         if lse is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from attnops.kernel import Capture, Kernel, device, register
 from attnops.kernels.by_request import LOOPS, by_request
 from attnops.problem import Problem
-from attnops.reference import attention, data, mla, moves, packed, rope_quantize, sparse, vertical_slash
+from attnops.reference import attention, data, holes, mla, moves, packed, rope_quantize, sparse, vertical_slash
 
 
 def _cost_us(p: Problem) -> float:
@@ -64,6 +64,7 @@ _reference("cu_seqlens", data.cu_seqlens, inline=True)
 _reference("token_rows", data.token_rows, inline=True)
 _reference("slot_mapping", data.slot_mapping, inline=True)
 _reference("page_table", data.page_table, inline=True)
+_reference("named_pages", holes.named_pages, inline=True)
 _reference("kv_indices", data.kv_indices, inline=True)
 _reference("num_kv_splits", data.num_kv_splits, inline=True)
 _reference("pad_queries", moves.pad_queries, inline=True)

@@ -114,6 +114,25 @@ def decode_rows(
     return out
 
 
+def named_pages(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_pages: int,
+    page_size: int,
+    squeeze: bool = True,
+    window_left: int = -1,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.ops.named_pages`."""
+    from attnops.kernels._triton.data import make_named_pages
+
+    table, lengths = page_table.new_empty(page_table.shape), seq_lens.new_empty(seq_lens.shape)
+    make_named_pages(page_table, seq_lens, cu_seqlens_q, (num_pages, page_size, window_left), squeeze, table, lengths)
+    return table, lengths
+
+
 def num_kv_splits(
     seq_lens: Tensor,
     *,
@@ -141,7 +160,7 @@ def _gpu(p: Problem) -> Refusal | None:
 
 def _cost_us(p: Problem) -> float:
     """A launch, then bytes over a bandwidth. Tables that Inductor makes as fast, amid what stands around them, are left to it."""
-    if p.op in ("page_table", "num_kv_splits"):
+    if p.op in ("page_table", "num_kv_splits", "named_pages"):
         return 5.0
     numbers = p.head_dim if p.rope_dim else max(p.kv_heads, p.q_heads, 1) * (p.head_dim + p.v_head_dim)
     return 3.0 + max(p.tokens.hint, 1) * numbers * (p.dtype.itemsize + p.kv_dtype.itemsize) / 3.4e6
@@ -161,5 +180,6 @@ for _op, _run, _needs, _about in (
     ("kv_indices", kv_indices, (_gpu,), "one launch"),
     ("decode_rows", decode_rows, (_gpu, one_of("q_heads", 0)), "one launch, without a schedule"),
     ("num_kv_splits", num_kv_splits, (_gpu,), "one launch"),
+    ("named_pages", named_pages, (_gpu,), "one launch"),
 ):
     register(Kernel("triton", _op, _run, needs=_needs, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True, about=_about))

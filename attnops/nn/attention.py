@@ -128,7 +128,7 @@ class Attention(nn.Module):
                 query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
                 scale=self.scale, causal=self.causal, window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks,
                 k_scale=k_scale, v_scale=v_scale, attention_chunk=self.attention_chunk, padded=batch.padded, plan=batch.plan,
-                workspace=batch.workspace, kernel=self.kernel,
+                workspace=batch.workspace, holes=batch.holes, kernel=self.kernel,
             )  # fmt: skip
         if cu_seqlens_q is not None:
             if max_seqlen_q is None:

@@ -99,7 +99,7 @@ def attend_pages(
         return mla_attention(
             query, q_pe, latent_pages, table, lengths, cu_q, max_seqlen_q=longest, scale=scale, causal=causal, window_left=window_left,
             softcap=softcap, q_scale=q_scale, kv_scale=kv_scale, plan=plan, output=output, lse=lse, workspace=batch.workspace,
-            kernel=kernel,
+            holes=batch.holes, kernel=kernel,
         )  # fmt: skip
 
     shared = batch.shared

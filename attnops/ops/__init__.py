@@ -4,6 +4,7 @@ from attnops.ops._op import OPS as OPS
 from attnops.ops._op import Op as Op
 from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
+from attnops.ops.holes import named_pages as named_pages
 from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state
 from attnops.ops.merge import merge_states as merge_states

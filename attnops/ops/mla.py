@@ -36,6 +36,7 @@ def _check_mla(
     causal: bool = True,
     window_left: int = -1,
     softcap: float = 0.0,
+    holes: bool = True,
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -93,6 +94,7 @@ def _problem_mla(
     causal: bool = True,
     window_left: int = -1,
     softcap: float = 0.0,
+    holes: bool = True,
     output: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -134,7 +136,7 @@ MLA = define(
         schema="(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, "
         "Tensor? mask=None, Tensor? sinks=None, Tensor? q_scale=None, Tensor? kv_scale=None, Tensor? plan=None, *, "
         "SymInt max_seqlen_q, float scale, bool causal=True, int window_left=-1, float softcap=0.0, "
-        'str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
+        'bool holes=True, str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
         check=_check_mla,
         fake=lambda *_, **__: None,
         problem=_problem_mla,
@@ -165,6 +167,7 @@ def mla_attention(
     output: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    holes: bool = True,
     kernel: str | None = None,
 ) -> Tensor:
     """Attention of new tokens over pages that hold their latents (MLA, absorbed form). No gradient.
@@ -177,7 +180,7 @@ def mla_attention(
         q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, the new tokens of all requests one after the other; float, or float8_e4m3fn
             with q_scale.
         latent_pages: `[P, page, Dc + Dr]`, the query's dtype, or float8_e4m3fn/int8 with kv_scale.
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, holes: as in `paged_attention`.
         scale: what the scores are multiplied by; DeepSeek-V3 has 1/sqrt(128 + 64), times the square of YaRN's mscale: never
             1/sqrt(Dc + Dr), hence no default.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
@@ -205,7 +208,7 @@ def mla_attention(
         check.mask(mask)
     torch.ops.attnops.mla_attention.default(
         q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan,
-        max_seqlen_q=max_seqlen_q, scale=scale, causal=causal, window_left=window_left, softcap=softcap,
+        max_seqlen_q=max_seqlen_q, scale=scale, causal=causal, window_left=window_left, softcap=softcap, holes=holes,
         policy=key_for("mla_attention", kernel), output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     return output

@@ -39,6 +39,7 @@ def _check_paged(
     q_scale: Tensor | None = None,
     attention_chunk: int = 0,
     padded: bool = True,
+    holes: bool = True,
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -107,6 +108,7 @@ def _problem_paged(
     q_scale: Any = None,
     attention_chunk: int = 0,
     padded: bool = True,
+    holes: bool = True,
     output: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -154,7 +156,7 @@ PAGED = define(
         name="paged_attention",
         schema="(Tensor query, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? mask=None, "
         "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, *, SymInt max_seqlen_q, "
-        f'{STATICS.replace("causal=False", "causal=True")}, Tensor? q_scale=None, bool padded=True, str policy="", '
+        f'{STATICS.replace("causal=False", "causal=True")}, Tensor? q_scale=None, bool padded=True, bool holes=True, str policy="", '
         "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()",
         check=_check_paged,
         fake=_nothing,
@@ -189,6 +191,7 @@ def paged_attention(
     q_scale: Tensor | None = None,
     attention_chunk: int = 0,
     padded: bool = True,
+    holes: bool = True,
     kernel: str | None = None,
 ) -> Tensor:
     """Attention of new tokens over pages that already hold their keys and values. No gradient.
@@ -197,7 +200,8 @@ def paged_attention(
         query: `[T, Hq, D]`, the new tokens of all requests one after the other.
         k_pages, v_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`, the query's dtype or float8/int8 with both scales.
         page_table: int32 `[B, max_pages]`; page p of request b holds its keys `[p * page, (p + 1) * page)`. Entries past the
-            request's last page are not read for their values but must be valid page ids or negative.
+            request's last page may be anything. Keys of an id outside `[0, P)` are not seen, as `attnops.ops.named_pages` says, and
+            no page is read that the request's row does not name.
         seq_lens: int32 `[B]`, keys of each request, its new tokens included; at most max_pages * page.
         cu_seqlens_q: int32 `[B + 1]`; request b owns query tokens `cu[b]:cu[b + 1]`. Tokens past `cu[B]` are padding: output 0.
         max_seqlen_q: upper bound in tokens on one request's queries, a host int; 1 says decode.
@@ -206,9 +210,11 @@ def paged_attention(
         scale, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk: as in `attention`.
         padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others:
             fa3 clears the output first otherwise. Output is undefined where the promise is not kept.
+        holes: False promises that every entry within a request's length is a page of the pool, as PagedCache keeps and `named_pages`
+            makes them, and that entries past it are pages or negative, so that no call need look.
         plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
             otherwise, or not at all, do not read it. A kernel may count in a device plan while it runs and leaves it as it was:
-            calls that share one must not run at the same time.
+            calls that share one must not run at the same time. A device plan is read only with `holes=False`.
         output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
         lse: float32 `[T, Hq]` to write into, or None.
         workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
@@ -227,7 +233,7 @@ def paged_attention(
     _paged(
         (
             query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, q_scale, output, lse,
-            workspace, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, kernel,
+            workspace, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, holes, kernel,
         )
     )  # fmt: skip
     return output
@@ -237,14 +243,14 @@ def _canonical(
     query: Tensor, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, cu: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any,
     plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any,
     max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
-    kernel: str | None,
+    holes: bool, kernel: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     left, right = check.window(window)
     if mask is not None:
         check.mask(mask)
     return (query, k_pages, v_pages, page_table, seq_lens, cu, mask, sinks, k_scale, v_scale, plan), {
         "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
-        "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded,
+        "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded, "holes": holes,
         "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
     }  # fmt: skip
 

@@ -231,7 +231,8 @@ def plan_paged_attention(
 
     Args:
         spec: what the layers ask for.
-        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them.
+        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them,
+            but that the plan knows no number of pages: negative entries are holes, and all others must be pages.
         num_tokens: rows of the query, padding included. max_seqlen_q: as in `paged_attention`.
         plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_sizes` gives. Give both to the layers.
             A pinned plan is copied from without waiting.

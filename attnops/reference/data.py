@@ -41,7 +41,7 @@ def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a negative slot is skipped."""
+    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot outside the pages is skipped."""
     total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
     if slots.shape[0] == 0 or total == 0:
         return
@@ -52,13 +52,13 @@ def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect in which no slot is negative. T and `pages` are not empty.
+    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect in which every slot lies in the pages. T and `pages` are not empty.
 
     Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
     that token's own row, and when no token is real, slot 0 with what slot 0 holds.
     """
     page = pages.shape[1]
-    real = slots >= 0
+    real = (slots >= 0) & (slots < pages.shape[0] * page)
     at = torch.arange(slots.shape[0], device=slots.device)
     source = torch.where(real, at, torch.where(real, at, -1).amax())
     has = source >= 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops.reference.attention import Rules, attend, dequantise, visible
 from attnops.reference.data import quantise, store
+from attnops.reference.holes import how, named_pages
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 
@@ -35,12 +36,17 @@ def mla_attention(
     causal: bool = True,
     window_left: int = -1,
     softcap: float = 0.0,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
     """Reference of latent attention; see `attnops.ops.mla_attention`."""
+    if holes:
+        pages, size = latent_pages.shape[:2]
+        more = how(mask, window_left=window_left)
+        page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **more)
     # A quantised query says nothing of how finely to add up; the output does.
     like = torch.float64 if torch.float64 in (q_nope.dtype, output.dtype) else torch.float32
     ends = seq_lens.long()

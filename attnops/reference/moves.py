@@ -13,8 +13,9 @@ from attnops.reference.packed import rows_of
 
 def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, policy: str = "") -> None:
     """KV copy reference; see `attnops.ops.copy_kv`. What is read is a tensor of its own before anything is written."""
-    slots = torch.where(source < 0, -1, target.long())
-    at = source.long().clamp(min=0)
+    total = k_pages.shape[1] * k_pages.shape[2]
+    slots = torch.where((source < 0) | (source >= total), -1, target.long())
+    at = source.long().clamp(0, max(total - 1, 0))
     for pages in (k_pages, v_pages):
         if pages is None or source.shape[0] == 0 or pages.numel() == 0:
             continue

@@ -18,6 +18,7 @@ from attnops.reference.attention import (
     visible,
     wide_query,
 )
+from attnops.reference.holes import how, named_pages
 
 
 def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -184,7 +185,7 @@ def varlen_attention_backward(
 
 
 def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
-    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries read page 0; their keys are past the end."""
+    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries, past the end, read page 0."""
     if pages.shape[0] == 0:
         return pages.new_zeros((page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:]))
     picked = pages[page_table.long().clamp(min=0)]
@@ -213,12 +214,17 @@ def paged_attention(
     q_scale: Tensor | None = None,
     attention_chunk: int = 0,
     padded: bool = True,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
     """Paged reference; see `attnops.paged_attention`."""
+    if holes:
+        rules_of = how(mask, causal=causal, window_left=window_left, window_right=window_right, attention_chunk=attention_chunk)
+        pages, size = k_pages.shape[:2]
+        page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **rules_of)
     rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
     like = result_dtype(query, q_scale)
     ends = seq_lens.long()

@@ -35,7 +35,7 @@ def sparse_mla_attention(
 ) -> None:
     """Reference of sparse latent attention; see `attnops.ops.sparse_mla_attention`."""
     like = torch.float64 if torch.float64 in (q_nope.dtype, output.dtype) else torch.float32
-    listed = indices >= 0
+    listed = (indices >= 0) & (indices < latent_pages.shape[0] * latent_pages.shape[1])
     if topk_length is not None:
         listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < topk_length[:, None])
     slots = torch.where(listed, indices, 0).long()

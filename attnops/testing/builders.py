@@ -131,7 +131,7 @@ def paged(
         arguments["mask"] = mask
     unused = ~used[..., None, None]
     if promise:
-        arguments["padded"] = False
+        arguments["padded"] = arguments["holes"] = False
     free = {"query": past(source, sum(q_lens), tokens, 3), "k_pages": unused, "v_pages": unused}
     return Call("paged_attention", arguments, free, writes=("output", "lse"))
 

@@ -121,6 +121,15 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         cu = source.cumulative(q_lens)
         return {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "num_tokens": sum(q_lens) + more, "causal": causal, **heads}
 
+    def named(source: Source, holes: tuple[int, ...], q_lens: tuple[int, ...], more: dict[str, Any]) -> dict[str, Any]:
+        batch, page, width = len(q_lens), 4, 5
+        lengths = [n and n + 7 + 3 * (i % 2) for i, n in enumerate(q_lens)]
+        ids = [n - 1 for n in source.permutation(batch * width)]
+        ids = [ids[i] if i % width not in holes else (-1, batch * width, -7)[i % 3] for i in range(batch * width)]
+        table = source.ints(ids).reshape(batch, width)
+        tables = {"page_table": table, "seq_lens": source.ints(lengths), "cu_seqlens_q": source.cumulative(q_lens)}
+        return {**tables, "num_pages": batch * width, "page_size": page, **more}
+
     def splits(source: Source, rule: str, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         more = {"tile": 64, "q_heads": 40, "kv_heads": 2, "num_sms": 13} if rule == "balanced" else {}
         return {"seq_lens": source.ints([100 * n for n in lens], dtype), "rule": rule, "max_splits": 8, **more}
@@ -134,6 +143,9 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "long": {"max_seqlen_q": 100, "page_size": 64}, "float8": {"float8": True, "softcap": 2.0},
     }  # fmt: skip
 
+    places: dict[str, Any] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
+    queries: dict[str, Any] = {"ragged": (3, 0, 5, 1), "decode": (1, 1, 1), "no_requests": ()}
+    ways: dict[str, Any] = {"squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False}}
     heads = {"rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True}}
 
     def grid(op: str, make: Callable[..., dict[str, Any]], **axes: Sequence[Any] | dict[str, Any]) -> tuple[Case, ...]:
@@ -152,6 +164,7 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
         "fa3_schedule": grid("fa3_schedule", schedule, lens=lengths, flags=flags),
         "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False), heads=heads),
+        "named_pages": grid("named_pages", named, holes=places, q_lens=queries, more=ways),
         "num_kv_splits": grid("num_kv_splits", splits, rule=("static", "deterministic", "balanced"), lens=lengths, dtype=ints),
     }
 

@@ -25,13 +25,16 @@ def equip(kernel: Kernel, call: Call) -> Call:
 
 
 def with_device_plan(kernel: Kernel, call: Call) -> Call:
-    """`call` with the plan that `kernel` reads on the device; as it is when the kernel reads none, the call has one, or it is refused."""
+    """`call` with the plan that `kernel` reads on the device, and the promise that lets it.
+
+    As it is when the kernel reads none, the call has one, or it is refused.
+    """
     if kernel.device_plan is None or call.arguments.get("plan") is not None:
         return call
     if kernel.refusals(replace(call.problem, plan="device")):
         return call
     with torch.no_grad():
-        return call.with_(plan=kernel.device_plan(**call.arguments))
+        return call.with_(plan=kernel.device_plan(**call.arguments), holes=False)
 
 
 def equip_as_used(kernel: Kernel, call: Call) -> Call:

@@ -89,6 +89,8 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
         arguments |= {"kv_scale": scale} if shape.rope_dim else {"k_scale": scale, "v_scale": scale}
     if shape.op in PROMISING_OPS:
         arguments["padded"] = False  # as PagedCache says of its batches
+    if shape.op in PAGED_OPS:
+        arguments["holes"] = False
     make = {"attention": _dense, "varlen_attention": _packed, "paged_attention": _paged, "mla_attention": _paged}[shape.op]
     written = ("output",) if shape.op in PAGED_OPS else ()
     return Call(shape.op, arguments | make(shape, q_lens, k_lens, pool), {}, written)

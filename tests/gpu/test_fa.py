@@ -58,7 +58,7 @@ def test_a_schedule_changes_nothing(shape: str, found: dict[str, Any]) -> None:
     kernel.run(*call.args, **call.kwargs)
     want = call.arguments["output"].clone()
     plan = schedule_of(call)
-    before, planned = plan.clone(), call.with_(plan=plan, output=torch.full_like(want, float("nan")))
+    before, planned = plan.clone(), call.with_(holes=False, plan=plan, output=torch.full_like(want, float("nan")))
     for _ in range(2):
         kernel.run(*planned.args, **planned.kwargs)
         torch.testing.assert_close(planned.arguments["output"], want, rtol=0, atol=0)
@@ -72,7 +72,7 @@ def test_schedules_over_the_grid(case: Any) -> None:
     call = half(case.call(device="cuda"))
     if refused := refusals(kernels_of("paged_attention")["fa3"], call):
         pytest.skip("; ".join(map(str, refused)))
-    assert check_kernel(kernels_of("paged_attention")["fa3"], call.with_(plan=schedule_of(call))).worst <= 1.0
+    assert check_kernel(kernels_of("paged_attention")["fa3"], call.with_(holes=False, plan=schedule_of(call))).worst <= 1.0
 
 
 # causal, left, right, chunk
@@ -112,7 +112,7 @@ def test_a_captured_schedule_follows_the_lengths() -> None:
     load(call)
 
     def step() -> None:
-        planned = fixed.with_(plan=schedule_of(fixed))
+        planned = fixed.with_(holes=False, plan=schedule_of(fixed))
         kernels_of("paged_attention")["fa3"].run(*planned.args, **planned.kwargs)
 
     step()
@@ -203,11 +203,11 @@ def test_no_kernel_beside_the_vendors(name: str, found: dict[str, Any]) -> None:
         assert kernels_in(ours) == direct
         timers = {"raw": graph_us(raw), "ours": graph_us(ours)}
         plan = schedule_of(call)
-        t = call.with_(plan=plan).arguments
+        t = call.with_(holes=False, plan=plan).arguments
         timers["scheduled"] = graph_us(
             lambda: attnops.paged_attention(
                 *(t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")),
-                max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, plan=plan, kernel="fa3",
+                max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, holes=False, plan=plan, kernel="fa3",
             )
         )  # fmt: skip
         taken: dict[str, list[float]] = {n: [] for n in timers}

@@ -256,7 +256,7 @@ class Model(torch.nn.Module):
             attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages[i], v_pages[i], batch.slots)
             o = attnops.paged_attention(
                 q.reshape(-1, HQ, D), k_pages[i], v_pages[i], batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, kernel=self.kernel,
+                max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, holes=batch.holes, kernel=self.kernel,
             )  # fmt: skip
             x = x + self.out[i](o.flatten(1))
         return x

@@ -83,7 +83,7 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, found: dict[str, Any]
 
     def layer(query: torch.Tensor, plan: torch.Tensor | None) -> torch.Tensor:
         q_nope, q_pe = query[..., :512], query[..., 512:]
-        return mla_attention(q_nope, q_pe, **tables, plan=plan, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+        return mla_attention(q_nope, q_pe, **tables, plan=plan, holes=False, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
 
     def direct() -> torch.Tensor:
         out: torch.Tensor = torch.ops.sgl_kernel.dense_decode_fwd(
@@ -121,7 +121,7 @@ def test_flashmla_with_a_schedule_is_the_foreign_call_given_metadata(heads: int,
 
     def layer(query: torch.Tensor, plan: torch.Tensor | None) -> torch.Tensor:
         q_nope, q_pe = query[..., :512], query[..., 512:]
-        return mla_attention(q_nope, q_pe, **tables, plan=plan, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+        return mla_attention(q_nope, q_pe, **tables, plan=plan, holes=False, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
 
     def direct() -> torch.Tensor:
         out: torch.Tensor = raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, tiles, splits)[0]
@@ -157,7 +157,7 @@ def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
 
     def step() -> None:
         plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=8, q_heads=16)
-        kernel.run(*(given := call.with_(plan=plan)).args, **given.kwargs)
+        kernel.run(*(given := call.with_(holes=False, plan=plan)).args, **given.kwargs)
 
     with torch.no_grad():
         step()

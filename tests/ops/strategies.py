@@ -217,7 +217,19 @@ CALLS = {
     "merge_states": merge_states(),
     "vertical_slash_indexes": vertical_slash_indexes(),
     "vertical_slash_attention": vertical_slash_attention(),
-    **{op: metadata(op) for op in ("cu_seqlens", "token_rows", "slot_mapping", "page_table", "kv_indices", "decode_rows", "num_kv_splits")},
+    **{
+        op: metadata(op)
+        for op in (
+            "cu_seqlens",
+            "token_rows",
+            "slot_mapping",
+            "page_table",
+            "kv_indices",
+            "decode_rows",
+            "num_kv_splits",
+            "named_pages",
+        )
+    },
     "copy_kv": copy(),
     "pad_queries": rows(moves.pad),
     "unpad_queries": rows(moves.unpad),

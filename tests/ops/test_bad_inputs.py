@@ -81,6 +81,9 @@ def good(name) -> dict[str, Any]:
         "slot_mapping": lambda: {"positions": i(0, 1), "rows": i(0, 0), "page_table": i(0, 1).reshape(1, 2), "page_size": 2},
         "page_table": lambda: {"token_table": i(0, 1, 2, 3).reshape(1, 4), "rows": i(0), "seq_lens": i(3), "page_size": 2},
         "kv_indices": lambda: {"page_table": i(0, 1).reshape(1, 2), "seq_lens": i(3), "page_size": 2},
+        "named_pages": lambda: {
+            "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_pages": 4, "page_size": 2,
+        },
         "decode_rows": lambda: {
             "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
         },
@@ -274,6 +277,11 @@ BAD = [
     Bad("page_table", {"seq_lens": i(3, 4)}, "seq_lens.shape[0]", "2", "1 (one length a request)"),
     Bad("kv_indices", {"page_table": i(0, 1, dtype=I64).reshape(1, 2)}, "page_table.dtype", "int64", "int32"),
     Bad("kv_indices", {"seq_lens": i(3, 3)}, "seq_lens.shape[0]", "2", "1 (one length a row of the page table)"),
+    Bad("named_pages", {"page_table": i(0, 1)}, "page_table", "(2,)", "[B, max_pages]"),
+    Bad("named_pages", {"seq_lens": i(3)}, "seq_lens.shape[0]", "1", "2 (one length a row of the page table)"),
+    Bad("named_pages", {"num_pages": -1}, "num_pages", "-1", ">= 0"),
+    Bad("named_pages", {"page_size": 0}, "page_size", "0", ">= 1 token a page"),
+    Bad("named_pages", {"window_left": -2}, "window_left", "-2", ">= -1 (-1: unbounded)"),
     Bad("decode_rows", {"page_table": i(0, 1)}, "page_table", "(2,)", "[B, max_pages]"),
     Bad("decode_rows", {"seq_lens": i(3)}, "seq_lens.shape[0]", "1", "2 (one length a row of the page table)"),
     Bad("decode_rows", {"cu_seqlens_q": i(0, 1)}, "cu_seqlens_q.shape[0]", "2", "3 (one more than the requests)"),

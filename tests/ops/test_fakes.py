@@ -180,6 +180,7 @@ DIMS = {
     "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},
     "page_table": {"token_table": "RN", "rows": "B", "seq_lens": "B"},
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
+    "named_pages": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_pages": "P"},
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "num_kv_splits": {"seq_lens": "B"},
     "copy_kv": {"k_pages": "LP...", "v_pages": "LP...", "source": "N", "target": "N"},

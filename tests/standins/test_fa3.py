@@ -177,7 +177,7 @@ def test_a_schedule_changes_nothing(standin, case):
         pytest.skip("; ".join(map(str, refused)))
     plan = schedule_of(call)
     assert plan.shape == (-(-call.arguments["seq_lens"].shape[0] // 4) * 16 + 1,)
-    with_plan = call.with_(plan=plan)
+    with_plan = call.with_(holes=False, plan=plan)
     assert with_plan.problem.plan == "device"
     assert check_kernel(fa3("paged_attention"), with_plan).worst <= 1.0
     if "scheduler_metadata" in (standin[-1] if standin else {}):
@@ -189,14 +189,14 @@ def test_a_schedule_of_another_batch_is_refused_where_it_shows(standin):
     f = Features(dtype=BF16, causal=True)
     call = builders.paged(Source(0), (1, 1), (9, 30), 4, f, padding=0)
     for wrong in (torch.zeros(33, dtype=torch.int32), torch.zeros(2, 17, dtype=torch.int32)):
-        bad = call.with_(plan=wrong)
+        bad = call.with_(holes=False, plan=wrong)
         with pytest.raises(InvalidInput, match=r"^plan: got shape .*, want \[17\] contiguous, what fa3_schedule makes of 2 requests"):
             fa3("paged_attention").run(*bad.args, **bad.kwargs)
-    host = call.with_(plan=torch.zeros(5, dtype=torch.int64))
+    host = call.with_(holes=False, plan=torch.zeros(5, dtype=torch.int64))
     assert check_kernel(fa3("paged_attention"), host).worst <= 1.0
     assert standin[-1]["scheduler_metadata"] is None
     # The stand-in notices what the real kernel cannot: the result is NaN.
-    other = call.with_(plan=schedule_of(call.with_(seq_lens=call.arguments["seq_lens"] - 1)))
+    other = call.with_(holes=False, plan=schedule_of(call.with_(seq_lens=call.arguments["seq_lens"] - 1)))
     with pytest.raises(Mismatch):
         check_kernel(fa3("paged_attention"), other)
 
@@ -205,7 +205,7 @@ def test_a_schedule_follows_the_policy(standin):
     call = builders.paged(Source(5), (1, 1), (9, 30), 64, Features(dtype=BF16, causal=True), padding=0)
     with attnops.use(deterministic=True):
         plan = schedule_of(call)
-    planned = call.with_(plan=plan)
+    planned = call.with_(holes=False, plan=plan)
     fa3("paged_attention").run(*planned.args, **planned.kwargs, policy="deterministic")
     assert not call.arguments["output"].isnan().any() and standin[-1]["num_splits"] == 1
     assert plan[-1] == 0
@@ -219,7 +219,7 @@ def test_one_schedule_serves_every_layer_of_a_compiled_step(standin):
     def step(query, k, v, table, lens, cu):
         plan = ops.fa3_schedule(lens, cu, max_seqlen_q=1, max_pages=table.shape[1], page_size=16, q_heads=4, kv_heads=2, head_dim=16)
         for _ in range(3):
-            query = attnops.paged_attention(query, k, v, table, lens, cu, max_seqlen_q=1, plan=plan, padded=False) + query
+            query = attnops.paged_attention(query, k, v, table, lens, cu, max_seqlen_q=1, plan=plan, padded=False, holes=False) + query
         return query
 
     with torch.no_grad():
@@ -398,8 +398,10 @@ def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=64), padding=0))
     names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
     given = [call.arguments[n] for n in names]
-    first = fa3("paged_attention").settled(*given, max_seqlen_q=1, scale=0.125, padded=False, output=call.arguments["output"])
+    first = fa3("paged_attention").settled(
+        *given, max_seqlen_q=1, scale=0.125, padded=False, holes=False, output=call.arguments["output"]
+    )
     assert first is not None and first(*given, *[None] * 6, call.arguments["output"], None, None) is None
-    for other in ({"padded": True}, {"lse": torch.empty(2, 4)}, {"policy": "deterministic"}, {"max_seqlen_q": 0}):
-        asked = {"max_seqlen_q": 1, "scale": 0.125, "padded": False, "output": call.arguments["output"]} | other
+    for other in ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)}, {"policy": "deterministic"}, {"max_seqlen_q": 0}):
+        asked = {"max_seqlen_q": 1, "scale": 0.125, "padded": False, "holes": False, "output": call.arguments["output"]} | other
         assert fa3("paged_attention").settled(*given, **asked) is None, other

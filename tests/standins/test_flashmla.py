@@ -68,7 +68,7 @@ class Layers(torch.nn.Module):
             if self.joined:
                 query = torch.cat([q_nope, q_pe], -1)
                 q_nope, q_pe = query[..., :512], query[..., 512:]
-            out = mla_attention(q_nope, q_pe, **batch, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+            out = mla_attention(q_nope, q_pe, **batch, max_seqlen_q=1, scale=SCALE, holes=False, kernel="flashmla")
             x = torch.bmm(out.transpose(0, 1), self.down).transpose(0, 1)
         return x
 
@@ -111,7 +111,7 @@ def test_a_query_in_one_piece_is_not_copied(kind):
     given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")} | {"plan": PLANS[kind](call)}
 
     def run(query):
-        return mla_attention(query[..., :512], query[..., 512:], **given, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+        return mla_attention(query[..., :512], query[..., 512:], **given, holes=False, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
 
     got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(query))
     assert [line for line in body(code) if "flashmla" not in line] == []
@@ -151,7 +151,7 @@ def test_an_output_of_the_caller_is_written():
 def test_a_plan_says_the_same(name, q_lens, causal, heads):
     float8 = E4M3 if name == "flashmla_fp8" else None
     call = batch(q_lens, f=replace(DEEPSEEK, lse=True, kv_dtype=float8, causal=causal, q_heads=heads), padding=2, q_dtype=float8)
-    calls = [call, *(call.with_(plan=make(call, causal=causal)) for make in (rows, scheduled))]
+    calls = [call, *(call.with_(holes=False, plan=make(call, causal=causal)) for make in (rows, scheduled))]
     assert all(check_kernel(KERNELS[name], c).worst <= 1.0 for c in calls[1:])
     outs = []
     for c in calls:
@@ -198,11 +198,11 @@ def test_a_schedule_for_others_is_refused():
     wide, float8 = rows(call, q_heads=128), rows(call, q_heads=16, float8=True)
     for plan in (wide, float8):
         with pytest.raises(InvalidInput, match=r"^plan: got int32 \(\d+,\), want \[15\] or \[1171\]"):
-            KERNELS["flashmla"].run(*(c := call.with_(plan=plan)).args, **c.kwargs)
+            KERNELS["flashmla"].run(*(c := call.with_(holes=False, plan=plan)).args, **c.kwargs)
     whole = scheduled(call)
     moved = torch.zeros(whole.numel() + 1, dtype=torch.int32)[1:].copy_(whole)
     with pytest.raises(InvalidInput, match="to begin at a multiple of 32 bytes, as decode_rows made it"):
-        KERNELS["flashmla"].run(*(c := call.with_(plan=moved)).args, **c.kwargs)
+        KERNELS["flashmla"].run(*(c := call.with_(holes=False, plan=moved)).args, **c.kwargs)
 
 
 def test_kernels_that_read_rows_pass_over_a_schedule():
@@ -278,7 +278,7 @@ def test_the_plan_on_the_grid(case):
 
 
 def test_another_batchs_plan_is_refused():
-    call = batch().with_(plan=torch.zeros(7, dtype=torch.int32))
+    call = batch().with_(holes=False, plan=torch.zeros(7, dtype=torch.int32))
     said = r"^plan: got int32 \(7,\), want \[15\] or \[1171\]: what decode_rows returned for this batch, .* a schedule for 16 heads"
     with pytest.raises(InvalidInput, match=said):
         KERNELS["flashmla"].run(*call.args, **call.kwargs)

@@ -27,7 +27,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
 MOVES = ("copy_kv", "pad_queries", "unpad_queries")
-TABLES = ("page_table", "kv_indices", "num_kv_splits", "decode_rows")
+TABLES = ("page_table", "kv_indices", "num_kv_splits", "decode_rows", "named_pages")
 DATA = (*WRITES, *MOVES, *TABLES)
 
 
@@ -344,6 +344,19 @@ def test_a_copy_is_held_in_registers():
             tile = tiles.copy_tile(entries, 4096, 2)
             assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD
     assert tiles.layers_at_once(80, 4096, 2048) == 4 and tiles.layers_at_once(3, 10**9, 2048) == 1
+
+
+@interpreted
+def test_slots_outside_the_pages_are_neither_written_nor_copied():
+    key, value, pages = (torch.randn(*shape) for shape in ((5, 2, 16), (5, 2, 16), (4, 3, 2, 16)))
+    for slots, same in (([7, 12, 0, 2**31 - 1, -5], [7, -1, 0, -1, -1]), ([12] * 5, [-1] * 5)):
+        found = []
+        for at in (slots, same):
+            pair = pages.clone(), pages.clone()
+            kernels_of("write_kv")["triton"].run(key, value, *pair, torch.tensor(at))
+            kernels_of("copy_kv")["triton"].run(pair[0][None], None, torch.tensor(at), torch.tensor(at[::-1]))
+            found.append(pair)
+        assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("shape", [(130, 3, 5), (64, 2), (1, 4, 700)], ids=str)

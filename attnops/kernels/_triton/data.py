@@ -25,6 +25,7 @@ page_table: Any = tables.page_table
 kv_indices: Any = tables.kv_indices
 by_token: Any = tables.by_token
 num_kv_splits: Any = tables.num_kv_splits
+named_pages: Any = tables.named_pages
 
 INTERPRETED = (4, 0)
 """Multiprocessors and arch where there is no GPU: float8 is rounded by the device function itself."""
@@ -80,7 +81,7 @@ def write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tupl
         }  # fmt: skip
     with torch.cuda.device_of(slots):
         store[(-(-slots.shape[0] // tile.rows), sum(-(-c // w) for c, w in zip(columns, blocks, strict=True)))](
-            slots_ptr=slots, slots_t=slots.stride(0), tokens=slots.shape[0], **given, PAGE=page, HEADS=heads,
+            slots_ptr=slots, slots_t=slots.stride(0), tokens=slots.shape[0], total=a_pages.shape[0] * page, **given, PAGE=page, HEADS=heads,
             A_D=a.shape[2], B_D=b.shape[2], BLOCK_T=tile.rows, A_BLOCK=blocks[0], B_BLOCK=blocks[1], HARDWARE=arch >= FLOAT8_ARCH,
             num_warps=tile.warps, **OPTIONS,
         )  # fmt: skip
@@ -95,8 +96,8 @@ def write_packed(latent: Tensor, k_pe: Tensor, pages: Tensor, slots: Tensor) -> 
     rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, sms).rows
     with torch.cuda.device_of(slots):
         pack[(-(-tokens // rows), dims // GROUP + 1)](
-            slots, slots.stride(0), tokens, latent, k_pe, pages, *latent.stride(), *k_pe.stride(), *pages.stride(),
-            PAGE=pages.shape[1], DC=dims, DR=rope, BLOCK_T=rows, BLOCK_R=tiles.power(2 * rope), GROUP=GROUP, LEAST=LEAST,
+            slots, slots.stride(0), tokens, pages.shape[0] * pages.shape[1], latent, k_pe, pages, *latent.stride(), *k_pe.stride(),
+            *pages.stride(), PAGE=pages.shape[1], DC=dims, DR=rope, BLOCK_T=rows, BLOCK_R=tiles.power(2 * rope), GROUP=GROUP, LEAST=LEAST,
             HARDWARE=arch >= FLOAT8_ARCH, num_warps=tiles.WARPS, **OPTIONS,
         )  # fmt: skip
 
@@ -108,7 +109,8 @@ def copy_slots(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> Non
     if not filled or entries == 0:
         return
     index = {"source_ptr": source, "target_ptr": target, "source_t": source.stride(0), "target_t": target.stride(0), "entries": entries}
-    layers, _, page, heads, dim = filled[0].shape
+    layers, pages, page, heads, dim = filled[0].shape
+    index["total"] = pages * page
     with torch.cuda.device_of(source):
         if entries > tiles.WHOLE:
             for pool in filled:
@@ -201,6 +203,21 @@ def make_rows(table: Tensor, lengths: Tensor, starts: Tensor, tokens: int, causa
         by_token[(tokens, max(-(-width // block), 1))](
             table, lengths, starts, out, tokens, batch, width, *table.stride(), lengths.stride(0), starts.stride(0),
             CAUSAL=causal, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
+        )  # fmt: skip
+
+
+def make_named_pages(
+    table: Tensor, lengths: Tensor, starts: Tensor, sizes: tuple[int, int, int], squeeze: bool, out: Tensor, out_lengths: Tensor
+) -> None:
+    """Write a table without holes, and its lengths. sizes: pages of the pool, tokens a page, window."""
+    batch, width = table.shape
+    pages, page, left = sizes
+    if batch == 0:
+        return
+    with torch.cuda.device_of(table):
+        named_pages[(batch,)](
+            table, lengths, starts, out, out_lengths, width, pages, left, *table.stride(), lengths.stride(0), starts.stride(0),
+            PAGE=page, SQUEEZE=squeeze, BLOCK=max(64, min(COLUMNS, tiles.power(width))), num_warps=tiles.WARPS, **OPTIONS,
         )  # fmt: skip
 
 

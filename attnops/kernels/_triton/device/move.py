@@ -21,9 +21,9 @@ def copy_part(
     tl.store(pages_ptr + place(target, p, n, PAGE)[:, None] + at, x, mask=real)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "total"])
 def copy(
-    source_ptr, target_ptr, source_t, target_t, entries,
+    source_ptr, target_ptr, source_t, target_t, entries, total,
     a_ptr, a_l, a_p, a_n, a_h, a_d, b_ptr, b_l, b_p, b_n, b_h, b_d,
     PAGE: tl.constexpr, HEADS: tl.constexpr, A_D: tl.constexpr, B_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -32,6 +32,7 @@ def copy(
     here = entry < entries
     source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
     target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
+    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
     A_TILES: tl.constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
     tile = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
@@ -41,9 +42,9 @@ def copy(
         copy_part(source, target, tile - A_TILES, b_ptr + layer * b_l, b_p, b_n, b_h, b_d, PAGE, HEADS, B_D, BLOCK)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "total"])
 def through(
-    source_ptr, target_ptr, source_t, target_t, entries, pages_ptr, scratch_ptr, layer, p, n, h, d,
+    source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n, h, d,
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
@@ -51,6 +52,7 @@ def through(
     here = entry < entries
     source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
     target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
+    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
     at_layer = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None]

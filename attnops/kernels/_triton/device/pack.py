@@ -39,9 +39,9 @@ def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.cons
     tl.store(row_ptr + ((BEGIN + at) * d)[None, :], byte.to(tl.uint8), mask=real & inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "total"])
 def pack(
-    slots_ptr, slots_t, tokens, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t, rope_d, p, n, d,
+    slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t, rope_d, p, n, d,
     PAGE: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
     LEAST: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def pack(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = (token < tokens)[:, None]
     slot = tl.load(slots_ptr + token * slots_t, mask=token < tokens, other=-1).to(tl.int64)
-    real = (slot >= 0)[:, None]
+    real = ((slot >= 0) & (slot < total))[:, None]
     row_ptr = pages_ptr + place(slot, p, n, PAGE)[:, None]
     GROUPS: tl.constexpr = DC // GROUP
     group = tl.program_id(1)

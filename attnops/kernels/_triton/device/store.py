@@ -37,9 +37,9 @@ def store_part(
     tl.store(pages_ptr + place(slot, p, n, PAGE)[:, None] + (head * ph + dim * pd)[None, :], x, mask=write)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "total"])
 def store(
-    slots_ptr, slots_t, tokens,
+    slots_ptr, slots_t, tokens, total,
     a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n, a_ph, a_pd, a_scale_h,
     b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd, b_scale_h,
     PAGE: tl.constexpr, HEADS: tl.constexpr, A_D: tl.constexpr, B_D: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -47,11 +47,13 @@ def store(
 ):  # fmt: skip
     """Grid: (cdiv(tokens, BLOCK_T), tiles of a row of a + tiles of a row of b).
 
-    a, b: `[tokens, HEADS, D]` by their strides; their pages `[P, PAGE, HEADS, D]`, as integers unless AS is "same". slots: -1 skips.
+    a, b: `[tokens, HEADS, D]` by their strides; their pages `[P, PAGE, HEADS, D]`, as integers unless AS is "same". Slots outside
+    of `[0, total)` are skipped.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = token < tokens
     slot = tl.load(slots_ptr + token * slots_t, mask=here, other=-1).to(tl.int64)
+    slot = tl.where(slot < total, slot, -1)
     A_TILES: tl.constexpr = (HEADS * A_D + A_BLOCK - 1) // A_BLOCK
     tile = tl.program_id(1)
     if tile < A_TILES:

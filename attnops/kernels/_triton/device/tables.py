@@ -86,6 +86,56 @@ def by_token(
     tl.store(out_ptr + tokens + token.to(tl.int64) * width + column, tl.maximum(page, 0), mask=column < width)
 
 
+@triton.jit(do_not_specialize=["width", "pages", "left"])
+def named_pages(
+    table_ptr, lengths_ptr, starts_ptr, out_ptr, out_lengths_ptr, width, pages, left, table_b, table_m, lengths_b, starts_b,
+    PAGE: tl.constexpr, SQUEEZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch,). out: int32 `[batch, width]`, contiguous. See `attnops.ops.named_pages`."""
+    request = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + request * lengths_b)
+    new = tl.load(starts_ptr + (request + 1) * starts_b) - tl.load(starts_ptr + request * starts_b)
+    begin = length - new
+    if not SQUEEZE:
+        begin = tl.where(left >= 0, begin - left, -2147483647)
+    row_ptr = table_ptr + request * table_b
+    own_at = tl.zeros([BLOCK], tl.int32) + width
+    harm = tl.zeros([BLOCK], tl.int32)
+    lost = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, width, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
+        page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
+        kept = (page >= 0) & (page < pages)
+        hole = used & ((page < 0) | (page >= pages))
+        own_at = tl.minimum(own_at, tl.where(kept, column, width))
+        seen = (column + 1) * PAGE > begin
+        if SQUEEZE:
+            seen = seen & (new > 1)
+            lost += tl.where(hole, tl.minimum(length - column * PAGE, PAGE), 0)
+        harm = harm | (hole & seen).to(tl.int32)
+    first = tl.min(own_at, 0)
+    own = tl.load(row_ptr + first.to(tl.int64) * table_m, mask=first < width, other=0)
+    shorter = tl.where(tl.max(harm, 0) > 0, 0, length - tl.sum(lost, 0))
+    tl.store(out_lengths_ptr + request, tl.where(length > width * PAGE, length, shorter).to(tl.int32))
+    done = 0
+    for at in range(0, width, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
+        page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
+        kept = (page >= 0) & (page < pages)
+        if SQUEEZE:
+            here = kept.to(tl.int32)
+            tl.store(out_ptr + request * width + done + tl.cumsum(here, 0) - here, page, mask=kept)
+            done += tl.sum(here, 0)
+        else:
+            tl.store(out_ptr + request * width + column, tl.where(kept, page, own), mask=column < width)
+    if SQUEEZE:
+        for at in range(0, width, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            tl.store(out_ptr + request * width + column, tl.zeros([BLOCK], tl.int32) + own, mask=(column >= done) & (column < width))
+
+
 @triton.jit(do_not_specialize=["batch", "most", "tile", "fill", "blocks"])
 def num_kv_splits(
     lengths_ptr, out_ptr, lengths_b, batch, most, tile, fill, blocks, RULE: tl.constexpr, BLOCK: tl.constexpr,

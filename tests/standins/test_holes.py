@@ -1,0 +1,162 @@
+"""Page tables with entries that are no page: no kernel reads what the table does not name, and the keys are not seen."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import attnops
+from attnops.kernel import kernels_of
+from attnops.kernels import _sgl
+from attnops.ops import named_pages
+from attnops.problem import Target, pretend
+from attnops.testing import Features, Source, builders, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.standins import (
+    flash_attn_cute,
+    flashinfer_mla,
+    flashinfer_modules,
+    flashinfer_trtllm,
+    flashinfer_trtllm_mla,
+    sgl_kernel_fa3,
+    sgl_kernel_mla,
+)
+from tests.standins.test_fa4 import SM90 as FA4
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+SGL, FLASHINFER = (Target("cuda", 90, assume=(name,)) for name in ("sgl_kernel", "flashinfer"))
+HALF = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True)
+FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
+
+
+@contextmanager
+def sgl_mla():
+    assert sgl_kernel_mla
+    with patch.object(_sgl, "load", lambda op, pattern: None):
+        yield
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+PAGED = {
+    "reference": (nothing, None), "sdpa": (nothing, None), "fa3": (sgl_kernel_fa3.installed, SGL), "fa4": (flash_attn_cute.installed, FA4),
+    "flashinfer": (flashinfer_modules.installed, FLASHINFER), "xqa": (flashinfer_trtllm.installed, FLASHINFER),
+    "trtllm": (flashinfer_trtllm.installed, replace(FLASHINFER, arch=100)),
+}  # fmt: skip
+LATENT = {
+    "reference": (nothing, None), "fa3": (sgl_kernel_fa3.installed, SGL), "flashmla": (sgl_mla, SGL), "flashmla_fp8": (sgl_mla, SGL),
+    "cutlass_mla": (sgl_mla, replace(SGL, arch=100)), "trtllm_mla": (flashinfer_trtllm_mla.installed, replace(FLASHINFER, arch=100)),
+    "flashinfer_mla_fa2": (flashinfer_mla.installed, FLASHINFER), "flashinfer_mla_fa3": (flashinfer_mla.installed, FLASHINFER),
+}  # fmt: skip
+INTERPRETED = ("triton",)
+"""Tested where Triton interprets: tests/triton/test_numerics.py."""
+
+# (request, column): a page in the middle, the first, the last, the only one, and all of them.
+HOLES = {"middle": ((0, 1), (2, 1)), "first": ((0, 0), (2, 0)), "last": ((2, 2),), "only": ((1, 0),), "all": ((2, 0), (2, 1), (2, 2))}
+LENGTHS = (190, 3, 130)
+
+
+def holed(call, holes, name=""):
+    """The call without these pages: in their places stand ids of no page, and nobody may read what they hold."""
+    table = call.arguments["page_table"].clone()
+    names = [n for n in ("k_pages", "v_pages", "latent_pages") if n in call.arguments]
+    free = {n: call.free[n].clone() for n in names}
+    for i, (request, column) in enumerate(holes):
+        for n in names:
+            free[n][int(table[request, column])] = True
+        # A plan of the host knows no number of pages.
+        table[request, column] = (-1, -9 if "flashinfer" in name else call.arguments[names[0]].shape[0], -7)[i % 3]
+    return replace(call.with_(page_table=table), free={**call.free, **free})
+
+
+def check(op, name, way, call):
+    install, target = way
+    with ExitStack() as stack:
+        stack.enter_context(install())
+        if target is not None:
+            stack.enter_context(pretend(target))
+        # A device plan is for tables without holes.
+        return check_kernel(replace(kernels_of(op)[name], device_plan=None), call)
+
+
+def test_every_kernel_over_pages_is_here():
+    assert {*PAGED, *INTERPRETED} == {*kernels_of("paged_attention")}
+    assert {*LATENT, *INTERPRETED} == {*kernels_of("mla_attention")}
+
+
+@pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 64)], ids=["decode", "extend"])
+@pytest.mark.parametrize("name", PAGED)
+def test_paged(name, queries, holes):
+    call = holed(builders.paged(Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], name)
+    figures = check("paged_attention", name, PAGED[name], call)
+    assert figures.worst <= 1.0 and (not figures.refused or (name == "xqa" and queries != (1, 1, 1))), figures
+
+
+@pytest.mark.parametrize("features", [{"window": (70, -1)}, {"mask": "bool"}, {"chunk": 64}], ids=str)
+@pytest.mark.parametrize("name", PAGED)
+def test_where_no_page_may_move(name, features):
+    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], name)
+    assert check("paged_attention", name, PAGED[name], call).worst <= 1.0
+
+
+@pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.parametrize("queries", [(1, 1, 1), (2, 1, 3)], ids=["decode", "extend"])
+@pytest.mark.parametrize("name", LATENT)
+def test_latents(name, queries, holes):
+    float8 = {"q_dtype": E4M3} if name == "flashmla_fp8" else {}
+    call = holed(latent.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], name)
+    figures = check("mla_attention", name, LATENT[name], call)
+    assert figures.worst <= 1.0 and not figures.refused, figures
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 2)], ids=["decode", "extend"])
+def test_the_keys_of_such_a_page_are_not_seen(queries):
+    """Against dense attention of the keys that are left."""
+    call = holed(builders.paged(Source(0), queries, LENGTHS, 16, replace(HALF, dtype=torch.float64)), HOLES["middle"])
+    t = call.arguments
+    given = [t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
+    out = attnops.paged_attention(*given, max_seqlen_q=max(queries), scale=t["scale"])
+    for b, (q0, q1) in enumerate(pairwise(t["cu_seqlens_q"].tolist())):
+        length, table = LENGTHS[b], t["page_table"][b].tolist()
+        seen = [j for j in range(length) if 0 <= table[j // 16] < t["k_pages"].shape[0]]
+        key, value = (torch.stack([pages[table[j // 16], j % 16] for j in seen]) for pages in (t["k_pages"], t["v_pages"]))
+        mask = torch.tensor(seen) <= torch.arange(length - (q1 - q0), length)[:, None]
+        want = attnops.attention(t["query"][None, q0:q1], key[None], value[None], mask=mask[None, None], scale=t["scale"])[0]
+        torch.testing.assert_close(out[q0:q1], want)
+
+
+@pytest.mark.parametrize("name", kernels_of("write_kv"))
+def test_slots_outside_the_pages_are_not_written(name):
+    call = builders.write(Source(0), (7, -1, 0, 11, 5), 4, 3, replace(HALF, dtype=torch.float32))
+    kernel = kernels_of("write_kv")[name]
+    if kernel.refusals(call.problem):
+        pytest.skip("needs a GPU; tests/triton has the same")
+    t, far = call.arguments, torch.tensor([7, 12, 0, 2**31 - 1, -5])
+    want, got = ({n: t[n].clone() for n in ("k_pages", "v_pages")} for _ in range(2))
+    kernel.run(t["key"], t["value"], *want.values(), torch.tensor([7, -1, 0, -1, -1]))
+    kernel.run(t["key"], t["value"], *got.values(), far)
+    assert all(torch.equal(got[n], want[n]) for n in got)
+
+
+def test_a_promised_table_is_not_looked_at():
+    call = builders.paged(Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
+    with sgl_kernel_fa3.installed(), pretend(SGL), torch.profiler.profile() as profile:
+        kernels_of("paged_attention")["fa3"].run(*call.args, **call.kwargs, holes=False)
+    assert not [e.key for e in profile.key_averages() if "named_pages" in e.key]
+
+
+def test_who_names_pages_once_a_step_says_so():
+    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["middle"])
+    t = call.arguments
+    table, lengths = named_pages(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_pages=t["k_pages"].shape[0], page_size=64)
+    rest = (t["cu_seqlens_q"],)
+    want = attnops.paged_attention(t["query"], t["k_pages"], t["v_pages"], t["page_table"], t["seq_lens"], *rest, max_seqlen_q=1)
+    got = attnops.paged_attention(t["query"], t["k_pages"], t["v_pages"], table, lengths, *rest, max_seqlen_q=1, holes=False)
+    torch.testing.assert_close(got, want)
