@@ -248,7 +248,7 @@ def said(error: BaseException) -> str:
 
 @dataclass
 class Registry:
-    """All kernels by op and name, and whoever wants to hear of a new kernel.
+    """All kernels by op and name, and the listeners for new ones.
 
     checks: raise where a kernel cannot be what it says; asked before the listeners are told. waiting: kernels of an open `together`.
     """

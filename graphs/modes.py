@@ -274,7 +274,7 @@ class Compiled:
         def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
             # Marks are on an object, and one that was marked otherwise before would keep them.
             found = tensor.detach()
-            # Of one size only nothing is dynamic: a symbol that is no other but 2 is a constant to whoever looks at its range.
+            # Of one size only nothing is dynamic: code that looks at the range of a symbol that can only be 2 takes it for a constant.
             several = len(sizes - {1} if told_apart else sizes) > 1
             # A size that is told apart is one to the compiler too, where others that are equal to it would stay symbols beside it.
             alone = told_apart and tensor.shape[0] == 1 + more

@@ -37,7 +37,7 @@ def test_the_clock_times_a_copy(found: dict[str, Any]) -> None:
 
 @pytest.mark.alone
 def test_what_can_be_captured_is_timed_by_its_graph(found: dict[str, Any]) -> None:
-    """And the same call by launches: what differs is the host's part."""
+    """And the same call by launches: the difference is the host's part."""
     call = build(STEP.shape, [1] * 16, [4096] * 16, Pool("cuda"))
     clock = GraphClock("cuda")
     kernel = kernels_of("paged_attention")["sdpa"]
