@@ -11,14 +11,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from attnops.kernel import all_kernels, kernels_of
+from attnops.kernel import kernels_of
 from attnops.lowering.explain import packages_of_kernels
 from attnops.ops import OPS
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Source
 from tests.gpu import run
 from tests.gpu.flashinfer_modules import is_built, suite
-from tests.gpu.grid import COVERED, PAIRS, share_of, values
+from tests.gpu.grid import PAIRS, share_of, values
 from tests.gpu.journal import Journal, Pass, joined, text_of
 from tests.gpu.wide import WIDE, DeviceSource
 from tests.helpers import ROOT
@@ -74,8 +74,13 @@ def pairs_of(some):
     return {pair for p in some for pair in combinations(((name, str(value)) for name, value in values(p).items()), 2)}
 
 
-@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.name in COVERED and k.op in CASES], ids=lambda k: f"{k.op}.{k.name}")
-def test_what_is_left_out_is_named_and_has_no_pair_of_its_own(kernel):
+SOME = ("attention.flex", "varlen_attention.fa4", "paged_attention.flashinfer", "plan_paged_attention.flashinfer", "mla_attention.triton")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_what_is_left_out_is_named_and_has_no_pair_of_its_own(name):
+    op, _, kernel_name = name.partition(".")
+    kernel = kernels_of(op)[kernel_name]
     built = is_built if kernel.name == "flashinfer" else lambda *_: True
     with pretend(H200):
         share = share_of(kernel, CASES[kernel.op], Source, built=built)
@@ -179,7 +184,7 @@ def suite_of(tmp_path, monkeypatch):
 
 
 def test_two_processes_run_each_test_once(suite_of, tmp_path):
-    """Also one that ends its process, which fails alone, and a fixture that fails when it is taken down."""
+    """Also one that ends its process, one that loses its device, and a fixture that fails when it is taken down: these fail alone."""
     go = suite_of(f"""
 @pytest.mark.parametrize("n", range(4))
 def test_one(n, found):
@@ -187,6 +192,11 @@ def test_one(n, found):
     found.setdefault("numerics", {{}})["k"] = {{"cases": 2, "worst": n / 4}}
 def test_skipped(): pytest.skip("no such library")
 def test_dies(): os._exit(7)
+def test_loses():
+    torch.cuda.is_initialized = lambda: True  # and there is none, so that nothing answers
+    assert False
+@pytest.mark.parametrize("n", range(2))
+def test_after(n): assert not torch.cuda.is_initialized()
 @pytest.fixture(scope="module")
 def one():
     yield 1
@@ -199,7 +209,7 @@ def test_measures(found):
 """)
     status, said, report = go(processes=2)
     assert status == run.NOTHING and not report["passed"], said
-    assert report["tests"] == {"passed": 5, "skipped": 1, "failed": 2, "not_run": 0}, said
+    assert report["tests"] == {"passed": 7, "skipped": 1, "failed": 3, "not_run": 0}, said
     assert sorted((tmp_path / "ran").read_text().split()) == list("0123")
     assert report["numerics"] == {"k": {"cases": 8, "worst": 0.75}} and report["clock"] == {"us": 1.5}
     assert report["skipped_tests"] == {"no such library": ["test_it.py::test_skipped"]}
@@ -227,23 +237,10 @@ def test_one(n, found, request):
     assert (tmp_path / "ran").read_text().split() == ["0", "1", "2"]
 
 
-def test_a_process_whose_device_is_lost_takes_no_more(suite_of):
-    """Another takes its place: a device that is lost to one process answers the next."""
-    go = suite_of("""
-def test_loses(monkeypatch):
-    torch.cuda.is_initialized = lambda: True  # and there is none, so that nothing answers
-    assert False
-def test_z(): assert not torch.cuda.is_initialized()
-""")
-    status, said, report = go()
-    assert status == run.NOTHING and report["tests"] == {"passed": 1, "skipped": 0, "failed": 1, "not_run": 0}, said
-
-
-@pytest.mark.parametrize("text", ["import no_such_module", "def test_a(): pytest.skip('no device')"])
-def test_nothing_is_no_success(suite_of, text):
-    status, said, report = suite_of(text)()
-    assert status == run.NOTHING and not report["passed"] and "no test passed" in said, said
-    assert ("no_such_module" in said) == ("no_such_module" in text)
+def test_nothing_is_no_success(suite_of):
+    status, said, report = suite_of("import no_such_module")()
+    assert status == run.NOTHING and not report["passed"], said
+    assert "no test passed" in said and "no_such_module" in said and "no_such_module" in report["broken_processes"][0]
 
 
 def test_other_code_begins_a_new_pass(tmp_path, monkeypatch):

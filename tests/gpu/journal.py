@@ -120,7 +120,7 @@ class Pass:
         for name, record in sorted(self.ended.items()):
             found = joined(found, record.get("found", {}))
             if record["outcome"] == SKIPPED:
-                skipped.setdefault(record["reason"], []).append(name)
+                skipped.setdefault(record["reason"].partition("\n")[0], []).append(name)
         failed = {name: record["reason"] for name, record in self.ended.items() if record["outcome"] == FAILED}
         slowest = sorted(self.ended.values(), key=lambda record: -record["seconds"])[:SLOWEST]
         sections = {

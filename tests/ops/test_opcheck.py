@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
-CALLS = 5
-"""Calls an overload is checked with."""
+CALLS, OF_A_KERNEL = 5, 2
+"""Calls an op is checked with, and a kernel's overload, of which check_kernel looks at schema and fake on the whole grid."""
 
 CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
 """What opcheck runs; a version of torch that drops one shall be noticed."""
@@ -32,11 +32,15 @@ OVERLOADS = [(op, name) for op in OPS for name in ("default", *kernels_of(op))]
 DIFFERENTIABLE = [(op, name) for op, name in OVERLOADS if OPS[op].autograd is not None]
 
 
+def calls_of(name):
+    return CALLS if name == "default" else OF_A_KERNEL
+
+
 @cache
 def telling(op, name):
     """Some of the cases an overload takes, which together show as many words of the labels, hence features, as possible."""
     left, seen, out = [c for c in CASES[op] if accepts(op, name, c)], set(), []
-    while left and len(out) < CALLS:
+    while left and len(out) < calls_of(name):
         best = max(left, key=lambda c: len(set(words(c)) - seen))
         left.remove(best)
         seen |= set(words(best))
@@ -73,8 +77,7 @@ def check(op, name, call):
         raise AssertionError(f"opcheck of {overload}: {', '.join(failed)}") from why
 
 
-@pytest.mark.parametrize("nth", range(CALLS))
-@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+@pytest.mark.parametrize(("op", "name", "nth"), [(op, name, n) for op, name in OVERLOADS for n in range(calls_of(name))])
 def test_opcheck(op, name, nth):
     cases = telling(op, name)
     if not cases:
