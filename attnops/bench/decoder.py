@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnops.bench import memory
 from attnops.cache import PagedBatch, PagedCache
 from attnops.nn import RotaryEmbedding, SelfAttention
 
@@ -67,7 +68,12 @@ class Decoder(nn.Module):
 
 def built(layers: int, dims: Dims, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """A Decoder with random weights, for inference."""
-    with torch.device(device):
+    place = torch.device(device)
+    with torch.device("meta"):
+        need = memory.needed(Decoder(layers, dims).to(dtype))
+    if (there := memory.free(place)) is not None:
+        memory.refuse(f"{layers} layers of a decoder of {dims.hidden}", need, there)
+    with place:
         return Decoder(layers, dims).to(dtype).eval().requires_grad_(False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.bench import memory
 from attnops.bench.report import Case
 from attnops.bench.setup import Point, Setup
 from attnops.bench.verdict import Row, relative_error
@@ -42,11 +44,15 @@ def config(setup: Setup, name: str) -> Any:
     found = config_of(name)
     layers = setup.layers or LAYERS.get(setup.size, {}).get(name, 0)
     if layers:
-        kinds = getattr(found, "layer_types", None)
-        found.num_hidden_layers = layers
-        if kinds is not None:
-            found.layer_types = (kinds * layers)[:layers]
+        _set_layers(found, layers)
     return found
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    kinds = getattr(config, "layer_types", None)
+    config.num_hidden_layers = layers
+    if kinds is not None:
+        config.layer_types = (kinds * layers)[:layers]
 
 
 def checked(name: str) -> None:
@@ -57,11 +63,49 @@ def checked(name: str) -> None:
         raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
 
 
-def build(setup: Setup, name: str, seed: int = 0) -> Any:
-    """The model in evaluation mode, in the setup's dtype, with the weights of `seed`; sinks are random, too."""
+def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
+    """As `config`, with fewer layers where the memory that is free does not hold them, its caches at `point`, and what it is compared with.
+
+    The rows say how many. Raises InvalidInput: one layer is too many, or the setup asks for more than fit.
+    """
+    made, there = config(setup, name), memory.free(setup.device)
+    if there is None:
+        return made
+    need = _needed(setup, made, point)
+    while need > there and not setup.layers and made.num_hidden_layers > 1:
+        _set_layers(made, made.num_hidden_layers // 2)
+        need = _needed(setup, made, point)
+    memory.refuse(f"{made.num_hidden_layers} layers of {name}", need, there)
+    return made
+
+
+def _needed(setup: Setup, made: Any, point: Point | None) -> int:
     import transformers
 
-    made = config(setup, name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
+    cached = 0
+    # Of a model whose layers differ transformers has no one head dim to give, and raises; its caches are small beside its weights.
+    with contextlib.suppress(Exception):
+        heads = getattr(made, "num_key_value_heads", None) or made.num_attention_heads
+        dim = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
+        row = 2 * heads * dim * made.num_hidden_layers * setup.dtype.itemsize
+        cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
+    return memory.needed(model, _wide(setup.dtype), cached)
+
+
+CACHES = 5
+"""Of one point, that ways of making a step hold at a time."""
+
+
+def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) -> Any:
+    """The model in evaluation mode, in the setup's dtype, with the weights of `seed`; sinks are random, too.
+
+    It has as many layers as memory holds, see `fitted`.
+    """
+    import transformers
+
+    made = fitted(setup, name, point)
     with torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []), torch.device(setup.device):
         torch.manual_seed(seed)
         attention = "sdpa" if _sdpa(made) else "eager"
@@ -83,14 +127,14 @@ def _sdpa(made: Any) -> bool:
 class Kept:
     """The model last asked for, so that the cases of a suite share it and no two lie in memory."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup, self._name, self._model = setup, "", None
+    def __init__(self, setup: Setup, point: Point | None = None) -> None:
+        self._setup, self._point, self._name, self._model = setup, point, "", None
 
     def __call__(self, name: str) -> Any:
         """The model of this name."""
         if name != self._name:
             self._model = None
-            self._model, self._name = build(self._setup, name), name
+            self._model, self._name = build(self._setup, name, point=self._point), name
         return self._model
 
 
@@ -100,9 +144,11 @@ Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
     """Cases of a suite: every model at its points. A model that the setup asks for has those of the first, if none of its own."""
-    kept, here = Kept(setup), places[setup.size]
+    here = places[setup.size]
     names = [asked(setup, "")] if setup.model else list(here)
     points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
+    most = max((p for some in points.values() for p in some), key=lambda p: p.batch * p.context, default=None)
+    kept = Kept(setup, most)
     return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in names for point in points[name]}
 
 
@@ -158,15 +204,61 @@ def budget(model: Any, base: float) -> float:
     return float(MORE * base + gain**2 * (u + u * (width**0.5 + 4)) * (4 + layers**0.5))
 
 
+LARGE = 1 << 20
+"""Numbers of a weight that is not copied."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def widened(model: Any, large: int = LARGE) -> Any:
+    """The model in a wider dtype. Small weights are copies; a module's large ones are widened when it is called, dropped when it returns.
+
+    Of a large embedding the rows that it picks are widened.
+    """
+    wide, one = _wide(model.dtype), twin(model)
+
+    def widen(x: Tensor | None) -> Tensor | None:
+        return x.to(wide) if x is not None and x.dtype.is_floating_point else x
+
+    def wider(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.to(wide), requires_grad=False)
+
+    def around(module: torch.nn.Module, narrow: dict[str, torch.nn.Parameter]) -> None:
+        def before(module: torch.nn.Module, given: Any) -> None:
+            module._parameters.update({name: wider(value) for name, value in narrow.items()})
+
+        def after(module: torch.nn.Module, given: Any, returned: Any) -> None:
+            module._parameters.update(narrow)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    for module in list(one.modules()):
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = widen(buffer)
+        here = {name: p for name, p in module._parameters.items() if p is not None}
+        module._parameters.update({name: wider(p) for name, p in here.items() if p.numel() <= large})
+        if not (narrow := {name: p for name, p in here.items() if p.numel() > large}):
+            continue
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(lambda module, given, returned: returned.to(wide))
+        else:
+            around(module, narrow)
+    return one
+
+
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
     """Logits of a step for every token of `new` `[B, N]` behind `prompt`; None: of the prompt's last token. `[B, N or 1, V]`.
 
-    By transformers' own model in float64, where this one is of float32, else in float32. That needs as much memory again, or twice.
+    By transformers' own model in float64, where this one is of float32, else in float32, each module widened while it runs: a whole copy
+    of a large model is more than a machine may have.
     """
     from transformers import DynamicCache
 
-    wide = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+    wide = widened(model)
     if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
         choose("eager")
     cache = DynamicCache(config=wide.config)

@@ -1,0 +1,70 @@
+"""Benchmarks ask for memory before they take it: fewer layers, said on the row, or a refusal with the number needed."""
+
+import copy
+
+import pytest
+import torch
+
+from attnops.bench import memory, models
+from attnops.bench.setup import Point, Setup
+from attnops.errors import InvalidInput
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+def test_free_memory_is_that_of_the_machine_and_of_the_group(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
+    assert memory._available(str(tmp_path / "meminfo")) == 2048 * 1024
+    assert memory._available(str(tmp_path / "absent")) is None
+    for name, text in (("max", "1000"), ("current", "400"), ("stat", "anon 1\ninactive_file 100\n"), ("none", "max")):
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in ("max", "current", "stat", "none")]
+    assert memory._left(*files[:3]) == 700 and memory._left(files[0], files[1], "absent") == 600
+    assert memory._left(files[3], *files[1:3]) is None and memory._left("absent", *files[1:3]) is None
+    assert (memory.free(CPU) or GIB) > 0
+
+
+@pytest.mark.parametrize(("there", "layers"), [(None, 4), (400 * GIB, 4), (13 * GIB, 2), (23 * GIB // 2, 1)])
+def test_a_model_has_as_many_layers_as_memory_holds(monkeypatch, there, layers):
+    monkeypatch.setattr(memory, "free", lambda device: there)
+    monkeypatch.setitem(models.LAYERS["toy"], "llama-3-8b-shape", 4)
+    made = models.fitted(Setup(CPU, quick=True), "llama-8b-shape", Point(1, 128))
+    assert made.num_hidden_layers == layers and len(getattr(made, "layer_types", None) or range(layers)) == layers
+
+
+@pytest.mark.parametrize(("there", "layers"), [(1 * GIB, 0), (14 * GIB, 32)])
+def test_a_model_that_does_not_fit_is_refused_with_the_number(monkeypatch, there, layers):
+    monkeypatch.setattr(memory, "free", lambda device: there)
+    with pytest.raises(InvalidInput, match=r"memory: got .* GiB free, want .* GiB free, for .* layers of llama-8b") as caught:
+        models.build(Setup(CPU, quick=True, layers=layers), "llama-8b-shape")
+    assert str(caught.value).count("\n") == 0
+
+
+def test_what_is_needed_counts_caches_and_shared_weights_once(monkeypatch):
+    monkeypatch.setattr(memory, "free", lambda device: None)
+    model = models.build(Setup(CPU, quick=True), "llama")
+    weights = sum(p.nbytes for p in model.parameters())
+    assert memory.needed(model) == int(memory.SPARE * weights) + memory.OVERHEAD
+    assert memory.needed(model, torch.float64, 1000) > memory.needed(model, None, 1000) > memory.needed(model)
+    many = models._needed(Setup(CPU, quick=True), models.config(Setup(CPU, quick=True), "llama"), Point(1 << 10, 1 << 20))
+    assert many > 10 * memory.needed(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mixtral", "gemma3"])
+def test_widening_module_by_module_is_a_copy(monkeypatch, name):
+    monkeypatch.setattr(memory, "free", lambda device: None)
+    model = models.build(Setup(CPU, quick=True), name)
+    prompt = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with torch.no_grad():
+        whole = copy.deepcopy(model).to(torch.float64)
+        pieces = models.widened(model, large=0)
+        for some in (whole, pieces):
+            if callable(choose := getattr(some, "set_experts_implementation", None)):
+                choose("eager")
+        want, got = whole(prompt).logits, pieces(prompt).logits
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(before[n], p) and p.dtype == torch.float32 for n, p in model.named_parameters())
+    assert all(p.dtype == torch.float32 for p in pieces.parameters()), "what was widened is dropped again"
