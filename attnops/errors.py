@@ -98,6 +98,14 @@ class BadTable(InvalidInput):
     """A file is no table of measured times that this version reads, or one of another GPU. It is ignored, and `doctor` names it."""
 
 
+class UnsupportedVersion(AttnopsError, ImportError):
+    """A package that is installed is of a version that attnops does not support."""
+
+    def __init__(self, package: str, got: str, want: str) -> None:
+        super().__init__(f"{package}: got version {got}, want {want}; `pip install '{package}{want}'`")
+        self.package, self.got, self.want = package, got, want
+
+
 class UnknownKernel(AttnopsError, ValueError):
     """A kernel was asked for by a name that no registered kernel bears."""
 

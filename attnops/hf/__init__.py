@@ -10,6 +10,7 @@ tells what it did.
 
 from __future__ import annotations
 
+from attnops.hf import supported as supported  # first: it says which transformers is wanted where the rest would fail  # isort: split
 from attnops.hf.decode import Decode as Decode
 from attnops.hf.interface import NAME as NAME
 from attnops.hf.interface import register as register

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import keyed, latent
+from attnops.hf import keyed, latent, supported
 from attnops.hf.decode import Decode, Decoder, Forward
 from attnops.hf.generation import running_generation
 from attnops.hf.interface import check_kernel
@@ -51,6 +51,8 @@ class PagedMode:
 
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
+        if supported.older_than(supported.PAGED):
+            raise PatchError(f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
         sites = [site for site in found.sites if site.reason is None]
         owned: Any = owner
         self.latents = any(latent.is_latent(site.module) for site in sites)
