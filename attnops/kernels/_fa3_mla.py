@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, arch, deterministic, dtypes, one_of, without
 from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, longest_query, missing, packed_lse, past
+from attnops.measured import Roofline, phases
 from attnops.problem import Problem
 
 LATENT, ROPE, TILE = 512, 64, 64
@@ -64,22 +65,12 @@ def mla_attention(
         lse.copy_(packed_lse(raw, sinks, cu_seqlens_q))
 
 
-def _cost_us(p: Problem) -> float:
-    """A roofline of SM90: launches, one more where the keys are split, then the larger of the latents' bytes and the products."""
-    tokens, batch, queries, context = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries, p.context))
-    if p.window[0] >= 0:
-        context = min(context, p.window[0] + queries)
-    tiles = max(tokens * p.q_heads // TILE, 1)
-    # Every tile of queries reads its request's latents; from the second on they come out of L2.
-    size = 2.0 * (batch * context * p.head_dim + tokens * p.q_heads * (p.head_dim + p.v_head_dim))
-    rows = max(p.q_heads, TILE // queries)  # of a tile that is not full
-    flops = 2.0 * tokens * context * rows * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
-    return 10.0 + 9.0 * (tiles < 132) + max(size / 3.4e6, flops / 5e8)
+COST_US = phases(Roofline(18.3, 1.1, 0.86, 0.0057, 1800), Roofline(14.6, 0.41, 0.87, 0.028, 520))
 
 
 def _unsplit_us(p: Problem) -> float:
     """Under a deterministic policy one block works through all keys of a request and 64 rows, full or not."""
-    return max(_cost_us(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
+    return max(COST_US(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
 
 
 KERNEL = Kernel(
@@ -97,7 +88,7 @@ KERNEL = Kernel(
     ),
     packages=(PACKAGE,),
     probe=missing,
-    cost_us=_cost_us,
+    cost_us=COST_US,
     batch_invariant=True,
     invariant_us=_unsplit_us,
     about="FlashAttention-3 of sgl-kernel, absorbed latents",

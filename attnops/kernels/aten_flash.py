@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
 from attnops.kernels import aten_flash_cuda as cuda
+from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
 
@@ -197,11 +198,11 @@ def varlen_attention_backward(
     return grad_q, grad_k, grad_v, none
 
 
+ON_CPU = Roofline(25.0, 0.7, 0.55)
+
+
 def _cost_us(p: Problem) -> float:
-    if p.target.device == "cuda":
-        return cuda.cost_us(p)
-    logits = p.q_heads * max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 25.0 + logits * 0.6 * p.head_dim / 1e6
+    return cuda.cost_us(p) if p.target.device == "cuda" else ON_CPU(p)
 
 
 def _one_head_dim(p: Problem) -> Refusal | None:

@@ -37,6 +37,7 @@ from attnops.kernels._fa3 import (
     value_dim,
     with_sinks,
 )
+from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype
 
@@ -269,27 +270,25 @@ def _silent(value: Tensor, past: Tensor) -> Tensor:
     return value.view(torch.uint8).masked_fill(past, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(past, 0.0)
 
 
-def _cost_us(p: Problem) -> float:
-    """A roofline of SM90: a launch, one more where the keys are split and the parts combined, then bytes or products."""
-    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
-    context = max(p.context.hint, 1)
-    if p.window[0] >= 0:
-        context = min(context, p.window[0] + queries)
-    if p.attention_chunk:
-        context = min(context, p.attention_chunk)
-    width = p.head_dim + p.v_head_dim
-    size = p.dtype.itemsize * (tokens * p.q_heads + batch * context * p.kv_heads) * width
-    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0) * p.dtype.itemsize / 2
-    split = batch * p.kv_heads * -(-queries * p.group_size // 128) < 132
-    copies = p.padded if p.op == "varlen_attention" else p.kv_range and queries * p.group_size > FEW
-    copy = 2.0 * p.dtype.itemsize * batch * context * p.kv_heads * p.v_head_dim * copies
-    return 8.0 + 9.0 * split + max(size / 4.2e6, flops / 6e8) + copy / 4.2e6
+DENSE = phases(Roofline(12.3, 0.98, 0.5, 0.00097, 14_000), Roofline(12.6, 0.6, 0.86, 0.0092, 510))
+PACKED = Roofline(14.0, 0.97, 0.68, 0.0052, 2100)
+PAGED = phases(Roofline(14.6, 1.0, 0.6, 0.00096, 11_000), Roofline(14.0, 0.78, 0.76, 0.0041, 2200))
+
+
+def _dense_us(p: Problem) -> float:
+    """What lies outside of a request's keys is cleared in a copy of the values first."""
+    copies = p.kv_range and p.queries.hint * p.group_size > FEW
+    return DENSE(p) + copies * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
+
+
+def _packed_us(p: Problem) -> float:
+    return PACKED(p) + p.padded * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
 
 
 def _unsplit_us(p: Problem) -> float:
     """Under a deterministic policy one block reads all keys of a request and head, at 47 GB/s."""
     context = max(p.context.hint, 1) if p.window[0] < 0 else min(max(p.context.hint, 1), p.window[0] + 1)
-    return max(_cost_us(p), 8.0 + context * (p.head_dim + p.v_head_dim) * p.kv_dtype.itemsize / 4.7e4)
+    return max(PAGED(p), 8.0 + context * (p.head_dim + p.v_head_dim) * p.kv_dtype.itemsize / 4.7e4)
 
 
 NEEDS: tuple[Need, ...] = (
@@ -306,7 +305,9 @@ NEEDS: tuple[Need, ...] = (
     *without("mask"),
 )
 ABOUT = "FlashAttention-3 of sgl-kernel"
-for _op, _run in (("attention", attention), ("varlen_attention", varlen_attention), ("paged_attention", paged_attention)):
+for _op, _run, _us in (
+    ("attention", attention, _dense_us), ("varlen_attention", varlen_attention, _packed_us), ("paged_attention", paged_attention, PAGED)
+):  # fmt: skip
     register(
         Kernel(
             "fa3",
@@ -315,7 +316,7 @@ for _op, _run in (("attention", attention), ("varlen_attention", varlen_attentio
             needs=NEEDS,
             packages=(PACKAGE,),
             probe=missing,
-            cost_us=_cost_us,
+            cost_us=_us,
             batch_invariant=True,
             invariant_needs=(steady_tiles,),
             invariant_us=_unsplit_us if _op == "paged_attention" else None,

@@ -16,6 +16,7 @@ from attnops.kernel import Capture, Kernel, Need, arch, deterministic, dtypes, o
 from attnops.kernels import _flashinfer as fi
 from attnops.kernels import _flashinfer_plan as planner
 from attnops.kernels._plan import host_plan, within
+from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import no_lse
 
@@ -202,21 +203,12 @@ def _alike(p: Problem) -> Refusal | None:
 
 
 PLAN_US = 700.0
-"""Host time of a plan, about; the shipped table's `plan_us` has what was measured. A paged layer bears 1/32 of it, a packed call all."""
+"""Host time of a plan, about; the shipped table's `plan_us` has what was measured. A step makes one, a packed call one of its own."""
 
 
-def _cost_us(p: Problem) -> float:
-    """A roofline of SM90 as in `fa3`, with what was measured: FA3's paged prefill 437 to 534 TFLOP/s; CUDA cores 1.5 times the time."""
-    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
-    context = max(p.context.hint, 1)
-    if p.window[0] >= 0:
-        context = min(context, p.window[0] + queries)
-    width = p.head_dim + p.v_head_dim
-    size = 2.0 * (tokens * p.q_heads + batch * context * p.kv_heads) * width
-    flops = 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and queries > 1 else 1.0)
-    slow = 1.5 if queries == 1 and p.group_size < 4 else 1.0
-    plan = PLAN_US / 32 if p.op == "paged_attention" else PLAN_US
-    return 14.0 + plan + max(slow * size / 4.2e6, flops / (5e8 if p.target.arch == 90 else 2.5e8))
+PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))
+PACKED = Roofline(281.0, 0.47, 0.65, 0.0035)
+"""Its launches wait for a plan, which the host makes in every call."""
 
 
 NEEDS: tuple[Need, ...] = (
@@ -245,8 +237,8 @@ register(
         **_SHARED,  # type: ignore[arg-type]
     )
 )
-for _op, _run, _more in (
-    ("paged_attention", paged_attention, (_alike, host_plan(planner.MAKER))),
-    ("varlen_attention", varlen_attention, ()),
+for _op, _run, _us, _more in (
+    ("paged_attention", paged_attention, PAGED, (_alike, host_plan(planner.MAKER))),
+    ("varlen_attention", varlen_attention, PACKED, ()),
 ):
-    register(Kernel("flashinfer", _op, _run, needs=(*NEEDS, *_more), cost_us=_cost_us, **_SHARED))  # type: ignore[arg-type]
+    register(Kernel("flashinfer", _op, _run, needs=(*NEEDS, *_more), cost_us=_us, **_SHARED))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from attnops.kernels import _sgl
 from attnops.kernels._decode import adjoin, batch_by_token, whole
 from attnops.kernels._flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
 from attnops.kernels._flashmla_sparse import LIBRARY as LIBRARY
+from attnops.measured import Roofline, phases
 from attnops.problem import Problem
 
 PAGE = 64
@@ -79,10 +80,11 @@ def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
+PLANNED = phases(Roofline(23.2, 1.2, 1.1, 0.0013, 25_000), Roofline(16.3, 0.19, 1.0, 0.0046, 2700))
+
+
 def _cost_us(p: Problem) -> float:
-    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90."""
-    keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 12.0 + _schedule.cost_us(p) + keys * max(p.head_dim * 2 / 3.5e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 6.4e8)
+    return PLANNED(p) + _schedule.cost_us(p)
 
 
 def _sparse_cost_us(p: Problem) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
+from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, no_lse, same_chunk
 from attnops.reference.packed import lengths_of, rows_of
@@ -344,11 +345,13 @@ def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tens
     return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 
+DENSE = Roofline(62.5, 0.079, 0.19, 0.066, 2800)
+PACKED = Roofline(105.0, 0.079, 0.059, 0.002, 2000)
+
+
 def _cost_us(p: Problem) -> float:
-    # On CPU it runs uncompiled and trails the reference; on CUDA it wins over materialised logits and loses to SDPA.
-    if p.target.device == "cpu":
-        return 1e6
-    return 60.0 + max(p.tokens.hint, 1) * max(p.context.hint, 1) * p.q_heads * p.head_dim / 1e7
+    # On a CPU it runs uncompiled and trails the reference.
+    return 1e6 if p.target.device == "cpu" else (DENSE if p.op == "attention" else PACKED)(p)
 
 
 def _wide_heads(p: Problem) -> Refusal | None:

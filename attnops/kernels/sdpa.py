@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.kernel import Kernel, Need, dtypes, register, without
+from attnops.measured import Roofline
 from attnops.problem import Problem, surely
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
@@ -228,12 +229,17 @@ def paged_attention(
     output.copy_(unpad(out, cu_seqlens_q, query.shape[0]))
 
 
+PLAIN = Roofline(11.4, 0.91, 0.68, 0.0007, 1700)
+MASKED = Roofline(50.0, 0.12, 0.3, 0.0091, 8200)
+PADDED = Roofline(115.0, 0.12, 0.3, 0.0091, 8200)
+
+
 def _cost_us(p: Problem) -> float:
-    """Bytes of the padded problem over a modest bandwidth; a mask costs a pass over the logits."""
-    pairs = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    logits = p.q_heads * pairs
-    masked = p.mask != "none" or p.windowed or p.attention_chunk > 0 or p.kv_range or not p.sizes_equal
-    return 20.0 + logits * (2.0 if masked else 0.5) * p.head_dim / 1e6
+    """Packed and paged calls are padded into a dense one; a mask that has to be written costs a pass over the logits."""
+    if p.op != "attention":
+        return PADDED(p)
+    unequal = p.causal and not p.sizes_equal and p.queries.hi != 1
+    return (MASKED if p.mask != "none" or p.windowed or p.attention_chunk or p.kv_range or unequal else PLAIN)(p)
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

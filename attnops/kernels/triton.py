@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, Package, at_most, deterministic, one_of, register
+from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
 
 if TYPE_CHECKING:
@@ -121,20 +122,8 @@ def _stored(p: Problem) -> Refusal | None:
     return None
 
 
-def _cost_us(p: Problem) -> float:
-    """A launch, a shorter one for stage two, then bytes over a bandwidth or products over a throughput; what an H200 reaches.
-
-    Latents of many heads are bound by products at two thirds of the throughput: both warpgroups make the same scores.
-    """
-    tokens, batch, queries = (max(x.hint, 1) for x in (p.tokens, p.batch, p.queries))
-    context = max(p.context.hint, 1)
-    behind = [n for n in (p.window[0], p.attention_chunk - 1) if n >= 0]
-    if behind:
-        context = min(context, min(behind) + queries)
-    width = p.head_dim if p.rope_dim else p.head_dim + p.v_head_dim
-    size = tokens * p.q_heads * (p.head_dim + p.v_head_dim) * p.dtype.itemsize + batch * context * p.kv_heads * width * p.kv_dtype.itemsize
-    flops = 2.0 * tokens * context * p.q_heads * (p.head_dim + p.v_head_dim) * (0.5 if p.causal and queries > 1 else 1.0)
-    return 9.0 + max(size / 4e6, flops / (2.5e8 if p.rope_dim else 4e8))
+PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
+LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
 
 
 def _merge_cost_us(p: Problem) -> float:
@@ -148,13 +137,13 @@ ATTENTION: tuple[Need, ...] = (*NEEDS, one_of("last_dim_contiguous", True))
 
 register(
     Kernel(
-        "triton", "paged_attention", paged_attention, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True,
+        "triton", "paged_attention", paged_attention, packages=(PACKAGE,), cost_us=PAGED, batch_invariant=True,
         needs=(*ATTENTION, at_most("head_dim", 256), at_most("v_head_dim", 256)), about="attnops' own, decode and extend",
     )
 )  # fmt: skip
 register(
     Kernel(
-        "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True,
+        "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=LATENTS, batch_invariant=True,
         needs=(*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64)), about="attnops' own, decode and extend over latents",
     )
 )  # fmt: skip

@@ -19,6 +19,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, Need, arch, at_most, dtypes, one_of, register, without
 from attnops.kernels import _workspace
 from attnops.kernels._trtllm import PACKAGE, SMS, blind, no_compiler, one_head_dim, scales
+from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import compact, no_lse
 from attnops.reference.packed import lengths_of
@@ -183,15 +184,6 @@ def _rules(p: Problem) -> Refusal | None:
     return Refusal("lse", True, "no (with sinks)") if p.lse and p.sinks else None
 
 
-def _cost_us(p: Problem) -> float:
-    """The larger of the bytes over 6 TB/s and the products over 1 PFLOP/s: the hardware's figures, not measured."""
-    tokens, batch, context = (max(x.hint, 1) for x in (p.tokens, p.batch, p.context))
-    context = context if p.window[0] < 0 else min(context, p.window[0] + max(p.queries.hint, 1))
-    width = p.head_dim + p.v_head_dim
-    size = (tokens * p.q_heads * p.dtype.itemsize + batch * context * p.kv_heads * p.kv_dtype.itemsize) * width
-    return 15.0 + max(size / 6e6, 2.0 * tokens * context * p.q_heads * width * (0.5 if p.causal and p.queries.hint > 1 else 1.0) / 1e9)
-
-
 COMMON: tuple[Need, ...] = (arch(100, 103), one_of("last_dim_contiguous", True), _rules, at_most("group_size", 64))
 PAGED = (
     _paged, scales, _workspace.not_of_a_plan, one_of("head_dim", 64, 128, 256), one_head_dim, one_of("page_size", 16, 32, 64, 128),
@@ -199,8 +191,10 @@ PAGED = (
 )  # fmt: skip
 PACKED = (dtypes(torch.float16, torch.bfloat16), _prefill_dims, *without("mask", "softcap", "sinks", "kv_scales"))
 ABOUT = "TensorRT-LLM's generated kernels (flashinfer)"
+HARDWARE = Roofline(15.0, 0.83, 0.55)
+"""Of the hardware's figures, not measured."""
 for _op, _run, _needs, _size in (
     ("paged_attention", paged_attention, PAGED, workspace_bytes), ("varlen_attention", varlen_attention, PACKED, None),
 ):  # fmt: skip
-    _what: dict[str, Any] = {"packages": (PACKAGE,), "probe": no_compiler, "cost_us": _cost_us, "about": ABOUT}
+    _what: dict[str, Any] = {"packages": (PACKAGE,), "probe": no_compiler, "cost_us": HARDWARE, "about": ABOUT}
     register(Kernel("trtllm", _op, _run, needs=(*COMMON, *_needs), workspace_bytes=_size, tolerance=2.0, **_what))

@@ -19,6 +19,7 @@ from attnops.kernels import _workspace
 from attnops.kernels._decode import batch_by_token, rows, whole
 from attnops.kernels._trtllm import PACKAGE, no_compiler
 from attnops.kernels.trtllm import split_bytes, stats_bytes
+from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
 
 LATENT, ROPE, NOPE = 512, 64, 128
@@ -105,12 +106,6 @@ def _sinks(p: Problem) -> Refusal | None:
     return Refusal("lse", True, "no (with sinks)") if p.lse and p.sinks else None
 
 
-def _cost_us(p: Problem) -> float:
-    """The larger of the latents' bytes over 6 TB/s and the products over 1 PFLOP/s: the hardware's figures, not measured."""
-    keys = max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 13.0 + keys * max(p.head_dim * p.kv_dtype.itemsize / 6e6, 2 * p.q_heads * (p.head_dim + p.v_head_dim) / 1e9)
-
-
 register(
     Kernel(
         "trtllm_mla",
@@ -132,7 +127,7 @@ register(
         ),
         packages=(PACKAGE,),
         probe=no_compiler,
-        cost_us=_cost_us,
+        cost_us=Roofline(13.0, 0.83, 0.55),  # of the hardware's figures: not measured
         device_plan=rows,
         tolerance=16.0,  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
         workspace_bytes=workspace_bytes,

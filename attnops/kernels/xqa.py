@@ -16,6 +16,7 @@ from attnops.kernel import Kernel, arch, at_most, extent_at_most, one_of, regist
 from attnops.kernels import _workspace
 from attnops.kernels._decode import batch_by_token
 from attnops.kernels._trtllm import PACKAGE, SMS, no_compiler, one_head_dim, scales
+from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -93,12 +94,6 @@ def _dtypes(p: Problem) -> Refusal | None:
     return None if p.kv_dtype == p.dtype else one_of("kv_dtype", torch.float8_e4m3fn)(p)
 
 
-def _cost_us(p: Problem) -> float:
-    """Bytes of the cache over what mha.cu may reach of SM90's bandwidth, and the tables by token before it."""
-    context = max(p.context.hint, 1) if p.window[0] < 0 else min(max(p.context.hint, 1), p.window[0] + 1)
-    return 24.0 + 2.0 * max(p.tokens.hint, 1) * context * p.kv_heads * p.head_dim * p.kv_dtype.itemsize / 3.2e6
-
-
 register(
     Kernel(
         "xqa",
@@ -120,7 +115,7 @@ register(
         ),
         packages=(PACKAGE,),
         probe=no_compiler,
-        cost_us=_cost_us,
+        cost_us=Roofline(20.5, 1.0, 0.59, 0.00087, 27_000),
         workspace_bytes=lambda p: _workspace.total(scratch_bytes(p.group_size, p.head_dim)),
         # Outputs of warp groups, and then of the parts of a request, are rounded to the dtype and added.
         tolerance=2.0,

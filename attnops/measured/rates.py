@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from attnops.measured.grid import Grid
 from attnops.measured.table import Table
+from attnops.problem import Target
 
 
 class Rates(NamedTuple):
@@ -34,6 +35,22 @@ RATES: Mapping[str, Rates] = {
     "NVIDIA H20": Rates(4.0 * COPY, 148 * PRODUCT),
 }
 """By the device's name as its driver says it. Of GPUs of one architecture the first one speaks for a target of no name."""
+
+BY_ARCH: Mapping[int, Rates] = {
+    80: Rates(2.04 * COPY, 312 * PRODUCT),
+    86: Rates(0.94 * COPY, 142 * PRODUCT),
+    89: Rates(0.86 * COPY, 362 * PRODUCT),
+    90: RATES["NVIDIA H200"],
+    100: Rates(8.0 * COPY, 2250 * PRODUCT),
+    103: Rates(8.0 * COPY, 2500 * PRODUCT),
+    120: Rates(1.79 * COPY, 210 * PRODUCT),
+}
+"""By compute capability, of a GPU of no name or not in RATES: the datasheets' figures of A100, RTX 3090, L40S, B200, B300 and RTX 5090."""
+
+
+def rates_of(target: Target) -> Rates:
+    """For estimates. A CPU is taken for an H200: kernels are compared with each other only."""
+    return RATES.get(target.gpu) or BY_ARCH.get(target.arch, BY_ARCH[90])
 
 
 def nearness(gpu: str, other: str) -> tuple[float, int]:

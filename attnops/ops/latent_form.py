@@ -17,7 +17,7 @@ import torch
 
 from attnops.errors import UnknownKernel
 from attnops.kernel import generation, kernels_of, own_kernel
-from attnops.measured import ESTIMATED, Table, in_force
+from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.select import Decision, parse_policy, select_by
 
@@ -208,9 +208,6 @@ def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[floa
     problem = _sized(problem, queries, keys)
     decision = select_by(table, problem, call.policies[0])
     us = _us(decision)
-    if call.before and decision.kernel is not None and decision.costs[decision.kernel.name].how == ESTIMATED:
-        # Estimates take half of all pairs for hidden where calls are causal: true of the new tokens, and not of what was before.
-        us = decision.kernel.cost_us(replace(problem, causal=False))
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
     return us + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
 
