@@ -303,7 +303,7 @@ def _prepare(
         # Written into some checkpoints, where nobody who asked for pages would look.
         told = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
         warnings.warn(f"{told}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
-    weights = bool(getattr(generation_config, "output_attentions", None))
+    weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))
     if weights and given is None:
         warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
     blocks = mode.blocks and keyed.has_blocks(model_kwargs)

@@ -45,8 +45,9 @@ def prove(model: Any, found: Match, asked: Options) -> Proof:
     """Try masks on a twin of `model`, or on itself where no twin can be built."""
     flexible = all(getattr(cls, "_supports_flash_attn", False) or getattr(cls, "_supports_flex_attn", False) for cls in found.unrouted)
     modes: list[Mode] = ["additive"]
-    if flexible and asked.mask != "additive":
-        modes.insert(0, "explicit" if found.explicit else asked.mask)
+    # A class that computes with masks knows eager's.
+    if flexible and asked.mask != "additive" and not found.explicit:
+        modes.insert(0, asked.mask)
     why: list[str] = []
     with unset_fake_temporarily(), pretend(None), torch.no_grad():
         subject, name = next(_subjects(model), (None, ""))

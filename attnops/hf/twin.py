@@ -146,7 +146,7 @@ def feeds(model: Any) -> Iterator[dict[str, Tensor]]:
     known = {name: make(model.config) for name, make in _INPUTS.items() if name in parameters}
     if not getattr(model.config, "is_encoder_decoder", False):
         known = {name: value for name, value in known.items() if not name.startswith("decoder_")}
-    text = ("input_ids", "decoder_input_ids")
+    text = ("input_ids", "decoder_input_ids", "future_values", "future_time_features")
     needed = {name for name, p in parameters.items() if p.default is p.empty}
     few = {name: value for name, value in known.items() if name in needed or name in text}
     main = {name: value for name, value in known.items() if name in (*text[1:], model.main_input_name)}

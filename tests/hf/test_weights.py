@@ -100,6 +100,8 @@ def test_a_config_that_asks_for_weights():
             model.set_attn_implementation("eager")
             assert same(model(tokens()), eager)
             handle.unpatch()
+        with attnops.patch(model, cache="paged"):
+            model.generate(tokens(), max_new_tokens=2)
     plain = tiny.model("llama")
     with attnops.patch(plain), pytest.raises(ValueError, match="output_attentions"):
         plain.config.output_attentions = True  # transformers' own refusal
