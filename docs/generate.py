@@ -226,7 +226,7 @@ def stale(check: bool) -> Iterator[str]:
                     text = (ROOT / name).read_text()
                     (ROOT / name).write_text(text.replace(begin + now, begin + new))
     text = hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels()))
-    if not HARDWARE.exists() or HARDWARE.read_text() != text:
+    if HARDWARE.is_relative_to(ROOT) and (not HARDWARE.exists() or HARDWARE.read_text() != text):
         yield str(HARDWARE.relative_to(ROOT))
         if not check:
             HARDWARE.write_text(text)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
 
 import pytest
@@ -167,7 +168,8 @@ def test_reference_equals_loops(case):
 
 
 def spoilt(op, run):
-    return Kernel("spoilt", op, run)
+    """A kernel that claims to know every feature, as the reference does: it is run, and not refused for what `run` does not name."""
+    return Kernel("spoilt", op, wraps(OPS[op].reference)(run))
 
 
 def typical_mistakes():
@@ -289,7 +291,8 @@ def test_the_check_sees(op, label, run):
 def test_the_check_reports_refusals_and_runs_nothing():
     from attnops.kernel import without
 
-    kernel = Kernel("picky", "attention", lambda *a, **k: pytest.fail("ran"), needs=without("sinks", "softcap"))
+    ran = wraps(OPS["attention"].reference)(lambda *a, **k: pytest.fail("ran"))
+    kernel = Kernel("picky", "attention", ran, needs=without("sinks", "softcap"))
     [case] = [c for c in CASES["attention"] if c.label == "all"]
     figures = check_kernel(kernel, case.call())
     assert [r.field for r in figures.refused] == ["sinks", "softcap"]
