@@ -122,9 +122,9 @@ def eager(setup: Setup, repeats: int, inner: int) -> dict[str, Any]:
         policy, overload = active_policy(), getattr(packet, NOOP)
         figures: dict[str, Any] = interleaved_us(
             {
-                "function": lambda: function(*args, max_seqlen_q=1, output=kwargs["output"]),
-                "op": lambda: packet.default(*args, **kwargs, policy=policy),
-                "overload": lambda: overload(*args, **kwargs, policy=policy),
+                "function": lambda: function(*args, max_seqlen_q=1, holes=False, output=kwargs["output"]),
+                "op": lambda: packet.default(*args, **kwargs, holes=False, policy=policy),
+                "overload": lambda: overload(*args, **kwargs, holes=False, policy=policy),
                 "plain": lambda: _nothing(*args, **kwargs, policy=policy),
             },
             repeats,
@@ -153,9 +153,9 @@ def fa3(setup: Setup) -> dict[str, Any]:
     calls = {
         "raw": lambda: fwd(*raw),
         "promised": lambda: call(
-            query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, padded=False, kernel="fa3"
+            query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, padded=False, holes=False, kernel="fa3"
         ),
-        "padded": lambda: call(query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, kernel="fa3"),
+        "padded": lambda: call(query, pages, values, table, lengths, cu, max_seqlen_q=1, output=output, holes=False, kernel="fa3"),
     }  # fmt: skip
     with torch.no_grad():
         # Few calls at a time, so that the queue of launches never fills and what is timed is the host.
@@ -170,7 +170,7 @@ def compiled(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> di
     def chain(layers: int) -> Callable[[], torch.Tensor]:
         def call(x: torch.Tensor) -> torch.Tensor:
             for _ in range(layers):
-                x = attnops.ops.paged_attention(x, *rest, max_seqlen_q=1)
+                x = attnops.ops.paged_attention(x, *rest, max_seqlen_q=1, holes=False)
             return x
 
         graph = setup.compiled(call, fullgraph=True)

@@ -1,7 +1,8 @@
 """Reference attention. One core serves dense, packed and paged calls: they differ in where keys lie, not in the formula.
 
     s[i, j] = scale * q[i] . k[j];  s = softcap * tanh(s / softcap) if softcap;  s += mask
-    p = exp(s - lse),  lse = log(sum_j exp(s[i, j]) + exp(sink))
+    m = max_j s[i, j] (and the sink),  total = sum_j exp(s[i, j] - m) + exp(sink - m)
+    p = exp(s - m) / total,  lse = m + log(total): never exp(s - lse), whose error grows with the logits
     output[i] = sum_j p[i, j] v[j];  a query that sees no key gives 0, and lse = -inf (or the sink)
 
 Query i of a request stands at position i + offset; it sees key j when start <= j < end, j <= position (causal),
@@ -93,12 +94,26 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(output `[B, S, Hq, Dv]`, lse `[B, Hq, S]`), both in the accumulation dtype; inputs already wide."""
     logits = scores(query, key, see, mask, rules)
-    lse = logsumexp(logits, sinks)
-    p = torch.exp(logits - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    p, top, total = softmax(logits, sinks)
+    lse = top + torch.log(total)
     b, hq, s, k = p.shape
     hkv = value.shape[2]
     out = torch.einsum("bhgsk,bkhd->bshgd", p.reshape(b, hkv, hq // hkv, s, k), value)
     return out.reshape(b, s, hq, value.shape[3]), lse
+
+
+def softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights like `logits`, largest logit, sum of exp(logit - largest)), the last two `[B, Hq, S]`; the sum of no key is 0."""
+    shape = logits.shape[:-1]
+    top = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, float("-inf"))
+    if sinks is not None:
+        top = torch.maximum(top, sinks.to(top.dtype)[None, :, None].expand(shape))
+    top = torch.where(top == float("-inf"), 0.0, top)
+    weights = torch.exp(logits - top[..., None])
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(top.dtype)[None, :, None] - top)
+    return weights / torch.where(total == 0, 1.0, total)[..., None], top, total
 
 
 def logsumexp(logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -204,7 +219,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, mask and sinks (the last two `[0]` when there is none).
 
-    With p = exp(s - lse) and delta_i = sum_d dO_i O_i - dlse_i: dV = p^T dO, ds = p * (dO V^T - delta), dsink = -sum p_sink delta.
+    With p as in the forward, worked out anew, and delta_i = sum_d dO_i O_i - dlse_i:
+    dV = p^T dO, ds = p * (dO V^T - delta), dsink = -sum p_sink delta.
     FlashAttention, https://arxiv.org/abs/2205.14135, appendix B; the soft cap adds the factor 1 - (s / softcap)^2.
     """
     rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
@@ -215,11 +231,7 @@ def attention_backward(
         k = _clean(k, kv_start, kv_end)
     bare = scores(q, k, None, None, rules)
     logits = scores(q, k, see, mask, rules) if see is not None or mask is not None else bare
-    z = lse.transpose(1, 2).to(q.dtype)
-    if q.dtype == torch.float64:  # lse is stored as float32, too coarse for float64 gradients
-        z = logsumexp(logits, sinks)
-    z = torch.where(z == float("-inf"), torch.zeros_like(z), z)
-    p = torch.exp(logits - z[..., None])
+    p, top, total = softmax(logits, sinks)
     b, hq, s, n = p.shape
     hkv = k.shape[2]
 
@@ -243,7 +255,7 @@ def attention_backward(
     grad_k = torch.einsum("bhgsk,bshgd->bkhd", group(grad_s), q.reshape(b, s, hkv, hq // hkv, q.shape[-1]))
     grad_sinks = query.new_empty(0)
     if sinks is not None:
-        p_sink = torch.exp(sinks.to(z.dtype)[None, :, None] - z)
+        p_sink = torch.exp(sinks.to(top.dtype)[None, :, None] - top) / total
         grad_sinks = -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
     return (
         compact(grad_q.to(query.dtype)),

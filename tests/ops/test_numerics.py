@@ -14,7 +14,8 @@ import attnops
 from attnops import ops
 from attnops.kernel import Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
-from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
+from attnops.reference import attention as formulas
+from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
 from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
 
@@ -563,3 +564,94 @@ def test_a_request_does_not_depend_on_its_neighbours(kernel):
         max_seqlen_q=2, kernel=kernel,
     )  # fmt: skip
     torch.testing.assert_close(whole[1:3], one)
+
+
+def loud(op, sign, sinks):
+    """A call whose logits are about 46,000, of one sign, and differ by little."""
+    f = Features(dtype=torch.float64, q_heads=2, kv_heads=1, head_dim=4, causal=True, sinks=torch.float64 if sinks else None)
+    if op == "attention":
+        call = builders.dense(Source(0), 1, 3, 5, f)
+    elif op == "varlen_attention":
+        call = builders.varlen(Source(0), (2, 3), (4, 3), f, padding=(0, 0))
+    elif op == "paged_attention":
+        call = builders.paged(Source(0), (1, 2), (5, 4), 2, f, padding=0, wider=0, spare=0)
+    else:
+        call = latent.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, wider=0, spare=0)
+
+    def change(n, t):
+        t = t.double() if t.is_floating_point() else t
+        if n in ("query", "q_nope", "q_pe"):
+            return (1 + t / 64).round(decimals=2)
+        if n in ("key", "k_pages", "latent_pages"):
+            return sign * 23_000.0 * (1 + (t * 16).round() / 2**18)
+        return t.sign() * 46_000 * sign + t if n == "sinks" else t
+
+    return call.map(change).with_(scale=0.5)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("op", DECIDED_BY_LOOPS)
+def test_the_reference_is_exact_at_large_logits(op, sign, sinks):
+    """In float32, too, whose steps at 46,000 are 1 / 256: exp(logit - lse) would be off by as much."""
+    call = loud(op, sign, sinks)
+    narrow = call.map(lambda n, t: t.float() if t.is_floating_point() else t)
+    # Of float32's own products and sums nothing is asked here: both are given the same logits.
+    exact = narrow.map(lambda n, t: t.double() if t.is_floating_point() else t)
+    found = formulas.scores
+
+    def of_float32(query, key, see, mask, rules):
+        return found(query.double(), key.double(), see, mask, rules).float().to(query.dtype)
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formulas, "scores", of_float32)
+        for one in (narrow, exact):
+            given = one.map(lambda n, t: t.clone())
+            returned = OPS[op].reference(*given.args, **given.kwargs)
+            results.append(given.arguments["output"] if returned is None else returned[0])
+    torch.testing.assert_close(results[0].double(), results[1].double(), rtol=0, atol=2e-6 * float(results[1].abs().max() + 1))
+    assert all(float(i[0].abs().amax() * i[1].abs().amax()) * 4 * 0.5 > 40_000 for i in requests(exact))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_reference_is_that_of_loops_at_large_logits(sign):
+    for op in DECIDED_BY_LOOPS:
+        call = loud(op, sign, False)
+        given = call.map(lambda n, t: t.clone())
+        returned = OPS[op].reference(*given.args, **given.kwargs)
+        got = given.arguments["output"] if returned is None else returned[0]
+        for query, key, value, mask, start, rows in requests(call):
+            want, _ = by_hand(query, key, value, mask, start, call.arguments)
+            torch.testing.assert_close(got[rows], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_references_gradient_is_exact_at_large_logits(sign, sinks):
+    call = loud("attention", sign, sinks).map(lambda n, t: t.float().double() if t.is_floating_point() else t)
+    back = builders.backward(Source(1), call)
+    exact = OPS["attention_backward"].reference(*back.args, **back.kwargs)
+    # The gradient by finite differences of what the loops decide.
+    names = ["query", "key", "value", *(["sinks"] if sinks else [])]
+    leaves = [call.arguments[n].clone().requires_grad_() for n in names]
+
+    def plain(q, k, v, sink=None):
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        s = torch.einsum("bshd,bkhd->bhsk", q, k) * 0.5
+        hidden = torch.arange(5) > torch.arange(3)[:, None] + 2
+        s = s.masked_fill(hidden, -INF)
+        s = s if sink is None else torch.cat([s, sink[None, :, None, None].expand(1, 2, 3, 1)], -1)
+        return torch.einsum("bhsk,bkhd->bshd", torch.softmax(s, -1)[..., :5], v)
+
+    wanted = torch.autograd.grad((plain(*leaves) * back.arguments["grad_output"]).sum(), leaves)
+    got = [exact[0], exact[1], exact[2], *([exact[4]] if sinks else [])]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.abs().max() + 1))
+    # A saved lse of float32 says nothing: one that is off changes nothing.
+    off = back.with_(lse=back.arguments["lse"] + 0.01)
+    for a, b in zip(OPS["attention_backward"].reference(*off.args, **off.kwargs), exact, strict=True):
+        assert torch.equal(a, b)
+    narrow = back.map(lambda n, t: t.float() if t.is_floating_point() else t)
+    values = OPS["attention_backward"].reference(*narrow.args, **narrow.kwargs)[2]
+    assert torch.isfinite(values).all()
