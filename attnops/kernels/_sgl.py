@@ -13,6 +13,7 @@ import torch
 
 from attnops.kernel import Package
 from attnops.problem import Refusal, Target
+from attnops.versions import Version, parse
 
 DISTS = ("sglang-kernel", "sgl-kernel")
 
@@ -26,7 +27,32 @@ DROPPED = "0.4.7"
 
 def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
     """The wheel in the versions that have the op `holds`. It bears one of two names."""
-    return Package("sgl_kernel", DISTS, at_least, below=below, holds=holds)
+    return Package("sgl_kernel", DISTS, at_least, install=hint(torch.__version__, at_least, below), below=below, holds=holds)
+
+
+WHEELS = (("2.11", "0.4.2", "0.4.6.post1"), ("2.13", "0.4.6.post1", "0.4.9"), ("2.14", "0.4.9", ""))
+"""By minor version of torch, the first wheel built for it and the first that no longer is. From 0.4.7 on a wheel pins its torch exactly,
+and pip would replace the one that is installed."""
+
+
+def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
+    """What to type for a wheel within the bounds that goes with a torch, and leaves it as it is."""
+    known = parse(torch_version)
+    minor = ".".join(map(str, (*known.release, 0)[:2])) if known is not None else torch_version
+    found = next(((first, end) for version, first, end in WHEELS if version == minor), None)
+    if found is None:
+        return f"a torch that sglang-kernel has wheels for ({', '.join(version for version, *_ in WHEELS)}), not {minor}"
+    first = max((found[0], at_least or found[0]), key=_order)
+    end = min((v for v in (found[1], below) if v), key=_order, default="")
+    if end and _order(first) >= _order(end):
+        return f"another torch: its wheels for torch {minor} start at {found[0]}, and this was dropped in {below}"
+    return f"pip install --no-deps '{DISTS[0]}>={first}{f',<{end}' if end else ''}'"
+
+
+def _order(version: str) -> Version:
+    known = parse(version)
+    assert known is not None
+    return known
 
 
 def common_ops(target: Target) -> str:

@@ -312,7 +312,7 @@ def test_appends_compile():
 def test_what_is_absent_is_named(monkeypatch):
     nowhere = Target("cuda", 90, assume=())
     assert [str(r) for r in kernel("merge_state", "sgl_merge").absences(nowhere)] == [
-        "package=sgl_kernel missing (wants pip install 'sglang-kernel>=0.3.18')"
+        f"package=sgl_kernel missing (wants {_sgl.hint(torch.__version__, _sgl.OLDEST)})"
     ]
     assert [str(r) for r in kernel("merge_states", "flashinfer_merge").absences(nowhere)] == [
         "package=flashinfer missing (wants pip install 'flashinfer-python>=0.7.2')"

@@ -1,0 +1,59 @@
+"""The extras, and the hints of doctor, name versions that go with the torch that is installed, and replace none."""
+
+import re
+
+import pytest
+from packaging.requirements import Requirement
+
+from attnops.kernel import all_kernels
+from attnops.kernels import _sgl
+from attnops.problem import Target
+from tests.helpers import ROOT
+
+PINNED = {"0.4.7": "2.13.0", "0.4.8": "2.13.0", "0.4.9": "2.14.1", "0.4.10": "2.14.1"}
+"""Wheels of sglang-kernel whose metadata want exactly one torch."""
+
+BUILT = {"2.11": ("0.4.2", "0.4.3", "0.4.6"), "2.13": ("0.4.6.post1", "0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}
+
+
+@pytest.mark.parametrize("torch_version", ["2.11.0+cu130", "2.13.0+cpu", "2.14.1", "2.14.0a0+git1"])
+def test_the_hint_goes_with_torch(torch_version):
+    minor = torch_version[:4]
+    text = _sgl.hint(torch_version)
+    command, _, requirement = text.partition(" '")
+    assert command == "pip install --no-deps"
+    wanted = Requirement(requirement.rstrip("'"))
+    assert wanted.name == "sglang-kernel"
+    for version, wheels in BUILT.items():
+        assert all(wanted.specifier.contains(wheel) == (version == minor) for wheel in wheels), (version, text)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "bounds", "text"),
+    [
+        ("2.11.0", ("0.4.3", ""), "pip install --no-deps 'sglang-kernel>=0.4.3,<0.4.6.post1'"),
+        ("2.11.0", ("0.3.18", "0.4.7"), "pip install --no-deps 'sglang-kernel>=0.4.2,<0.4.6.post1'"),
+        ("2.13.0", ("0.3.18", "0.4.7"), "pip install --no-deps 'sglang-kernel>=0.4.6.post1,<0.4.7'"),
+        ("2.14.1", ("0.3.18", "0.4.7"), "another torch: its wheels for torch 2.14 start at 0.4.9, and this was dropped in 0.4.7"),
+        ("2.12.0", ("", ""), "a torch that sglang-kernel has wheels for (2.11, 2.13, 2.14), not 2.12"),
+        ("unknown", ("", ""), "a torch that sglang-kernel has wheels for (2.11, 2.13, 2.14), not unknown"),
+    ],
+)
+def test_the_hint_keeps_the_bounds_of_the_op(torch_version, bounds, text):
+    assert _sgl.hint(torch_version, *bounds) == text
+
+
+def test_every_kernel_of_the_wheel_gives_the_hint():
+    kernels = [k for k in all_kernels() if any(p.module == "sgl_kernel" for p in k.packages)]
+    assert len(kernels) > 5
+    for kernel in kernels:
+        [missing] = [r for r in kernel.absences(Target("cuda", 90, assume=())) if "sgl_kernel missing" in str(r.got)]
+        assert missing.want.startswith(("pip install --no-deps 'sglang-kernel>=", "another torch", "a torch that"))
+
+
+def test_the_extra_takes_no_wheel_that_pins_torch():
+    line = re.search(r'^sgl = \["([^"]+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert line is not None
+    wanted = Requirement(line[1])
+    assert not any(wanted.specifier.contains(version) for version in PINNED)
+    assert wanted.specifier.contains("0.4.6") and wanted.specifier.contains("0.4.6.post1")
