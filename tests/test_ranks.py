@@ -1,13 +1,14 @@
 """What kernels estimate of themselves against what was measured: the choice where no table covers a call."""
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
 
 from attnops.bench.judge import H200
 from attnops.kernel import kernels_of
-from attnops.measured import Roofline, Shape, from_json, sizes_of
+from attnops.measured import Roofline, Shape, from_json, scaled, sizes_of
 from attnops.measured.rates import BY_ARCH, RATES, rates_of
 from attnops.problem import Extent, Problem, Target
 from attnops.tune.calls import problem_of
@@ -28,6 +29,24 @@ def test_estimates_rank_as_the_table_does():
     for op, (mean, worst) in BOUNDS.items():
         assert found[op].mean_regret < mean and found[op].worst_regret < worst, (op, found[op])
     assert found["all"].points > 2500 and found["all"].mean_regret < 4.0 and found["all"].wrong_pairs < 14.0
+
+
+def test_they_rank_on_a_gpu_that_they_were_not_fitted_to():
+    other = from_json((ROOT / "attnops" / "tables" / "h100.json").read_text())
+    found = rankings(other, replace(H200, gpu=other.gpu), STALE)["all"]
+    assert found.points > 500 and found.mean_regret < 4.5
+
+
+def test_scaled_times_are_near_those_measured():
+    """The H200's, scaled to an H100, against the H100's own."""
+    other = from_json((ROOT / "attnops" / "tables" / "h100.json").read_text())
+    grids = {g.shape: g for g in scaled(TABLE, other.gpu).grids}
+    off = []
+    for grid in other.grids:
+        for name, times in grid.us.items() if grid.shape in grids else ():
+            found = [(t, grids[grid.shape].at(name, at)) for t, at in zip(times, grid.points(), strict=True)]
+            off += [abs(there / t - 1) for t, there in found if t is not None and there is not None]
+    assert len(off) > 1500 and median(off) < 0.05
 
 
 def test_worse_estimates_are_seen(monkeypatch):

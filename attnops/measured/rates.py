@@ -24,7 +24,7 @@ COPY, PRODUCT = 0.9, 0.8
 
 RATES: Mapping[str, Rates] = {
     "NVIDIA H200": Rates(4.27, 790.0),
-    "NVIDIA H100 80GB HBM3": Rates(3.01, 798.0),
+    "NVIDIA H100 80GB HBM3": Rates(3.01, 785.0),
     # Not measured: the datasheets' figures.
     "NVIDIA H100 PCIe": Rates(2.0 * COPY, 756 * PRODUCT),
     "NVIDIA H100 NVL": Rates(3.9 * COPY, 835 * PRODUCT),
@@ -62,25 +62,23 @@ def nearness(gpu: str, other: str) -> tuple[float, int]:
 
 
 def scaled(table: Table, gpu: str) -> Table:
-    """`table` as it would be on `gpu`, of the same architecture: what a kernel takes beyond its shortest time follows the roofline.
+    """`table` as it would be on `gpu`, of the same architecture: every time and what its bytes or operations take longer there.
 
-    The shortest time of a kernel in a grid is its launches, which stay. The rest is scaled by how much longer the bytes or the operations
-    of the call take there, whichever take longer. A GPU whose rates are not known is taken to be as fast: kernels keep their order.
+    What a time has beyond the roofline, launches and waiting, stays. Times of an H200 scaled so are 3.2% off those of an H100 in the
+    median, and 2.4% of all pairs of kernels change their order. A GPU whose rates are not known is taken to be as fast.
     """
     here, there = RATES.get(table.gpu), RATES.get(gpu)
     if here is None or there is None:
-        here = there = Rates(1.0, 1.0)
-    grids = tuple(_scaled(g, here, there) for g in table.grids)
-    return replace(table, gpu=gpu, source=table.gpu, grids=grids)
+        return replace(table, gpu=gpu, source=table.gpu)
+    return replace(table, gpu=gpu, source=table.gpu, grids=tuple(_scaled(g, here, there) for g in table.grids))
 
 
 def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
-    works = [grid.shape.work(at) for at in grid.points()]
-    factors = [_roofline_us(*work, there) / _roofline_us(*work, here) for work in works]
+    longer = [_roofline_us(*work, there) - _roofline_us(*work, here) for work in map(grid.shape.work, grid.points())]
 
     def on(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        least = min((t for t in times if t is not None), default=0.0)
-        return tuple(None if t is None else least + (t - least) * f for t, f in zip(times, factors, strict=True))
+        least = min((t for t in times if t is not None), default=0.0)  # of launches
+        return tuple(None if t is None else max(t + more, least) for t, more in zip(times, longer, strict=True))
 
     return replace(grid, us={name: on(times) for name, times in grid.us.items()})
 
