@@ -73,8 +73,8 @@ _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary axes of time, height and width: half of the head's dimensions in all.
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 _MROPES = ("glm4v_text", "glm_image_text", "glm_ocr_text", "hunyuan_vl_text", "paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text")
-_MROPES += ("qwen2_5_omni_talker", "qwen2_5_omni_text", "ernie4_5_vl_moe_text")
-_ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")}
+_MROPES += ("qwen2_5_omni_talker", "qwen2_5_omni_text")
+_ROPES = {kind: {**_ROPE, "mrope_section": [1, 1, 2]} for kind in ("full_attention", "sliding_attention")}
 
 # What a type needs besides, or instead. A string in place of a config is the type that stands there.
 _OWN: dict[str, dict[str, Any]] = {
@@ -86,13 +86,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "bridgetower_vision_model": {"hidden_size": 64},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _ROPES},
     "chameleon": {"vocabulary_map": {f"<image{i}>": i for i in range(60, 90)} | {"<image>": 96}, "image_token_id": 96},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma": {"vision_config": "gemma4_vision"},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "encoder-decoder": {"encoder": "bert", "decoder": "bert"},
-    "ernie4_5_vl_moe_text": {**_MROPE, "moe_intermediate_size": [16, 16]},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}, "moe_intermediate_size": [16, 16]},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
     "gemma3n_text": {
