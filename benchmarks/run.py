@@ -5,6 +5,7 @@
 bench: what `attnops bench` measures, its cases shared by all GPUs that torch finds.
 overhead: its suite of that name alone, what a call through attnops costs.
 direct: against the vendors' own calls. regret: the automatic choice against the best.
+gradients: forward + backward beside FlashAttention-2. deterministic: that policy beside the default one.
 data: the kernels that move data against plain torch ops and a copy.
 triton: our Triton kernels against the vendors', see triton_vendors.py.
 mla: one attention layer of DeepSeek-V3, see mla.py.
@@ -21,7 +22,10 @@ import time
 
 from common import ROOT, default_device, folder_of
 
-LIMITS_S = {"bench": 475, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "data": 150, "triton": 240, "mla": 240}
+LIMITS_S = {
+    "bench": 475, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "gradients": 100, "deterministic": 100, "data": 150,
+    "triton": 240, "mla": 240,
+}  # fmt: skip
 # A triton.py on the path would hide what has the name.
 FILES = {"overhead": "bench", "triton": "triton_vendors"}
 # Imports and ceilings come before, and the limits are the promise of eight minutes.
