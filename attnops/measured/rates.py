@@ -64,8 +64,8 @@ def nearness(gpu: str, other: str) -> tuple[float, int]:
 def scaled(table: Table, gpu: str) -> Table:
     """`table` as it would be on `gpu`, of the same architecture: every time and what its bytes or operations take longer there.
 
-    What a time has beyond the roofline, launches and waiting, stays. Times of an H200 scaled so are 3.2% off those of an H100 in the
-    median, and 2.4% of all pairs of kernels change their order. A GPU whose rates are not known is taken to be as fast.
+    What a time has beyond the roofline, launches and waiting, stays. Times of an H200 scaled so are 3.1% off those of an H100 in the
+    median, and 1.4% of all pairs of kernels change their order. A GPU whose rates are not known is taken to be as fast.
     """
     here, there = RATES.get(table.gpu), RATES.get(gpu)
     if here is None or there is None:
