@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections import Counter
 from datetime import date
@@ -48,8 +49,8 @@ def counts(types: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def commit(root: Path) -> str:
-    """The commit of the tree, empty where there is no git."""
+    """The commit of the tree; `$COMMIT`, or nothing, where there is no git."""
     try:
         return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get("COMMIT", "")
