@@ -131,14 +131,16 @@ class NotCompiled(AttnopsError, RuntimeError):
 
 
 class NoGradient(AttnopsError, RuntimeError):
-    """A gradient was asked of an op that has none."""
+    """A gradient was asked of an op that has none, or a forward-mode derivative, which no op has (`forward`)."""
 
-    def __init__(self, op: str, fields: tuple[str, ...]) -> None:
-        super().__init__(
-            f"{op}: got requires_grad=True on {', '.join(fields)}, want no gradient (this op has none). "
-            "Call it under torch.no_grad() or detach its inputs; attention() and varlen_attention() are differentiable."
-        )
-        self.op, self.fields = op, fields
+    def __init__(self, op: str, fields: tuple[str, ...], forward: bool = False) -> None:
+        got, want = "requires_grad=True", "no gradient (this op has none)"
+        do = "Call it under torch.no_grad() or detach its inputs; attention() and varlen_attention() are differentiable."
+        if forward:
+            got, want = "a forward-mode tangent", "none (no op has derivatives in forward mode)"
+            do = "Differentiate in reverse: torch.func.vjp, grad or jacrev in place of jvp or jacfwd."
+        super().__init__(f"{op}: got {got} on {', '.join(fields)}, want {want}. {do}")
+        self.op, self.fields, self.forward = op, fields, forward
 
 
 class RegistrationError(AttnopsError, ValueError):

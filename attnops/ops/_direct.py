@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling as _compiling
 
 # Read where they lie: a function that hands one out costs more than the read.
@@ -28,7 +29,10 @@ _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", l
 def watched() -> bool:
     """Must others than the kernel see an eager call: may a gradient be asked for, does somebody listen in or stand in torch's place?"""
     # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
-    return _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
+    return (
+        _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
+        or forward_ad._current_level >= 0
+    )  # fmt: skip
 
 
 Values = tuple[Any, ...]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 
 from attnops.errors import NoGradient, NotCapturable, RegistrationError
 from attnops.kernel import Capture, Core, Kernel, generation, on_register
@@ -35,6 +36,7 @@ class Op:
     check: raises InvalidInput on arguments that break the contract; also runs on fake tensors, so it may look at shapes,
         dtypes and devices only. fake: the results' shapes, strides and dtypes. problem: the Problem of a call.
     differentiable: the op's `autograd` is used when a gradient is asked for; without it such a call raises NoGradient.
+    once: a gradient of it is refused when it is worked out, not when it is asked for: torch.func.grad asks for one of every gradient.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Op:
     problem: Callable[..., Problem]
     reference: Callable[..., Any]
     autograd: Callable[..., Any] | None = None
+    once: bool = False
     about: str = ""
 
     @property
@@ -108,9 +111,8 @@ def _define_overload(
     _LIB.define(f"{name}{op.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
     _LIB.impl(name, _without_grad(op, run) if op.autograd is None else run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnops::{name}", _fake(op, check), lib=_FAKE_LIB)
-    if op.autograd is not None:
-        overload = getattr(op.packet, name.partition(".")[2] or "default")
-        _LIB.impl(name, _autograd(op, overload), "Autograd")
+    overload = getattr(op.packet, name.partition(".")[2] or "default")
+    _LIB.impl(name, _autograd(op, overload), "Autograd")
 
 
 def _define_core(name: str, core: Core, tags: tuple[torch.Tag, ...]) -> None:
@@ -177,7 +179,7 @@ def _likeness(x: Any) -> Any:
 
 def _fake(op: Op, check: Callable[..., None] | None) -> Callable[..., Any]:
     def run(*args: Any, policy: str = "", **kwargs: Any) -> Any:
-        if op.autograd is None:
+        if op.autograd is None and not op.once:
             _refuse_grad(op, args, kwargs)
         if check is not None:
             check(*args, **kwargs)
@@ -214,6 +216,45 @@ def _grad_fields(args: tuple[Any, ...], kwargs: dict[str, Any], op: Op) -> tuple
     return tuple(n for n, v in given if isinstance(v, Tensor) and v.requires_grad)
 
 
+def _refuse_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise NoGradient where an argument has a tangent, of torch.func.jvp or of forward_ad: it would be lost without a word."""
+    names = [a.name for a in op.packet.default._schema.arguments]
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    if fields := tuple(n for n, v in given if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None):
+        raise NoGradient(op.name, fields, forward=True)
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, from below the dispatcher, where torch.func has chosen one of its levels already."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def below(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """`overload` in the forward of a Function that is `applied`: the levels of torch.func below its own record their gradients, too."""
+    if not torch._C._are_functorch_transforms_active():
+        return overload(*args, **kwargs)
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return overload(*args, **kwargs)
+
+
+class _Once(torch.autograd.Function):
+    """A result that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, overload: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        ctx.name = name
+        return below(overload, *args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NoGradient(ctx.name, ("its arguments",))
+
+
 def _refuse_grad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and (fields := _grad_fields(args, kwargs, op)):
         raise NoGradient(op.name, fields)
@@ -233,9 +274,14 @@ def _without_grad(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _autograd(op: Op, overload: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_forward(op, args, kwargs)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
-            assert op.autograd is not None
-            return op.autograd(overload, *args, **kwargs)
+            if op.autograd is not None:
+                return op.autograd(overload, *args, **kwargs)
+            if op.once:
+                return applied(_Once, op.name, overload, kwargs, *args)
+            _refuse_grad(op, args, kwargs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct
-from attnops.ops._op import Op, define, target_of
+from attnops.ops._op import Op, applied, below, define, target_of
 from attnops.problem import Extent, Problem, surely
 from attnops.reference import attention as reference
 from attnops.select import key_for
@@ -145,7 +145,7 @@ def _packed_last(x: Any) -> bool:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        output, lse = overload(*tensors, **statics, return_lse=True)
+        output, lse = below(overload, *tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
         ctx.statics = statics
         ctx.set_materialize_grads(False)
@@ -172,7 +172,7 @@ def _autograd(
     tensors = (*args, *[None] * (9 - len(args)))
     if q_scale is not None or tensors[5] is not None or tensors[6] is not None:
         raise NoGradient("attention with q_scale, k_scale or v_scale", ("query, key or value",))
-    output, lse = _Attention.apply(overload, statics, return_lse, *tensors)
+    output, lse = applied(_Attention, overload, statics, return_lse, *tensors)
     return output, lse if return_lse else lse.new_empty(0)
 
 
@@ -251,6 +251,7 @@ BACKWARD = define(
         fake=_fake_backward,
         problem=_problem_backward,
         reference=reference.attention_backward,
+        once=True,
         about="gradient of dense attention",
     )
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct
-from attnops.ops._op import Op, define, target_of
+from attnops.ops._op import Op, applied, below, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.problem import Extent, Problem
 from attnops.reference import packed as reference
@@ -133,7 +133,7 @@ def _problem(
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        output, lse = overload(*tensors, **statics, return_lse=True)
+        output, lse = below(overload, *tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
         ctx.statics = statics
         ctx.set_materialize_grads(False)
@@ -162,7 +162,7 @@ def _autograd(
         raise NoGradient("varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
     if tensors[5] is not None and tensors[5].requires_grad:
         raise NoGradient("varlen_attention", ("mask",))
-    output, lse = _Varlen.apply(overload, statics, return_lse, *tensors)
+    output, lse = applied(_Varlen, overload, statics, return_lse, *tensors)
     return output, lse if return_lse else lse.new_empty(0)
 
 
@@ -222,6 +222,7 @@ BACKWARD = define(
         fake=_fake_backward,
         problem=_problem_backward,
         reference=reference.varlen_attention_backward,
+        once=True,
         about="gradient of packed attention",
     )
 )

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import grad, gradcheck
+from torch import func
+from torch.autograd import forward_ad, grad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import attnops
 from attnops.errors import NoGradient, NoKernel
 from attnops.kernel import kernels_of
+from attnops.ops import heads_first
 from attnops.select import active_policy
 from attnops.testing import Call, Features, Source, allowance, builders
 from attnops.testing.check import compare
@@ -384,12 +386,97 @@ def test_checkpointing_recomputes():
 
 def test_second_derivatives_are_refused_by_name():
     q, k, v = (torch.randn(1, 3, 2, 4, requires_grad=True) for _ in range(3))
-    with pytest.raises(NoGradient, match=r"attention_backward.*query.*no gradient"):
-        grad(attnops.attention(q, k, v).sum(), (q, k, v), create_graph=True)
     cu = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(NoGradient, match=r"varlen_attention_backward.*query"):
-        out = attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3)
-        grad(out.sum(), (q, k, v), create_graph=True)
+    for op, out in (
+        ("attention_backward", attnops.attention(q, k, v)),
+        ("varlen_attention_backward", attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3)),
+    ):
+        # A graph of a gradient is no harm until it is differentiated.
+        first = grad(out.square().sum(), (q, k, v), create_graph=True)
+        with pytest.raises(NoGradient, match=rf"^{op}: .*no gradient"):
+            grad(first[0].sum(), q)
+    with pytest.raises(NoGradient, match=r"^attention_backward: .*no gradient"):
+        func.grad(lambda q: func.grad(lambda q: attnops.attention(q, k, v).square().sum())(q).sum())(q.detach())
+
+
+# torch.func, and forward mode -----------------------------------------------------------------------------------------
+
+
+def differentiable():
+    """Each differentiable op as a function of its query, and that query."""
+    q, k, v = (torch.randn(1, 3, 2, 4, dtype=F64) for _ in range(3))
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    layer = attnops.nn.Attention(2, head_dim=4)
+    return {
+        "attention": (lambda q: attnops.attention(q, k, v, causal=True), q),
+        "lse": (lambda q: attnops.attention(q, k, v, return_lse=True)[0], q),
+        "varlen_attention": (lambda q: attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3), q),
+        "layer": (lambda q: layer(q, k, v), q),
+    }
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "varlen_attention", "layer"])
+def test_torch_func_in_reverse(name):
+    f, q = differentiable()[name]
+    leaf = q.clone().requires_grad_()
+    [want] = grad(f(leaf).square().sum(), leaf)
+
+    def number(q):
+        return f(q).square().sum()
+
+    torch.testing.assert_close(func.grad(number)(q), want)
+    torch.testing.assert_close(func.vjp(number, q)[1](torch.ones((), dtype=F64))[0], want)
+    torch.testing.assert_close(func.jacrev(number)(q), want)
+    torch.testing.assert_close(func.vmap(func.grad(number))(torch.stack([q, q])), torch.stack([want, want]))
+    torch.testing.assert_close(func.vmap(f)(torch.stack([q, q])), torch.stack([f(q), f(q)]))
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "varlen_attention", "layer"])
+def test_forward_mode_is_refused(name):
+    f, q = differentiable()[name]
+    refused = pytest.raises(NoGradient, match=r"attention: got a forward-mode tangent on query, want none .*vjp, grad or jacrev")
+    for run in (lambda: func.jvp(f, (q,), (torch.ones_like(q),)), lambda: func.jacfwd(f)(q)):
+        with refused:
+            run()
+    f(q)  # what serves such calls from now on is asked no more
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), forward_ad.dual_level(), refused as found:
+            f(forward_ad.make_dual(q, torch.ones_like(q)))
+        assert found.value.forward and found.value.fields == ("query",)
+    assert torch.isfinite(f(q)).all()
+
+
+@torch.no_grad()
+def test_forward_mode_is_refused_of_heads_first():
+    q = torch.randn(1, 2, 3, 4)
+    given = (None, None, None, None, None, True, -1, 0.0, None)
+    heads_first.attention(q, q.clone(), q.clone(), *given)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert heads_first.known(dual, q.clone(), q.clone(), *given) is None
+        with pytest.raises(NoGradient, match="forward-mode"):
+            heads_first.attention(dual, q.clone(), q.clone(), *given)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "grad"])
+@pytest.mark.parametrize("op", ["paged_attention", "write_kv", "merge_state", "mla_attention"])
+def test_an_op_without_gradient_refuses_torch_func(op, mode):
+    lens, cu, table = torch.tensor([2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    x, pages, lse = torch.randn(2, 2, 4), torch.randn(2, 2, 2, 4), torch.zeros(2, 2)
+
+    def of(x):
+        if op == "paged_attention":
+            return attnops.paged_attention(x, pages, pages, table, lens, cu, max_seqlen_q=2).sum()
+        if op == "write_kv":
+            attnops.write_kv(x, torch.zeros(2, 2, 4), pages, pages.clone(), torch.tensor([0, 1]))
+            return x.sum()
+        if op == "merge_state":
+            return attnops.merge_state(x, lse, torch.zeros(2, 2, 4), lse)[0].sum()
+        return attnops.ops.mla_attention(x, x[..., :2], torch.zeros(1, 2, 6), table, lens, cu, max_seqlen_q=2, scale=1.0).sum()
+
+    of(x)
+    with pytest.raises(NoGradient, match=rf"^{op}: "):
+        func.grad(of)(x) if mode == "grad" else func.jvp(of, (x,), (x,))
 
 
 def without_gradient(name):
