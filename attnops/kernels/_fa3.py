@@ -115,10 +115,13 @@ def longest_keys(policy: str, max_seqlen_k: int, left: int) -> int:
 
 
 def steady_tiles(p: Problem) -> Refusal | None:
-    """Under a deterministic policy: a tile's keys must not follow from whether a window reaches past the longest request's keys.
+    """Under a deterministic policy: a tile must not follow from the longest request, nor from a window that reaches past its keys.
 
     Pages and dense calls say how many those are by their shapes. Where tiles with and without a window differ: hopper/tile_size.h.
     """
+    if p.head_dim <= 64 and p.op != "attention":
+        # Seen on an H200: at head dim 64 one query beside a prompt of 2,100 tokens has other bits than alone.
+        return Refusal("head_dim", p.head_dim, "> 64 for requests of several lengths (policy.deterministic)")
     if not p.windowed or not (p.page_size or p.kv_range):
         return None
     d, half = p.head_dim, p.dtype.itemsize == 2

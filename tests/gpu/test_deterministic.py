@@ -11,14 +11,15 @@ import attnops
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
-from attnops.testing.equip import with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, may_be_chosen, only, results, same_bits
+from tests.standins.test_fa3 import schedule_of
 
 BF16, F16 = torch.bfloat16, torch.float16
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
 FEATURES = {
     "llama": LLAMA,
+    "float16": replace(LLAMA, dtype=F16),
     "d64": replace(LLAMA, head_dim=64, dtype=F16),
     "d96": replace(LLAMA, head_dim=96),
     "d256": replace(LLAMA, head_dim=256, q_heads=16, kv_heads=4),
@@ -133,7 +134,6 @@ def test_a_schedule_changes_no_bits(features: str) -> None:
         kernel.run(*one.args, **one.kwargs, policy="deterministic")
         want = one.arguments["output"].clone()
         with attnops.use(deterministic=True):
-            with_plan = with_device_plan(kernel, one)
-        assert "plan" in with_plan.arguments
+            with_plan = one.with_(holes=False, plan=schedule_of(one))
         kernel.run(*with_plan.args, **with_plan.kwargs, policy="deterministic")
         assert torch.equal(want, with_plan.arguments["output"])

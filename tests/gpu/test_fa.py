@@ -149,7 +149,7 @@ def function_call(call: Call) -> Callable[[], Any]:
     names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
     given = [t[n] for n in names]
     return lambda: attnops.paged_attention(
-        *given, max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, kernel="fa3"
+        *given, max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, holes=False, kernel="fa3"
     )
 
 
@@ -227,7 +227,7 @@ def test_a_compiled_step_adds_no_kernel(found: dict[str, Any]) -> None:
 
     def layers(query: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
-            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, kernel="fa3")
+            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, holes=False, kernel="fa3")
         return query
 
     with torch.no_grad():
@@ -292,7 +292,7 @@ def test_fa4_in_cuda_graph_trees() -> None:
 
     def layers(query: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, kernel="fa4")
+            query = attnops.paged_attention(query, *given, max_seqlen_q=1, padded=False, holes=False, kernel="fa4")
         return query
 
     with torch.no_grad():

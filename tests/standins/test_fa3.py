@@ -109,7 +109,7 @@ def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
 
 
 def test_one_split_under_a_deterministic_policy(standin):
-    call = builders.paged(Source(5), (1, 1), (9, 30), 4, Features(dtype=BF16, causal=True), padding=0)
+    call = builders.paged(Source(5), (1, 1), (9, 30), 4, Features(dtype=BF16, causal=True, head_dim=128), padding=0)
     for policy, splits in (("", 0), ("deterministic", 1), ("kernel=fa3;deterministic", 1), ("prefer=fa3", 0)):
         fa3("paged_attention").run(*call.args, **call.kwargs, policy=policy)
         assert standin[-1]["num_splits"] == splits
@@ -135,6 +135,8 @@ def test_tiles_do_not_follow_from_mates_under_a_deterministic_policy(standin):
     problem = replace(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
     assert [r.field for r in fa3("paged_attention").varies(problem)] == ["window"]
     assert not fa3("paged_attention").varies(replace(problem, head_dim=128, v_head_dim=128))
+    for op in ("varlen_attention", "paged_attention"):
+        assert [r.field for r in fa3(op).varies(replace(problem, op=op, head_dim=64, v_head_dim=64, window=(-1, -1)))] == ["head_dim"]
 
 
 def half_features(**more):
