@@ -157,9 +157,7 @@ def varlen_attention(
     output, raw = cuda.forward(query, key, value, rules, (cu_seqlens_q, cu_seqlens_k), longest)
     lse = cuda.tokens_first(raw) if return_lse else no_lse(query)
     if padded:
-        cuda.clear(cu_seqlens_q, output)
-        if return_lse:
-            cuda.clear(cu_seqlens_q, lse, fill=float("-inf"))
+        cuda.clear((cu_seqlens_q, output, 0.0), *([(cu_seqlens_q, lse, -cuda.INF)] if return_lse else []))
     return output, lse
 
 
@@ -193,8 +191,7 @@ def varlen_attention_backward(
     rules, cu, longest = (scale, causal, window_left, window_right), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     grad_q, grad_k, grad_v = cuda.backward(grad_output, query, key, value, output, lse, rules, cu, longest)
     if padded:
-        cuda.clear(cu_seqlens_q, grad_q)
-        cuda.clear(cu_seqlens_k, grad_k, grad_v)
+        cuda.clear((cu_seqlens_q, grad_q, 0.0), (cu_seqlens_k, grad_k, 0.0), (cu_seqlens_k, grad_v, 0.0))
     return grad_q, grad_k, grad_v, none
 
 

@@ -19,7 +19,8 @@ Static = tuple[float, bool, int, int]
 
 Pair = tuple[Tensor, Tensor]
 INF = float("inf")
-PACK = 16
+PACK, HALVES = 16, 8
+"""Bytes that are moved at a time, and numbers."""
 
 
 def forward(
@@ -32,7 +33,7 @@ def forward(
     output, lse = torch.ops.aten._flash_attention_forward.default(
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=left, window_size_right=right
     )[:2]
-    return compact(output), lse
+    return _plain(output), lse
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor, static: Static) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,12 @@ def backward(
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward.default(
         g, q, k, v, o, z, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, seed, scale=scale, window_size_left=left, window_size_right=right
     )
-    return compact(grad_q), compact(grad_k), compact(grad_v)
+    return _plain(grad_q), _plain(grad_k), _plain(grad_v)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """`compact`, at less cost for what is so already."""
+    return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
 
 
 def tokens_first(lse: Tensor) -> Tensor:
@@ -87,15 +93,15 @@ def tokens_first(lse: Tensor) -> Tensor:
     return torch.nan_to_num(turned, nan=float("nan"), posinf=-INF, neginf=-INF, out=lse.new_empty(turned.shape))
 
 
-def clear(cu_seqlens: Tensor, *rows: Tensor, fill: float = 0.0) -> None:
-    """Set the rows of no request, those from `cu_seqlens[B]` on, to `fill`, in place. rows: contiguous, of one shape."""
-    if rows[0].is_cuda and _installed("triton"):
+def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
+    """Set the rows of no request in place, of up to three (cu_seqlens, rows, fill): those from `cu_seqlens[B]` on. rows: contiguous."""
+    if parts[0][1].is_cuda and _installed("triton"):
         from attnops.kernels._triton.data import clear_rows
 
-        clear_rows(cu_seqlens, rows, fill)
+        clear_rows(parts)
         return
-    past = torch.arange(rows[0].shape[0], device=cu_seqlens.device) >= cu_seqlens[-1]
-    for x in rows:
+    for cu_seqlens, x, fill in parts:
+        past = torch.arange(x.shape[0], device=cu_seqlens.device) >= cu_seqlens[-1]
         x.masked_fill_(past.view(-1, *[1] * (x.dim() - 1)), fill)
 
 
@@ -120,8 +126,12 @@ def _lengths(
 
 def _in_packs(x: Tensor) -> Tensor:
     """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
-    steps = [x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])]
-    return x if x.stride(-1) == 1 and not any(n % PACK for n in steps) else x.clone(memory_format=torch.contiguous_format)
+    if x.is_contiguous():  # the head dim is a multiple of 8
+        odd: bool | int = x.data_ptr() % PACK
+    else:
+        *steps, last = x.stride()
+        odd = last != 1 or x.data_ptr() % PACK or any(n % HALVES for n in steps)
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def limits(p: Problem) -> Refusal | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from operator import itemgetter
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling as _compiling
 
 # Read where they lie: a function that hands one out costs more than the read.
-from attnops.kernel import _REGISTRY, Capture, swallows, takes
+from attnops.kernel import _REGISTRY, Capture, Kernel, swallows, takes
 from attnops.ops._op import Op, capturing
 from attnops.problem import _OVERRIDE
 from attnops.select import _ACTIVE, choose
@@ -23,15 +24,21 @@ from attnops.select import _ACTIVE, choose
 # vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 
 
 def watched() -> bool:
     """Must others than the kernel see an eager call: may a gradient be asked for, does somebody listen in or stand in torch's place?"""
+    return is_grad_enabled() or overheard()
+
+
+def overheard() -> bool:
+    """As `watched`, of gradients only whether another than autograd's own asks for them."""
     # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
     return (
-        _compiling() or is_grad_enabled() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
-        or forward_ad._current_level >= 0
+        _compiling() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
+        or forward_ad._current_level >= 0 or _transformed()
     )  # fmt: skip
 
 
@@ -69,7 +76,8 @@ class Direct:
 
     def __call__(self, values: Values) -> Any:
         """The op's result."""
-        if watched():
+        graded = is_grad_enabled()
+        if (graded and self.op.autograd is None) or overheard():
             args, kwargs = self.canonical(*values)
             return self.overload(*args, **kwargs)
         types = [*map(type, values)]
@@ -84,7 +92,7 @@ class Direct:
             return self.overload(*args, **kwargs)
         number, pick, _ = pattern
         count = self.count
-        key = (number, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[count:])
+        key = (number, graded, _REGISTRY.generation, _OVERRIDE.target, _ACTIVE.key, values[count:])
         tensors = pick(values)
         for first, second, run in self.seen.get(key, ()):
             if first.check(*tensors) if second is None else first.check(*tensors[::2]) and second.check(*tensors[1::2]):
@@ -120,7 +128,13 @@ class Direct:
                 return
         asked = {n: v for n, v in kwargs.items() if n != "policy"}
         kernel = choose(self.op.problem(*args, **asked), kwargs["policy"])
-        run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
+        if key[1] and any(t.requires_grad for t in tensors):
+            # The backward asks every kernel for lse.
+            kwargs = kwargs | {"return_lse": True}
+            kernel = choose(self.op.problem(*args, **asked | {"return_lse": True}), kwargs["policy"])
+            run = self._differentiated(kernel, kwargs, asked)
+        else:
+            run = (kernel.settled and kernel.settled(*args, **kwargs)) or self._bound(kernel.run, kwargs)
         if kernel.capture is Capture.NEVER:
             run = _uncaptured(run, self._bound(self._chosen, kwargs))
         if len(self.seen) >= KINDS:
@@ -128,6 +142,18 @@ class Direct:
         kept = self.seen.setdefault(key, [])
         kept[SHAPES - 1 :] = []
         kept.insert(0, (first, second, run))
+
+    def _differentiated(self, kernel: Kernel, kwargs: dict[str, Any], asked: dict[str, Any]) -> Run:
+        """What the op's autograd makes of `kernel`."""
+        autograd, positional = self.op.autograd, self.positional
+        step = Step(self._bound(kernel.run, kwargs), self.count - positional)
+        given = asked | {"policy": kwargs["policy"]}
+
+        def call(*tensors: Any) -> Any:
+            assert autograd is not None
+            return autograd(step, *tensors[:positional], **given)
+
+        return call
 
     def _chosen(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
@@ -146,6 +172,35 @@ class Direct:
             return run(*tensors[:positional], **kwargs)
 
         return call
+
+
+class Step:
+    """A kernel that was chosen for a call and those like it, where autograd takes an overload. backwards: what serves their gradient."""
+
+    def __init__(self, forward: Run, absent: int) -> None:
+        self.forward, self.absent = forward, (None,) * absent
+        self.backwards: dict[tuple[Any, ...], Run] = {}
+
+    def __call__(self, *tensors: Any, **_: Any) -> Any:
+        """The op's results."""
+        return self.forward(*tensors, *self.absent)
+
+
+def gradient(op: Op, overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """The results of the backward `op`, whose first two arguments are gradients; overload: what the forward ran."""
+    if not isinstance(overload, Step) or is_grad_enabled() or overheard():
+        return op.packet.default(*args, **kwargs)
+    # All else that a choice rests on is the forward's.
+    key = (_REGISTRY.generation, args[1] is None, kwargs.get("mask_grad"))
+    run = overload.backwards.get(key)
+    if run is None:
+        asked = {n: v for n, v in kwargs.items() if n != "policy"}
+        op.check(*args, **asked)
+        kernel = choose(op.problem(*args, **asked), kwargs["policy"])
+        if kernel.capture is Capture.NEVER:
+            return op.packet.default(*args, **kwargs)
+        run = overload.backwards[key] = functools.partial(kernel.run, **told(op, kernel.run, kwargs))
+    return run(*args)
 
 
 def told(op: Op, run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:

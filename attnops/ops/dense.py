@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
-from attnops.ops._direct import UNBOUNDED, Direct
+from attnops.ops._direct import UNBOUNDED, Direct, gradient
 from attnops.ops._op import Op, applied, below, define, target_of
 from attnops.problem import Extent, Problem, surely
 from attnops.reference import attention as reference
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         output, lse = below(overload, *tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
-        ctx.statics = statics
+        ctx.overload, ctx.statics = overload, statics
         ctx.set_materialize_grads(False)
         if not return_lse:
             ctx.mark_non_differentiable(lse)
@@ -159,16 +159,15 @@ class _Attention(torch.autograd.Function):
         wants = ctx.needs_input_grad[3:]
         if grad_output is None:
             grad_output = torch.zeros_like(output)
-        gq, gk, gv, gm, gs = torch.ops.attnops.attention_backward.default(
-            grad_output, grad_lse, query, key, value, output, lse, mask, sinks, kv_start, kv_end, **ctx.statics, mask_grad=wants[3]
-        )
+        gq, gk, gv, gm, gs = gradient(
+            BACKWARD, ctx.overload, grad_output, grad_lse, query, key, value, output, lse, mask, sinks, kv_start, kv_end, **ctx.statics,
+            mask_grad=wants[3],
+        )  # fmt: skip
         found = (gq, gk, gv, gm, gs)
         return (None, None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), None, None, None, None)
 
 
-def _autograd(
-    overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any
-) -> tuple[Tensor, Tensor]:
+def _autograd(overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
     if q_scale is not None or tensors[5] is not None or tensors[6] is not None:
         raise NoGradient("attention with q_scale, k_scale or v_scale", ("query, key or value",))
@@ -180,7 +179,7 @@ ATTENTION = define(
     Op(
         name="attention",
         schema="(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? sinks=None, Tensor? k_scale=None, "
-        f'Tensor? v_scale=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool return_lse=False, '
+        f"Tensor? v_scale=None, Tensor? kv_start=None, Tensor? kv_end=None, *, {STATICS}, bool return_lse=False, "
         'Tensor? q_scale=None, str policy="") -> (Tensor output, Tensor lse)',
         check=_check,
         fake=_fake,

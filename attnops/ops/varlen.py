@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.errors import NoGradient
 from attnops.ops import _check as check
-from attnops.ops._direct import UNBOUNDED, Direct
+from attnops.ops._direct import UNBOUNDED, Direct, gradient
 from attnops.ops._op import Op, applied, below, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
 from attnops.problem import Extent, Problem
@@ -135,7 +135,7 @@ class _Varlen(torch.autograd.Function):
     def forward(ctx: Any, overload: Any, statics: dict[str, Any], return_lse: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         output, lse = below(overload, *tensors, **statics, return_lse=True)
         ctx.save_for_backward(*tensors, output, lse)
-        ctx.statics = statics
+        ctx.overload, ctx.statics = overload, statics
         ctx.set_materialize_grads(False)
         if not return_lse:
             ctx.mark_non_differentiable(lse)
@@ -146,17 +146,15 @@ class _Varlen(torch.autograd.Function):
         query, key, value, cu_q, cu_k, mask, sinks, _, _, output, lse = ctx.saved_tensors
         if grad_output is None:
             grad_output = torch.zeros_like(output)
-        gq, gk, gv, gs = torch.ops.attnops.varlen_attention_backward.default(
-            grad_output, grad_lse, query, key, value, output, lse, cu_q, cu_k, mask, sinks, **ctx.statics
+        gq, gk, gv, gs = gradient(
+            BACKWARD, ctx.overload, grad_output, grad_lse, query, key, value, output, lse, cu_q, cu_k, mask, sinks, **ctx.statics
         )
         wants = ctx.needs_input_grad[3:]
         found = (gq, gk, gv, None, None, None, gs)
         return (None, None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), None, None)
 
 
-def _autograd(
-    overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any
-) -> tuple[Tensor, Tensor]:
+def _autograd(overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
     if q_scale is not None or tensors[7] is not None or tensors[8] is not None:
         raise NoGradient("varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
@@ -170,7 +168,7 @@ VARLEN = define(
     Op(
         name="varlen_attention",
         schema="(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, "
-        f'Tensor? k_scale=None, Tensor? v_scale=None, *, {MAXIMA}, {STATICS}, bool return_lse=False, '
+        f"Tensor? k_scale=None, Tensor? v_scale=None, *, {MAXIMA}, {STATICS}, bool return_lse=False, "
         'Tensor? q_scale=None, bool padded=True, str policy="") -> (Tensor output, Tensor lse)',
         check=_check,
         fake=_fake,
@@ -215,7 +213,7 @@ BACKWARD = define(
     Op(
         name="varlen_attention_backward",
         schema="(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
-        f'Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, bool padded=True, '
+        f"Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? mask=None, Tensor? sinks=None, *, {MAXIMA}, {STATICS}, bool padded=True, "
         'str policy="") '
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
         check=_check_backward,

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops.errors import InvalidInput, NoKernel
+from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import _REGISTRY, Kernel, generation
 from attnops.kernels import flex
 from attnops.ops import _direct, dense, paged
@@ -314,3 +314,80 @@ def test_a_kernel_compiled_at_its_first_use_serves_both_ways(dispatched, monkeyp
     for _ in range(3):
         attnops.attention(q, k, v, softcap=2.0, kernel="flex")
     assert dispatched["attention"] == 1 and len(graphs) == 1
+
+
+# With gradients -------------------------------------------------------------------------------------------------------
+
+
+def leaves(*tensors):
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("features", [{}, {"return_lse": True}, {"sinks": True}, {"kernel": "reference"}], ids=str)
+def test_training_calls_like_one_before_go_straight_and_give_the_same_gradients(dispatched, features, monkeypatch):
+    given = leaves(*qkv(k=3), torch.randn(4))
+    q, k, v, sinks = given
+    more = {**features, "causal": True} | ({"sinks": sinks} if "sinks" in features else {})
+    seen = []
+    default = torch.ops.attnops.attention_backward.default
+
+    def counted(*args, **kwargs):
+        seen.append(args)
+        return default(*args, **kwargs)
+
+    counted._schema = default._schema
+    monkeypatch.setattr(torch.ops.attnops.attention_backward, "default", counted)
+    found = []
+    for _ in range(3):
+        result = attnops.attention(q, k, v, **more)
+        output, lse = result if isinstance(result, tuple) else (result, torch.zeros(()))
+        found.append(torch.autograd.grad((output.square().sum() + lse.sum()), given, allow_unused=True))
+    assert dispatched["attention"] == 1 and len(seen) == 1, "the first call alone goes through the dispatcher"
+    for other in found[1:]:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_who_asks_for_other_gradients_gets_them(dispatched):
+    q, k, v = qkv(k=3)
+    for names in ((0,), (1, 2), (0, 1, 2), (0,)):
+        given = [t.clone().requires_grad_(i in names) for i, t in enumerate((q, k, v))]
+        for _ in range(2):
+            got = torch.autograd.grad(attnops.attention(*given, causal=True).sum(), [given[i] for i in names])
+        want = torch.autograd.grad(attnops.attention(*(all3 := leaves(q, k, v)), causal=True).sum(), all3)
+        assert all(torch.allclose(g, want[i], atol=1e-6) for g, i in zip(got, names, strict=True))
+    with torch.no_grad():
+        assert not attnops.attention(q, k, v, causal=True).requires_grad
+    assert not attnops.attention(q, k, v, causal=True).requires_grad
+    assert not attnops.attention(*given, causal=True).detach().requires_grad
+
+
+def test_a_graph_of_a_remembered_gradient_is_refused_when_differentiated():
+    q, k, v = leaves(*qkv(k=3))
+    for _ in range(3):
+        [first] = torch.autograd.grad(attnops.attention(q, k, v).square().sum(), [q], create_graph=True)
+    with pytest.raises(NoGradient, match="attention_backward"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_gradients_of_lse_and_of_outputs_may_take_other_kernels():
+    """On a CPU aten_flash has no gradient of lse."""
+    q, k, v = leaves(*qkv(k=3))
+    for _ in range(2):
+        out, lse = attnops.attention(q, k, v, causal=True, return_lse=True)
+        alone = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
+        both = torch.autograd.grad(out.sum() + lse.sum(), q)[0]
+        assert not torch.allclose(alone, both)
+    a, b, c = (t.detach().clone().requires_grad_() for t in (q, k, v))
+    out, lse = torch.ops.attnops.attention.default(a, b, c, scale=8**-0.5, causal=True, return_lse=True)
+    torch.testing.assert_close(both, torch.autograd.grad(out.sum() + lse.sum(), a)[0])
+
+
+def test_packed_training_calls_give_the_same_gradients():
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k, v = leaves(torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8))
+    found = []
+    for _ in range(3):
+        out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=3, max_seqlen_k=3, causal=True)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -366,10 +366,14 @@ def test_rows_of_no_request_are_cleared(shape):
     from attnops.kernels._triton.data import clear_rows
 
     for end in {0, 1, shape[0] - 1, shape[0], min(64, shape[0])}:
-        for count in (1, 2):
-            before = [torch.randn(shape, dtype=BF16 if count == 2 else F32) for _ in range(count)]
-            rows = [x.clone().index_fill_(0, torch.arange(end, shape[0]), float("nan")) for x in before]
-            fill = 0.0 if count == 2 else -float("inf")
-            clear_rows(torch.tensor([0, 7, end], dtype=torch.int32), tuple(rows), fill)
-            for x, old in zip(rows, before, strict=True):
-                assert torch.equal(x[:end], old[:end]) and (x[end:] == fill).all()
+        for count in (1, 2, 3):
+            parts, before = [], []
+            for n in range(count):
+                rows = torch.randn(shape[0] + 70 * n, *shape[1:], dtype=(BF16, F32, BF16)[n])
+                before.append(rows.clone())
+                rows[end + n :] = float("nan")
+                parts.append((torch.tensor([0, 7, end + n], dtype=torch.int32), rows, (0.0, -float("inf"), 0.0)[n]))
+            clear_rows(tuple(parts))
+            for (starts, x, fill), old in zip(parts, before, strict=True):
+                last = int(starts[-1])
+                assert torch.equal(x[:last], old[:last]) and (x[last:] == fill).all()

@@ -145,8 +145,8 @@ def test_rows_are_cleared_16_bytes_at_a_time():
     from attnops.kernels._triton.device.move import clear
 
     starts, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(130, 1024, dtype=BF16)
-    given = {"starts_ptr": starts, "end_at": 2, "a_ptr": rows, "b_ptr": rows, "rows": 130, "fill": 0.0}
-    tile = {"COLUMNS": 1024, "BLOCK_R": 64, "BLOCK": 1024, "num_warps": 4}
+    given = {f"{n}_{k}": v for n in "abc" for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()}
+    tile = {**{f"{n}_COLUMNS": 1024 for n in "ABC"}, "BLOCK_R": 64, "BLOCK": 256, "num_warps": 4}
     binary = compile_for(90, clear, {**given, **tile}, BF16)
     assert spilled(binary, 90) == 0
     assert width(binary.asm["ptx"], "st") == 128

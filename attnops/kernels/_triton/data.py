@@ -232,18 +232,22 @@ def make_num_kv_splits(lengths: Tensor, rule: str, most: int, tile: int, fill: i
         )  # fmt: skip
 
 
-def clear_rows(starts: Tensor, rows: tuple[Tensor, ...], fill: float) -> None:
-    """Set the rows from `starts[-1]` on of one or two contiguous tensors of one shape to `fill`."""
-    a, b = rows[0], rows[-1]
-    if a.numel() == 0:
+def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
+    """Of up to three (starts, contiguous rows, fill), set the rows from `starts[-1]` on to `fill`."""
+    most = max(rows.shape[0] for _, rows, _ in parts)
+    if most == 0:
         return
-    tokens, columns = a.shape[0], a[0].numel()
-    with torch.cuda.device_of(a):
-        clear[(-(-tokens // CLEARED), len(rows))](
-            starts, starts.stride(0) * (starts.shape[0] - 1), a, b, tokens, fill,
-            COLUMNS=columns, BLOCK_R=CLEARED, BLOCK=min(COLUMNS, tiles.power(columns)), num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
+    given: dict[str, Any] = {}
+    for name, (starts, rows, fill) in zip("abc", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
+        columns = rows[0].numel() if rows.shape[0] else 1
+        given |= {
+            f"{name}_starts_ptr": starts, f"{name}_end": starts.stride(0) * (starts.shape[0] - 1), f"{name}_ptr": rows,
+            f"{name}_rows": rows.shape[0], f"{name}_fill": fill, f"{name.upper()}_COLUMNS": columns,
+        }  # fmt: skip
+    with torch.cuda.device_of(parts[0][1]):
+        clear[(-(-most // CLEARED), len(parts))](**given, BLOCK_R=CLEARED, BLOCK=CLEARED_COLUMNS, num_warps=tiles.WARPS, **OPTIONS)
 
 
+CLEARED_COLUMNS = 256
 CLEARED = 64
 """Rows a program looks at: most look at the last length only, and leave."""

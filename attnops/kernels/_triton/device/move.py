@@ -112,11 +112,9 @@ def unpad(
     move_rows(row, rows, low.to(tl.int64) * b + i * t, owned & (i < width), from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
 
 
-@triton.jit(do_not_specialize=["end_at", "rows"])
-def clear(
-    starts_ptr, end_at, a_ptr, b_ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Grid: (cdiv(rows, BLOCK_R), 1 for a alone or 2). a, b: `[rows, COLUMNS]`; rows of no request become `fill`."""
+@triton.jit
+def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """The program's rows of `[rows, COLUMNS]`: those of no request become `fill`."""
     end = tl.load(starts_ptr + end_at)
     first = tl.program_id(0) * BLOCK_R
     if first + BLOCK_R > end:
@@ -124,9 +122,19 @@ def clear(
         here = ((row >= end) & (row < rows))[:, None]
         for start in range(0, COLUMNS, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
-            at = (row * COLUMNS)[:, None] + column
             value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
-            if tl.program_id(1) == 0:
-                tl.store(a_ptr + at, value.to(a_ptr.dtype.element_ty), mask=here & (column < COLUMNS))
-            else:
-                tl.store(b_ptr + at, value.to(b_ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+            tl.store(ptr + (row * COLUMNS)[:, None] + column, value.to(ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+
+
+@triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])
+def clear(
+    a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill, c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
+    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(most rows, BLOCK_R), 1 to 3 for a, b and c)."""
+    if tl.program_id(1) == 0:
+        clear_part(a_starts_ptr, a_end, a_ptr, a_rows, a_fill, A_COLUMNS, BLOCK_R, BLOCK)
+    elif tl.program_id(1) == 1:
+        clear_part(b_starts_ptr, b_end, b_ptr, b_rows, b_fill, B_COLUMNS, BLOCK_R, BLOCK)
+    else:
+        clear_part(c_starts_ptr, c_end, c_ptr, c_rows, c_fill, C_COLUMNS, BLOCK_R, BLOCK)
