@@ -33,9 +33,11 @@ def census_full() -> str:
     made = f"transformers {data['transformers']}, torch {data['torch']}, {data['date']}, commit {data['commit'][:10]}"
     numbers = ", ".join(f"{counts['checks'].get(status, 0)} {word}" for status, word in WORDS.items())
     states = {state: {n: t for n, t in types.items() if t["state"] == state} for state in ("ran", "refused", "unrun", "unbuilt")}
+    compiled = sum(found["compiled"] for found in states["ran"].values())
+    left_out = "" if compiled == len(states["ran"]) else f" The `compile` checks ran for {compiled} of these types."
     parts = [
         f"{made}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
-        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.",
+        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{left_out}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
             [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
             for name, found in states["ran"].items()

@@ -25,7 +25,7 @@ def summary(by_type: dict[str, Rows], root: Path) -> dict[str, Any]:
 
 
 def one(rows: Rows) -> dict[str, Any]:
-    """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt."""
+    """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt. compiled: were its `compile` checks run?"""
     head = next(row for row in rows if "built" in row)
     found = {name: head[name] for name in ("cls", "patched", "modules", "skipped", "bound") if head.get(name) is not None}
     for name, state in (("refused", "refused"), ("unrun", "unrun"), ("reason", "unbuilt")):
@@ -37,7 +37,8 @@ def one(rows: Rows) -> dict[str, Any]:
     for row in checks:
         if row["status"] != "ok":
             rest.setdefault(row["status"], {})[row["check"]] = row["reason"]
-    return {"state": "ran", **found, "checks": tally, **rest}
+    compiled = any(row["check"].startswith("compile") for row in checks)
+    return {"state": "ran", **found, "compiled": compiled, "checks": tally, **rest}
 
 
 def counts(types: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
