@@ -92,7 +92,8 @@ class Kernel:
         says what of, by `Problem.plan`. None: it reads none, or is none the faster for it.
     settled: takes one call's arguments and returns what serves all eager calls like it, whose tensors have its shapes, strides, dtypes
         and device and whose other arguments are its own: a function of the op's tensors alone, in the schema's order (`Op.tensors`),
-        so that what follows from the rest need not be worked out again. None: `run` serves.
+        so that what follows from the rest need not be worked out again. A later version may append tensors to an op: end its
+        parameters with `*_`. None: `run` serves.
     heads_first: of the op `attention`, for callers whose tensors have their heads before their tokens: takes one call's arguments, as
         `run`, and returns what serves all eager calls like it: a function of (query `[B, Hq, S, D]`, key `[B, Hkv, K, D]`, value
         `[B, Hkv, K, Dv]`, mask, sinks, kv_start, kv_end) to the output alone, `[B, S, Hq, Dv]` contiguous. Calls of one query token are

@@ -147,6 +147,7 @@ def features(p: Problem) -> tuple[Feature, ...]:
         (p.window[1] >= 0 and not p.causal, Feature("windowed", True, "no", ("window_right",))),
         (p.softcap, Feature("softcap", True, "no", ("softcap",))),
         (p.attention_chunk > 0, Feature("attention_chunk", p.attention_chunk, "0", ("attention_chunk",))),
+        (p.temperature, Feature("temperature", True, "no", ("temperature",))),
         (p.mask != "none", Feature("mask", p.mask, "none", ("mask",))),
         (p.mask_grad, Feature("mask_grad", True, "no", ("mask_grad",))),
         (p.sinks, Feature("sinks", True, "no", ("sinks",))),

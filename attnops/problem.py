@@ -166,7 +166,8 @@ class Problem:
     in the packed format.
     `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
     multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
-    `attention_chunk` is in keys, 0 is off. `padded`: there may be tokens of no request (only packed and paged calls say no).
+    `attention_chunk` is in keys, 0 is off. `temperature`: every query token has a factor for its logits. `padded`: there may be tokens
+    of no request (only packed and paged calls say no).
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `capturing`: a CUDA graph is captured by hand around an eager call, and the call will be part of it.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
@@ -187,6 +188,7 @@ class Problem:
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
     attention_chunk: int = 0
+    temperature: bool = False
     sinks: bool = False
     sinks_dtype: torch.dtype | None = None
     mask: str = "none"

@@ -13,7 +13,7 @@ from attnops.testing import Call, Source
 from attnops.testing.plans import planned
 
 POLICY = "deterministic"
-BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "indices", "topk_length", "output", "lse")
+BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")
 BY_REQUEST = ("page_table", "seq_lens", "block_count", "block_offset", "column_count", "column_index")
 
 

@@ -82,7 +82,7 @@ def _requests(given: Given) -> Iterator[tuple[slice, slice, int, Given]]:
             continue
         tokens, keys = slice(begin, end), slice(key_starts[b], key_starts[b + 1])
         mine = dict(given)
-        for name in ("query", "q_nope", "q_pe", "mask", "output", "lse", "grad_output", "grad_lse"):
+        for name in ("query", "q_nope", "q_pe", "mask", "temperature", "output", "lse", "grad_output", "grad_lse"):
             if isinstance(given.get(name), Tensor):
                 mine[name] = given[name][tokens]
         mine |= {"cu_seqlens_q": given["cu_seqlens_q"].new_tensor([0, end - begin]), "max_seqlen_q": end - begin}

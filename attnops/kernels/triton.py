@@ -45,6 +45,7 @@ def paged_attention(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    temperature: Tensor | None = None,
     choice: Choice | None = None,
 ) -> None:
     """See `attnops.paged_attention`. choice: what to launch, for those who measure it."""
@@ -53,7 +54,8 @@ def paged_attention(
     _, page, heads, dims = k_pages.shape
     keys = Keys(k_pages, v_pages, dims, v_pages.shape[3], 0, heads, page, k_scale, v_scale)
     rules = (scale, causal, window_left, window_right, attention_chunk, softcap, deterministic(policy))
-    attention(query, None, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
+    batch = Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules, temperature)
+    attention(query, None, keys, batch, output, lse, choice)
 
 
 def mla_attention(

@@ -43,6 +43,7 @@ def _check_paged(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     check.tensor("query", query, 3, check.QUERY, "[T, Hq, D]")
     _check_pages(query.device, k_pages, v_pages)
@@ -53,6 +54,7 @@ def _check_paged(
     check.same_device(
         query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask,
         sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
+        temperature=temperature,
     )  # fmt: skip
     check.plan(query.device, plan)
     check.workspace(workspace)
@@ -63,6 +65,9 @@ def _check_paged(
     check.kv_dtype(query, k_pages, v_pages, k_scale, v_scale)
     check.scales(k_pages.shape[2], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     check.sinks(sinks, query.shape[1])
+    if temperature is not None:
+        check.tensor("temperature", temperature, 1, (torch.float32,), "[T]")
+        check.equal("temperature.shape[0]", temperature.shape[0], query.shape[0], "one factor a query token")
     check.numbers(scale, window_left, window_right, softcap, attention_chunk)
     check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
     token_mask(mask, query, page_table.shape[1] * k_pages.shape[1], "max_pages * page_size")
@@ -112,6 +117,7 @@ def _problem_paged(
     output: Any = None,
     lse: Any = None,
     workspace: Any = None,
+    temperature: Any = None,
 ) -> Problem:
     page_size = int(k_pages.shape[1])
     return Problem(
@@ -128,6 +134,7 @@ def _problem_paged(
         window=(window_left, window_right),
         softcap=softcap > 0,
         attention_chunk=attention_chunk,
+        temperature=temperature is not None,
         sinks=sinks is not None,
         sinks_dtype=None if sinks is None else sinks.dtype,
         mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
@@ -157,7 +164,7 @@ PAGED = define(
         schema="(Tensor query, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? mask=None, "
         "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, *, SymInt max_seqlen_q, "
         f'{STATICS.replace("causal=False", "causal=True")}, Tensor? q_scale=None, bool padded=True, bool holes=True, str policy="", '
-        "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()",
+        "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None, Tensor? temperature=None) -> ()",
         check=_check_paged,
         fake=_nothing,
         problem=_problem_paged,
@@ -192,6 +199,7 @@ def paged_attention(
     attention_chunk: int = 0,
     padded: bool = True,
     holes: bool = True,
+    temperature: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """Attention of new tokens over pages that already hold their keys and values. No gradient.
@@ -219,6 +227,8 @@ def paged_attention(
         lse: float32 `[T, Hq]` to write into, or None.
         workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
             to every call on one stream; see `attnops.explain(...).workspace_bytes`.
+        temperature: float32 `[T]`, one factor a query token: a logit is multiplied by it after the soft cap, before the mask is added and
+            the sinks join. None: no factor.
         kernel: force a kernel by name for this call.
 
     Returns:
@@ -233,7 +243,7 @@ def paged_attention(
     _paged(
         (
             query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, q_scale, output, lse,
-            workspace, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, holes, kernel,
+            workspace, temperature, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, holes, kernel,
         )
     )  # fmt: skip
     return output
@@ -241,7 +251,7 @@ def paged_attention(
 
 def _canonical(
     query: Tensor, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, cu: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any,
-    plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any,
+    plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any, temperature: Any,
     max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
     holes: bool, kernel: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
@@ -252,6 +262,7 @@ def _canonical(
         "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
         "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded, "holes": holes,
         "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
+        "temperature": temperature,
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Reference attention. One core serves dense, packed and paged calls: they differ in where keys lie, not in the formula.
 
-    s[i, j] = scale * q[i] . k[j];  s = softcap * tanh(s / softcap) if softcap;  s += mask
+    s[i, j] = scale * q[i] . k[j];  s = softcap * tanh(s / softcap) if softcap;  s *= temperature[i];  s += mask
     m = max_j s[i, j] (and the sink),  total = sum_j exp(s[i, j] - m) + exp(sink - m)
     p = exp(s - m) / total,  lse = m + log(total): never exp(s - lse), whose error grows with the logits
     output[i] = sum_j p[i, j] v[j];  a query that sees no key gives 0, and lse = -inf (or the sink)
@@ -76,24 +76,32 @@ def same_chunk(position: Tensor, j: Tensor, chunk: int) -> Tensor:
     return (j >= first) & (j < first + chunk)
 
 
-def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules) -> Tensor:
-    """float `[B, Hq, S, K]` logits, -inf where unseen. query `[B, S, Hq, D]`, key `[B, K, Hkv, D]` already wide."""
+def scores(
+    query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None
+) -> Tensor:
+    """float `[B, Hq, S, K]` logits, -inf where unseen. query `[B, S, Hq, D]`, key `[B, K, Hkv, D]` already wide.
+
+    temperature: `[B, S]`, a factor of each query's capped logits.
+    """
     b, s, hq, d = query.shape
     hkv = key.shape[2]
     logits = torch.einsum("bshgd,bkhd->bhgsk", query.reshape(b, s, hkv, hq // hkv, d), key).reshape(b, hq, s, key.shape[1])
     logits = logits * rules.scale
     if rules.softcap > 0:
         logits = rules.softcap * torch.tanh(logits / rules.softcap)
+    if temperature is not None:
+        logits = logits * temperature[:, None, :, None].to(logits.dtype)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask.to(logits.dtype)
     return logits if see is None else logits.masked_fill(~see[:, None], float("-inf"))
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, see: Tensor | None, mask: Tensor | None, sinks: Tensor | None, rules: Rules
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, see: Tensor | None, mask: Tensor | None, sinks: Tensor | None, rules: Rules,
+    temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output `[B, S, Hq, Dv]`, lse `[B, Hq, S]`), both in the accumulation dtype; inputs already wide."""
-    logits = scores(query, key, see, mask, rules)
+    logits = scores(query, key, see, mask, rules, temperature)
     p, top, total = softmax(logits, sinks)
     lse = top + torch.log(total)
     b, hq, s, k = p.shape

@@ -219,6 +219,7 @@ def paged_attention(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Paged reference; see `attnops.paged_attention`."""
     if holes:
@@ -240,6 +241,7 @@ def paged_attention(
         padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys),
         sinks,
         rules,
+        None if temperature is None else pad(temperature, cu_seqlens_q, max_seqlen_q),
     )
     tokens = query.shape[0]
     output.copy_(unpad(out, cu_seqlens_q, tokens))

@@ -1,8 +1,8 @@
 """How far from the exact result a kernel may be.
 
 Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32, float64 for float64, 2^-14 for
-float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| + max|mask|, which bounds the
-logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
+float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| max|temperature| + max|mask|, which
+bounds the logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
 
     delta(logit) = a (sqrt(D) + 4) L        products summed in the accumulation dtype, then scaled, capped and exponentiated
     delta(output) = (4 u + 2 delta(logit) + a (sqrt(N) + 4)) V
@@ -97,7 +97,8 @@ class _Sizes:
             keys = call.arguments.get("max_seqlen_k", key.shape[1])
         self.root_n, self.root_d = sqrt(keys), sqrt(query.shape[-1])
         self.scale = abs(float(call.arguments["scale"]))
-        self.logit = self.scale * _norm(query) * q_factor * _norm(key) * self.k_factor + _largest(t.get("mask"))
+        products = self.scale * _norm(query) * q_factor * _norm(key) * self.k_factor * (_largest(t.get("temperature")) or 1.0)
+        self.logit = products + _largest(t.get("mask"))
         self.delta = self.a * (self.root_d + 4) * self.logit
         self.value = _largest(value) * self.v_factor
 

@@ -129,11 +129,14 @@ def paged(
         arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
     if (mask := source.mask((tokens, width * page_size), f)) is not None:
         arguments["mask"] = mask
+    free = {"query": past(source, sum(q_lens), tokens, 3)}
+    if f.temperature:
+        arguments["temperature"] = source.normal(tokens).exp()
+        free["temperature"] = past(source, sum(q_lens), tokens, 1)
     unused = ~used[..., None, None]
     if promise:
         arguments["padded"] = arguments["holes"] = False
-    free = {"query": past(source, sum(q_lens), tokens, 3), "k_pages": unused, "v_pages": unused}
-    return Call("paged_attention", arguments, free, writes=("output", "lse"))
+    return Call("paged_attention", arguments, free | {"k_pages": unused, "v_pages": unused}, writes=("output", "lse"))
 
 
 def page_layout(

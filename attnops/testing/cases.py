@@ -168,6 +168,16 @@ def _attention() -> tuple[Case, ...]:
     return (*_grid("attention", main, DENSE_SHAPES), *masks)
 
 
+def _paged_attention() -> tuple[Case, ...]:
+    main = _paged((1, 4, 0, 2), (6, 4, 0, 21), 16)
+    tempered = (
+        Case("paged_attention", f"{shape}temperature{name}", _bound(build, replace(f, temperature=True)))
+        for shape, build in (("", main), ("decode_padded-", PAGED_SHAPES["decode_padded"]))
+        for name, f in (("", Features(causal=True)), ("_all", replace(FEATURES["all_mask"], softcap=30.0, scale=4.0)))
+    )
+    return (*_grid("paged_attention", main, PAGED_SHAPES), *tempered)
+
+
 def _backward(op: str, forward: dict[str, tuple[Build, Features]], **flags: Any) -> list[Case]:
     def build(make: Build, f: Features) -> Callable[[Source], Call]:
         return lambda source: builders.backward(source, make(source, f), **flags)
@@ -204,7 +214,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "attention_backward": _attention_backward(),
     "varlen_attention": _grid("varlen_attention", _varlen((3, 0, 5, 1), (7, 2, 5, 4)), VARLEN_SHAPES),
     "varlen_attention_backward": _varlen_backward(),
-    "paged_attention": _grid("paged_attention", _paged((1, 4, 0, 2), (6, 4, 0, 21), 16), PAGED_SHAPES),
+    "paged_attention": _paged_attention(),
     **LATENT_CASES,
     **SPARSE_CASES,
     **ROPE_QUANTIZE_CASES,

@@ -79,6 +79,7 @@ class Features:
     v_head_dim: None for head_dim. sinks: the sinks' dtype.
     mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as position biases of long contexts.
     mask_shape, dense only: which of batch, head and query the mask has ("bhq"), the others being 1.
+    temperature, paged only: a factor of every query token.
     loud: logits of several hundred, where a softmax that does not subtract its maximum overflows.
     """
 
@@ -97,6 +98,7 @@ class Features:
     sinks: torch.dtype | None = None
     mask: str = "none"
     mask_shape: str = "bhq"
+    temperature: bool = False
     scale_per_head: bool = True
     lse: bool = False
     loud: bool = False

@@ -59,7 +59,7 @@ def paged(draw):
     q_lens = draw(LENGTHS)
     lens = [draw(st.integers(n, n + 6)) for n in q_lens]
     return builders.paged(
-        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(features()),
+        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), replace(draw(features()), temperature=draw(st.booleans())),
         padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
     )  # fmt: skip
 

@@ -216,6 +216,10 @@ BAD = [
     Bad("paged_attention", {"lse": f(4, 3)}, "lse.shape[0]", "4", "3 ([T, Hq])"),
     Bad("paged_attention", {"lse": f(3, 4, dtype=BF16)}, "lse.dtype", "bfloat16", "float32"),
     Bad("paged_attention", {"k_pages": f(4, 2, 2, 8).to(INT8), "v_pages": f(4, 2, 2, 6).to(INT8)}, "k_scale, v_scale", "None", "int8"),
+    Bad("paged_attention", {"temperature": f(2)}, "temperature.shape[0]", "2", "3 (one factor a query token)"),
+    Bad("paged_attention", {"temperature": f(3, 1)}, "temperature", "(3, 1)", "[T]"),
+    Bad("paged_attention", {"temperature": f(3, dtype=BF16)}, "temperature.dtype", "bfloat16", "float32"),
+    Bad("paged_attention", {"temperature": f(3).to("meta")}, "temperature.device", "meta", "cpu"),
     Bad("paged_attention", {"scale": NAN, "lse": f(3, 4)}, "scale", "nan", "finite"),
     # KV write
     Bad("write_kv", {"key": f(3, 2, 1, 8)}, "key", "(3, 2, 1, 8)", "[T, Hkv, D]"),
@@ -344,9 +348,12 @@ BAD = [
     Bad("attention", {"kernel": "sdpa", "softcap": 1.0, "sinks": f(4)}, "softcap", "softcap=True", "sinks=True", NoKernel),
     Bad("varlen_attention", {"kernel": "sdpa", "return_lse": True}, "lse", "lse=True", "'sdpa' was asked for", NoKernel),
     Bad("paged_attention", {"kernel": "sdpa", "lse": f(3, 4)}, "lse", "lse=True", "(wants no)", NoKernel),
+    Bad("paged_attention", {"kernel": "sdpa", "temperature": f(3)}, "temperature", "temperature=True", "(wants no", NoKernel),
     Bad("write_kv", {"kernel": "nope"}, "kernel", "'nope'", "op write_kv", UnknownKernel),
     # gradients of what has none
     Bad("paged_attention", {"query": f(3, 4, 8).requires_grad_()}, "query", "requires_grad=True on query", "no gradient", NoGradient),
+    Bad("paged_attention", {"temperature": f(3).requires_grad_()}, "temperature", "requires_grad=True on temperature", "no gradient",
+        NoGradient),
     Bad("write_kv", {"key": f(3, 2, 8).requires_grad_()}, "key", "requires_grad=True on key", "torch.no_grad()", NoGradient),
     Bad("merge_state", {"lse_b": f(3, 2).requires_grad_()}, "lse_b", "requires_grad=True on lse_b", "no gradient", NoGradient),
     # latents

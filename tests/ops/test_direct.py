@@ -220,7 +220,7 @@ def test_a_kernel_settles_a_call_for_all_like_it(dispatched):
         assert asked == [tensors[0].shape[-1] ** -0.5] and dispatched["paged_attention"] == 1
         assert len(given) == 2
         for got in given:
-            assert [*map(id, got)] == [*map(id, (*tensors, *[None] * 6, out, None, work))]
+            assert [*map(id, got)] == [*map(id, (*tensors, *[None] * 6, out, None, work, None))]
     finally:
         del _REGISTRY.kernels["paged_attention"]["settles"]
         _REGISTRY.generation += 1

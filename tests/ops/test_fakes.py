@@ -155,7 +155,7 @@ DIMS = {
     },
     "paged_attention": {
         "query": "T..", "k_pages": "P...", "v_pages": "P...", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q",
-        "output": "T..", "lse": "T.",
+        "output": "T..", "lse": "T.", "temperature": "T",
     },
     "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
     "mla_attention": {
@@ -206,7 +206,7 @@ def full_call(op) -> Call:
         "attention_backward": lambda: builders.backward(s, builders.dense(s, 4, 5, 7, FULL), mask_grad=True, lse_grad=True),
         "varlen_attention": lambda: builders.varlen(s, (3, 4), (5, 6), FULL),
         "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
-        "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, no_mask),
+        "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, replace(no_mask, temperature=True)),
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
         "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
         "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),

@@ -109,7 +109,7 @@ def requests(call):
         yield query[q0:q1], key, value, mask, 0, slice(q0, q1)
 
 
-def by_hand(query, key, value, mask, start, t):
+def by_hand(query, key, value, mask, start, t, temperature=None):
     """One request, one query, one head at a time, in Python floats."""
     n, heads, _ = query.shape
     keys, group = key.shape[0], heads // key.shape[1]
@@ -129,6 +129,7 @@ def by_hand(query, key, value, mask, start, t):
                     continue
                 s = t["scale"] * math.fsum(a * b for a, b in zip(q[i][h], k[j][h // group], strict=True))
                 s = cap * math.tanh(s / cap) if cap else s
+                s = s if temperature is None else s * float(temperature[i])
                 if mask is not None and mask.dtype == torch.bool:
                     s = s if mask[i, h, j] else -INF
                 elif mask is not None:
@@ -159,7 +160,8 @@ def test_reference_equals_loops(case):
     wanted = torch.zeros_like(got["output"])
     lse = torch.full(wanted.shape[:-1], -INF, dtype=torch.float64)
     for query, key, value, mask, start, where in requests(clean):
-        wanted[where], lse[where] = by_hand(query, key, value, mask, start, clean.arguments)
+        factors = clean.arguments.get("temperature")
+        wanted[where], lse[where] = by_hand(query, key, value, mask, start, clean.arguments, None if factors is None else factors[where])
     torch.testing.assert_close(got["output"], wanted, rtol=1e-12, atol=1e-12)
     if "lse" in call.arguments or "return_lse" in call.arguments:
         torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
@@ -239,6 +241,8 @@ def typical_mistakes():
     yield "varlen_attention", "plain", lambda q, *a, **kw: (packed(q, *a, **kw)[0] + q.nan_to_num() * 1e-3, q.new_empty(0))
     yield "varlen_attention", "causal", lambda q, k, v, cq, ck, **kw: packed(q, k.nan_to_num(), v.nan_to_num(), cq, ck + 1, **kw)
     yield "paged_attention", "plain", leaves_padding
+    yield "paged_attention", "temperature", lambda *a, temperature, **kw: paged(*a, **kw)
+    yield "paged_attention", "temperature_all", lambda q, *a, temperature, **kw: paged(q * temperature[:, None, None], *a, **kw)
     yield "paged_attention", "lse", lambda *a, lse, **kw: paged(*a, **kw)
     yield "paged_attention", "plain", lambda *a, **kw: kw["output"]
     yield "mla_attention", "plain", lambda *a, **kw: mla(*a, **kw | {"scale": 20**-0.5 / 1.02})
@@ -600,8 +604,8 @@ def test_the_reference_is_exact_at_large_logits(op, sign, sinks):
     exact = narrow.map(lambda n, t: t.double() if t.is_floating_point() else t)
     found = formulas.scores
 
-    def of_float32(query, key, see, mask, rules):
-        return found(query.double(), key.double(), see, mask, rules).float().to(query.dtype)
+    def of_float32(query, key, see, mask, rules, temperature=None):
+        return found(query.double(), key.double(), see, mask, rules, temperature).float().to(query.dtype)
 
     results = []
     with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ def fa4(op):
 
 def half(call, dtype=BF16):
     """The same call in `dtype`, sinks and masks too; lse and scales are float32 in every call."""
-    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "q_scale", "k_scale", "v_scale") and t.dtype in WIDE else t)
+    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "q_scale", "k_scale", "v_scale", "temperature") and t.dtype in WIDE else t)
 
 
 GRID = [pytest.param(case, id=str(case)) for op in ATTENTION for case in CASES[op]]

@@ -42,6 +42,7 @@ CALLS = {
     "decode_float8": (paged(replace(LLAMA, kv_dtype=E4M3), 1), 0),
     "decode_int8": (paged(replace(LLAMA, kv_dtype=INT8), 1), 0),
     "decode_every_feature": (paged(replace(LLAMA, window=(512, -1), softcap=30.0, sinks=BF16, lse=True), 1), 0),
+    "decode_temperature": (paged(replace(LLAMA, softcap=30.0, temperature=True), 1), 0),
     "decode_float32": (paged(replace(LLAMA, dtype=F32), 1), 0),
     "verify": (paged(LLAMA, 8), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),

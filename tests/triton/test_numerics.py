@@ -162,23 +162,38 @@ def test_stored_keys(kv):
         check(latent.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("queries", [1, 5, 70])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
 @interpreted
-def test_temperature_by_position():
-    """What docs/triton.md says: a query times its temperature is a logit times it."""
-    source, length, dim = Source(6), 40, 16
-    t = builders.paged(source, (3, 1), (length, 9), 4, Features(dtype=F16, head_dim=dim, q_heads=4, causal=True), padding=0).arguments
-    positions = torch.tensor([length - 3, length - 2, length - 1, 8])
-    temperature = torch.where(positions > 16, torch.log2(positions.clamp(min=1).float()) / 4.0, 1.0)
-    pages = {n: t[n][t["page_table"][0].long()].flatten(0, 1)[:length].float() for n in ("k_pages", "v_pages")}
-    with pretend(SM90):
-        tempered = t | {"query": (t["query"] * temperature[:, None, None]).to(F16)}
-        kernels_of("paged_attention")["triton"].run(**tempered)
-    for i in range(3):
-        seen = slice(0, int(positions[i]) + 1)
-        k, v = (x[seen].repeat_interleave(2, 1) for x in pages.values())
-        logits = torch.einsum("hd,khd->hk", t["query"][i].float(), k) * t["scale"] * temperature[i]
-        want = torch.einsum("hk,khd->hd", logits.softmax(-1), v)
-        torch.testing.assert_close(t["output"][i].float(), want, rtol=4e-3, atol=4e-3)
+def test_temperature_by_position(softcap, queries, name):
+    """A logit is multiplied after the cap. A query that is scaled beforehand gives the same without a cap alone."""
+    f = replace(WIDE, dtype=torch.float32, scale=4.0, softcap=softcap, temperature=True, sinks=torch.float32)
+    call = builders.paged(Source(6), (queries, 2), (300, 40), 16, f)
+    check(call, name)
+    t, starts = call.arguments, call.arguments["cu_seqlens_q"].tolist()
+    for b, length in enumerate(t["seq_lens"].tolist()):
+        tokens = slice(*starts[b : b + 2])
+        q, factor = t["query"][tokens].double(), t["temperature"][tokens].double()[:, None, None]
+        k, v = (t[n][t["page_table"][b].long()].flatten(0, 1)[:length].double().repeat_interleave(4, 1) for n in ("k_pages", "v_pages"))
+        see = torch.arange(length)[None, None] <= torch.arange(length - q.shape[0], length)[:, None, None]
+
+        def attended(q, factor, k=k, v=v, see=see):
+            logits = torch.einsum("qhd,khd->qhk", q, k) * t["scale"]
+            logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) * factor
+            logits = torch.cat([logits.where(see, -torch.inf), t["sinks"].double()[None, :, None].expand(*logits.shape[:2], 1)], -1)
+            return torch.einsum("qhk,khd->qhd", logits.softmax(-1)[..., :-1], v)
+
+        want, scaled = attended(q, factor), attended(q * factor, 1.0)
+        torch.testing.assert_close(ran(call, name)[tokens].double(), want, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(scaled, want, rtol=1e-3, atol=1e-3) == (softcap == 0)
+
+
+def ran(call, name):
+    """The output of the kernel in a mode."""
+    with mode(name):
+        kernels_of(call.op)["triton"].run(**call.arguments, policy="deterministic" if name == "deterministic" else "")
+    return call.arguments["output"]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -55,7 +55,7 @@ class Keys(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Which keys each query sees, and where they are found. queries: an upper bound of one request's."""
+    """Which keys each query sees, and where they are found. queries: an upper bound of one request's. temperature: `[T]`, or None."""
 
     table: Tensor
     lengths: Tensor
@@ -70,6 +70,7 @@ class Batch(NamedTuple):
     chunk: int
     softcap: float
     deterministic: bool
+    temperature: Tensor | None = None
 
     @property
     def behind(self) -> int:
@@ -175,6 +176,7 @@ def _arguments(query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, out
         "q_ptr": query, "r_ptr": rope, "k_ptr": k, "v_ptr": v, "table_ptr": table, "mask_ptr": mask,
         "lengths_ptr": batch.lengths.contiguous(), "starts_ptr": batch.starts.contiguous(),
         "sinks_ptr": _flat(batch.sinks), "k_scale_ptr": _flat(keys.k_scale), "v_scale_ptr": _flat(keys.v_scale),
+        "temperature_ptr": _flat(batch.temperature),
         "scale": scale, "cap": cap, "left": batch.left, "right": batch.right, "chunk": batch.chunk,
         "requests": table.shape[0], "tokens": query.shape[0], "steps": table.shape[0].bit_length(),
         "q_t": query.stride(0), "q_h": query.stride(1),
@@ -202,7 +204,7 @@ def _constants(query: Tensor, keys: Keys, batch: Batch, blocks: tuple[int, int, 
         "PAGE": keys.page, "KV_HEADS": keys.heads, "GROUP": query.shape[1] // keys.heads,
         "COMPUTE": tl.float32 if wide else tl.float16 if query.dtype == torch.float16 else tl.bfloat16,
         "CAUSAL": batch.causal, "LEFT": batch.left >= 0, "RIGHT": batch.right >= 0 and not batch.causal, "CHUNKED": batch.chunk > 0,
-        "CAP": batch.softcap > 0, "MASK": mask, "LATENT": keys.v is None,
+        "CAP": batch.softcap > 0, "TEMPERED": batch.temperature is not None, "MASK": mask, "LATENT": keys.v is None,
     }  # fmt: skip
 
 

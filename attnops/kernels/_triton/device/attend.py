@@ -61,11 +61,11 @@ def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
 @triton.jit
 def attend_tile(
     acc, top, total, page, q, q_rope, key, low, high, length, position,
-    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, left, right, chunk,
+    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk,
     k_p, k_n, v_p, v_n, mask_n,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step over TILE_N keys, which lie in `page`; returns the next step's too. MASKED: some keys may be hidden from some row."""
     keys = key + tl.arange(0, TILE_N)
@@ -82,6 +82,8 @@ def attend_tile(
         s = tanh(s * scale) * cap
     else:
         s = s * scale
+    if TEMPERED:
+        s = s * temperature[:, None]
     if MASK != "none":
         bias = tl.load(mask_ptr + mask_row[:, None] + keys[None, :] * mask_n, mask=live[:, None] & seen[None, :], other=0)
         if MASK == "bool":
@@ -130,13 +132,14 @@ VARYING = [
 @triton.jit(do_not_specialize=VARYING)
 def attend(
     q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    temperature_ptr,
     out_ptr, lse_ptr, parts_ptr, scale, cap, left, right, chunk,
     requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most,
     q_t, q_h, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, k_scale_h, v_scale_h, table_b, mask_t, mask_n, out_t, out_h, out_d, lse_t, lse_h,
     D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
-    CAP: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
+    CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
     RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
@@ -145,6 +148,7 @@ def attend(
     each: tiles of one request where not RAGGED. width: queries of one request, an upper bound.
     fewest, most: requests with another number of queries are another launch's. PEEL: tiles that every row sees are not masked.
     OVERLAP: stage two is launched while this runs. cap: soft cap in base 2; `scale` then holds scale / cap.
+    TEMPERED: capped logits are multiplied by their token's temperature.
     `k_ptr` holds the value too where LATENT.
     """
     HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
@@ -249,6 +253,9 @@ def attend(
     factor = scale
     if k_scale_ptr is not None:
         factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
+    temperature = scale
+    if TEMPERED:
+        temperature = tl.load(temperature_ptr + token, mask=live, other=0.0)
     k_ptr += kv_head.to(tl.int64) * k_h
     v_ptr += kv_head.to(tl.int64) * v_h
     mask_row = token * mask_t
@@ -267,20 +274,20 @@ def attend(
             for key in range(start, middle, TILE_N):
                 acc, top, total, page = attend_tile(
                     acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                    factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-                    COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, True,
+                    factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
                 )  # fmt: skip
         for key in range(middle, stop, TILE_N):
             acc, top, total, page = attend_tile(
                 acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-                COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, False,
+                factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, False,
             )  # fmt: skip
     for key in range(stop, high, TILE_N):
         acc, top, total, page = attend_tile(
             acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-            factor, cap, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR, PAGE, TILE_N,
-            COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, MASK, LATENT, True,
+            factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+            PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
         )  # fmt: skip
 
     if TILE_M <= LATE_ROWS and not LATENT:
