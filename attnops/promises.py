@@ -33,7 +33,8 @@ def filled(run: Callable[..., Any]) -> Callable[..., Any]:
             given = [*args, *(kwargs.pop(p) for p in names[len(args) : 6])]
             pages, table, lengths, starts = given[2:6]
             mask = given[6] if len(given) > 6 else kwargs.get("mask")
-            sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **how(**kwargs | {"mask": mask})}
+            rules: dict[str, Any] = kwargs | {"mask": mask}
+            sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **how(**rules)}
             given[3:5] = torch.ops.attnops.named_pages.default(table, lengths, starts, **sizes)
             plan = given[10] if len(given) > 10 else kwargs.get("plan")
             if plan is not None and plan.dtype == torch.int32:

@@ -49,6 +49,7 @@ def value(name: str, annotation: str) -> Any:
     plain = {
         "str": "a word",
         "int": 3,
+        "bool": True,
         "float": 0.5,
         "object": (1, "two", torch.float16),
         "int | None": None,

@@ -129,14 +129,14 @@ def _trained(op: Callable[..., Any], given: dict[str, Any], more: Mapping[str, A
 
 def _over_pages(batch: int, queries: int, keys: int, mask: torch.dtype | None, stored: torch.dtype = BF16) -> Callable[[], Any]:
     pages = _tensor(batch * keys // 16, 16, 8, 128, dtype=stored)
-    given = _paged(batch, queries, keys, 16) | ({} if mask is None else {"mask": _tensor(batch * queries, keys, dtype=mask)})
+    given: dict[str, Any] = _paged(batch, queries, keys, 16) | ({} if mask is None else {"mask": _tensor(batch * queries, keys, dtype=mask)})
     given |= {} if stored == BF16 else {n: _tensor(1, dtype=F32) for n in ("k_scale", "v_scale")}
     return lambda: ops.paged_attention(_tensor(batch * queries, 32, 128), pages, pages, **given)
 
 
 def _over_latents(batch: int, queries: int, keys: int, mask: torch.dtype | None) -> Callable[[], Any]:
     latents, rows = _tensor(batch * keys // 64, 64, 576), batch * queries
-    given = _paged(batch, queries, keys, 64) | ({} if mask is None else {"mask": _tensor(rows, keys, dtype=mask)})
+    given: dict[str, Any] = _paged(batch, queries, keys, 64) | ({} if mask is None else {"mask": _tensor(rows, keys, dtype=mask)})
     return lambda: ops.mla_attention(_tensor(rows, 128, 512), _tensor(rows, 128, 64), latents, scale=0.07, **given)
 
 

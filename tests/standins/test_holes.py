@@ -86,8 +86,10 @@ def check(op, name, way, call):
 
 
 def test_every_kernel_over_pages_is_here():
-    assert {*PAGED, *INTERPRETED} == {*kernels_of("paged_attention")}
-    assert {*LATENT, *INTERPRETED} == {*kernels_of("mla_attention")}
+    for op, names in (("paged_attention", PAGED), ("mla_attention", LATENT)):
+        # Other tests of the process may have registered kernels of their own.
+        strangers = {n for n, kernel in kernels_of(op).items() if kernel.run.__module__.startswith("tests.")}
+        assert {*names, *INTERPRETED} == {*kernels_of(op)} - strangers
 
 
 @pytest.mark.parametrize("holes", HOLES)
