@@ -94,6 +94,7 @@ class Inputs:
                     slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
                     positions=torch.zeros(tokens, dtype=torch.int64, device=device),
                     max_seqlen_q=0,
+                    holes=given.holes,
                     workspace=given.workspace,
                 )
                 self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
@@ -130,6 +131,8 @@ class Inputs:
                 raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
             if table.device != self._device:
                 raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
+            if batch.holes and not self._batch.holes:
+                raise StaleGraph(f"{self.roles.batch}.holes", True, "False: the promise of the batch's tables")
             if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
                 raise StaleGraph(f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
 

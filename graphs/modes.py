@@ -254,11 +254,13 @@ class Compiled:
         model, name, queries = self.model, self.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
         make = self.planning(bucket)
 
-        def step(values: Values, tables: tuple[Any, ...], padded: bool, prefix: Any) -> Any:
+        def step(values: Values, tables: tuple[Any, ...], padded: bool, holes: bool, prefix: Any) -> Any:
             if name is not None:
                 page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
                 longest = queries or slots.shape[0]
-                whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, plan, workspace, prefix)
+                whole = PagedBatch(
+                    page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, holes, plan, workspace, prefix
+                )
                 if make is not None:
                     whole = replace(whole, plan=make(whole))
                 values = {**values, name: whole}
@@ -287,15 +289,15 @@ class Compiled:
         rest = {n: v for n, v in values.items() if n != self.roles.batch}
         rest |= {n: marked(rest[n], tokens) for n in self.roles.tokens} | {n: marked(rest[n], requests) for n in self.roles.requests}
         tables: tuple[Any, ...] = ()
-        padded, prefix = True, None
+        padded, holes, prefix = True, True, None
         if self.roles.batch is not None:
             b: PagedBatch = values[self.roles.batch]
             tables = (
                 marked(b.page_table, requests), marked(b.seq_lens, requests), marked(b.cu_seqlens_q, requests, 1),
                 marked(b.slots, tokens), marked(b.positions, tokens), b.plan, b.workspace,
             )  # fmt: skip
-            padded, prefix = b.padded, b.prefix
-        return rest, tables, padded, prefix
+            padded, holes, prefix = b.padded, b.holes, b.prefix
+        return rest, tables, padded, holes, prefix
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace = bucket.trace

@@ -87,3 +87,19 @@ def test_a_host_plan_is_no_part_of_a_graph():
         close(step(torch.ones(2), pair.batches("ab", 1)[0]), torch.full((2,), 3.0))
         [row] = step.report().rows
         assert [(b.op, b.why) for b in row.breaks] == [("plan_paged_attention", "capture=never")] and row.graphs == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_promise_of_no_holes_reaches_the_model_and_is_kept(mode):
+    pair, seen = Pair(mode), []
+
+    def prepare(batch):
+        seen.append(batch.holes)
+        return replace(batch, plan=torch.zeros(4, dtype=torch.int32))
+
+    step = stepped(mode, prepare, pair.cache)
+    batch, _ = pair.batches("ab", 1)
+    step(torch.zeros(2), batch)
+    assert seen and not any(seen)
+    with pytest.raises(StaleGraph, match=r"batch.holes: got True, want False"):
+        step(torch.zeros(2), replace(pair.batches("ab", 1)[0], holes=True))

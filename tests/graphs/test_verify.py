@@ -109,8 +109,9 @@ def test_idle_steps_write_nothing_and_disturb_nobody(mode):
     for requests in (3, 0):
         batch, _ = pair.batches("abc", 0)
         batch = PagedBatch(
-            batch.page_table[:requests], batch.seq_lens[:requests], batch.cu_seqlens_q[: requests + 1], batch.slots, batch.positions, 0
-        )
+            batch.page_table[:requests], batch.seq_lens[:requests], batch.cu_seqlens_q[: requests + 1], batch.slots, batch.positions, 0,
+            holes=False,
+        )  # fmt: skip
         before = [p.clone() for p in pools]
         with torch.no_grad():
             got = pair.call(pair.step, pair.cache, torch.zeros(0, dtype=torch.long), batch)

@@ -50,7 +50,7 @@ class Layers(nn.Module):
         for _ in range(3):
             out = mla_attention(
                 q_nope, q_pe, pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, scale=SCALE,
-                plan=batch.plan, q_scale=scale, kv_scale=scale,
+                plan=batch.plan, holes=batch.holes, q_scale=scale, kv_scale=scale,
             )  # fmt: skip
         return out
 

@@ -61,7 +61,7 @@ def model(pages, batch, q_nope, q_pe, layers, kernel=None, **scales):
     for _ in range(layers):
         out = mla_attention(
             q_nope, q_pe, pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, scale=SCALE,
-            plan=batch.plan, workspace=batch.workspace, kernel=kernel, **scales,
+            plan=batch.plan, workspace=batch.workspace, holes=batch.holes, kernel=kernel, **scales,
         )  # fmt: skip
     return out
 
