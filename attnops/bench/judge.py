@@ -129,7 +129,8 @@ def _trained(op: Callable[..., Any], given: dict[str, Any], more: Mapping[str, A
 
 def _over_pages(batch: int, queries: int, keys: int, mask: torch.dtype | None, stored: torch.dtype = BF16) -> Callable[[], Any]:
     pages = _tensor(batch * keys // 16, 16, 8, 128, dtype=stored)
-    given: dict[str, Any] = _paged(batch, queries, keys, 16) | ({} if mask is None else {"mask": _tensor(batch * queries, keys, dtype=mask)})
+    given: dict[str, Any] = _paged(batch, queries, keys, 16)
+    given |= {} if mask is None else {"mask": _tensor(batch * queries, keys, dtype=mask)}
     given |= {} if stored == BF16 else {n: _tensor(1, dtype=F32) for n in ("k_scale", "v_scale")}
     return lambda: ops.paged_attention(_tensor(batch * queries, 32, 128), pages, pages, **given)
 
