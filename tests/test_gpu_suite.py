@@ -167,6 +167,8 @@ def suite_of(tmp_path, monkeypatch):
 
     def made(text):
         (tmp_path / "test_it.py").write_text(HEAD + text)
+        # Names of tests do not follow from the folder of the clone.
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: of a test\n    alone: of a test\n")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
         def go(*options, processes=1, out="out"):
