@@ -71,8 +71,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
     """Raise `kind(*args)`: for code that Dynamo traces.
 
-    Dynamo cannot trace the making of such an error, and its own error would not say what was wrong. It calls this function instead,
-    and is told to break the graph: the error is raised eagerly then, or, where the graph must be whole, wrapped as all others are.
+    Dynamo cannot trace the construction of such an error, and its own error would not say what was wrong. This function breaks the
+    graph: Python then raises the error eagerly, or, under `fullgraph=True`, the compiler wraps it as it wraps all others.
     """
     error = kind(*args)
     if TracingContext.try_get() is None:

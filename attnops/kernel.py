@@ -76,7 +76,7 @@ class Kernel:
         measured times covers the call (attnops/measured).
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
     rounded_sums: its lse adds up weights already rounded to the query's dtype.
-    batch_invariant: under a deterministic policy, which `run` is told, a request's result does not depend, bit for bit, on what else is
+    batch_invariant: under a deterministic `policy`, an argument of `run`, a request's result does not depend, bit for bit, on what else is
         in the batch. invariant_needs: what this takes besides `needs`. invariant_us: as `cost_us`, where the policy costs time.
     judge: the plain body that all others are compared with. On a GPU it answers where no other kernel can, or where its measured time
         is the least; no estimate chooses it.

@@ -52,8 +52,8 @@ class PagedBatch:
         Whoever appends tokens to a batch must say True.
     holes: may there be entries of page_table that are no page? False, as the caches say of the batches they make, spares looking.
     plan: what a `LatentCache` or a `Planner` adds for kernels that read one: int32 beside the tables, or int64 of the host, with the
-        workspace that goes with it; give both to the op. It is of these lengths and tables: whoever puts other ones in their place, as a
-        captured step does, puts the plan of those in its place, too, or None.
+        workspace that goes with it; give both to the op. It is of these lengths and tables: code that replaces them, as a captured step
+        does, replaces the plan too, or sets it to None.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for one, or None.
     prefix: what the requests had before these tokens, in chunks; `()`: nothing. None: it was not worked out, as in a decode step.
     shared: set when the requests begin with the same pages and the cache was asked to look. The tables above hold them all the same.

@@ -101,7 +101,7 @@ def left_padding(page_size: int, rows: int, policy: str, like: Tensor) -> Tensor
 
 
 def longest_query(policy: str, max_seqlen_q: int, right: int) -> int:
-    """The longest request that the kernel is told of.
+    """The `max_seqlen_q` that the wrap passes to the kernel.
 
     A tile's keys follow from whether it is 1, and from whether a window's right side reaches past it (hopper/flash_api.cpp). Under a
     deterministic policy neither is ever so.

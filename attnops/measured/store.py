@@ -82,7 +82,7 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
 
 
 def _read(path: Path) -> Table:
-    # Not to wait for the writer of a pipe; and a size is no promise, so what is read is counted.
+    # O_NONBLOCK, since opening a pipe waits for its writer. A file may grow after a look at its size, so the read has a limit.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise BadTable("file", "no regular file", "what `attnops tune` writes")

@@ -52,7 +52,7 @@ def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect in which every slot lies in the pages. T and `pages` are not empty.
+    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect whose slots are all inside the pages. T and `pages` are not empty.
 
     Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
     that token's own row, and when no token is real, slot 0 with what slot 0 holds.

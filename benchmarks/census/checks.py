@@ -331,7 +331,7 @@ def generates(model: Any) -> bool:
 
 
 def sensitive(subject: Subject) -> None:
-    """Would the bound see a token that is missing? Without a mask to hide one, a change of one input stands for it."""
+    """Would the bound see a token that is missing? Without a mask that could hide a token, the check changes one input."""
     given = dict(subject.given)
     if "attention_mask" in subject.names and "input_ids" in given:
         mask = torch.ones(given["input_ids"].shape, dtype=torch.int64)
