@@ -22,8 +22,9 @@ demo: .venv/.ready ## two small models: patch, compile, generate, compare, expla
 test: lint ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-lint: .venv/.ready ## ruff, mypy, pyright
+lint: .venv/.ready ## ruff, its format, mypy, pyright
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; $(BIN)/pyright; code=$$?; wait $$mypy && exit $$code
 
 docs: .venv/.ready ## write the generated tables of README and docs

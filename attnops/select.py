@@ -297,9 +297,7 @@ def use(
         _ACTIVE.key = before
 
 
-def policy_key(
-    kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str, ...], prefer: tuple[str, ...], deterministic: bool
-) -> str:
+def policy_key(kernel: tuple[str, ...], allow: tuple[str, ...], deny: tuple[str, ...], prefer: tuple[str, ...], deterministic: bool) -> str:
     """The checked key of a Policy with these fields."""
     key = Policy(kernel, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
     parse_policy(key)

@@ -1,6 +1,6 @@
 """Runs the suites of `attnops bench` without the command's extras, and writes a file of each.
 
-    python benchmarks/bench.py [--device cpu|cuda] [--suites kernels,decode] [--quick] [--budget-s 400] [--model NAME] [--layers N]
+python benchmarks/bench.py [--device cpu|cuda] [--suites kernels,decode] [--quick] [--budget-s 400] [--model NAME] [--layers N]
 """
 
 from __future__ import annotations

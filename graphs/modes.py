@@ -258,9 +258,7 @@ class Compiled:
             if name is not None:
                 page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
                 longest = queries or slots.shape[0]
-                whole = PagedBatch(
-                    page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, holes, plan, workspace, prefix
-                )
+                whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, holes, plan, workspace, prefix)
                 if make is not None:
                     whole = replace(whole, plan=make(whole))
                 values = {**values, name: whole}

@@ -68,9 +68,7 @@ class Report:
         lines: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
         for r in self.rows:
             between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
-            lines.append(
-                (str(r.bucket), r.mode, str(r.graphs), between, f"{r.bytes / 2**20:.1f}", f"{r.seconds:.2f}", str(r.replays))
-            )
+            lines.append((str(r.bucket), r.mode, str(r.graphs), between, f"{r.bytes / 2**20:.1f}", f"{r.seconds:.2f}", str(r.replays)))
         return lines
 
     def notes(self) -> list[str]:

@@ -291,9 +291,7 @@ def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dic
         elif node.op == "call_module":
             module = getattr(whole, node.target)
             given, made = tuple(a.name for a in node.args), _outputs(node, module)
-            parts.append(
-                Part(node.target, module, given, made, tuple(breaks.get(node.target, ())), tuple(calls.get(node.target, ())))
-            )
+            parts.append(Part(node.target, module, given, made, tuple(breaks.get(node.target, ())), tuple(calls.get(node.target, ()))))
         elif node.op == "output":
             results = pytree.tree_map_only(fx.Node, lambda n: Name(n.name), node.args[0])
     return Split(tuple(inputs), tuple(parts), constants, results)

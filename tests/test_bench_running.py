@@ -91,7 +91,7 @@ def test_processes_share_the_cases():
 def python_that(tmp_path, monkeypatch, *lines):
     """Have lanes run a shell script instead of Python; `$into` is the file that its part is written to."""
     fake = tmp_path / "python"
-    into = "$(echo $3 | sed 's/.*\"file\": \"//; s/\".*//')"
+    into = '$(echo $3 | sed \'s/.*"file": "//; s/".*//\')'
     fake.write_text("\n".join(("#!/bin/sh", f"into={into}", *lines, "")))
     fake.chmod(0o755)
     monkeypatch.setattr(lanes.sys, "executable", str(fake))

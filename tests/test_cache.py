@@ -341,9 +341,7 @@ def test_made_and_used_in_any_mode():
 
 
 def test_shapes():
-    cache = PagedCache(
-        3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    cache = PagedCache(3, 5, 2, 4, 8, 6, max_requests=7, max_pages_per_request=9, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert [tuple(t.shape) for t in cache.k_pages] == [(5, 2, 4, 8)] * 3
     assert [tuple(t.shape) for t in cache.v_pages] == [(5, 2, 4, 6)] * 3
     assert cache.page_table.shape == (7, 9) and cache.seq_lens.shape == (7,)

@@ -104,9 +104,7 @@ class Stubborn:
         return "stubborn"
 
 
-@pytest.mark.parametrize(
-    "got", [Stubborn(), lambda: 1, torch.zeros(2), (Stubborn(),), threading.Lock()], ids=lambda g: type(g).__name__
-)
+@pytest.mark.parametrize("got", [Stubborn(), lambda: 1, torch.zeros(2), (Stubborn(),), threading.Lock()], ids=lambda g: type(g).__name__)
 def test_what_cannot_be_pickled_arrives_as_text(got):
     error = InvalidInput("field", got, "another")
     there = pickle.loads(pickle.dumps(error))

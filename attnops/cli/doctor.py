@@ -84,6 +84,7 @@ def measured_times(target: Target) -> dict[str, Any]:
         "unmeasured": [f"{k.op}.{k.name}" for k in usable if f"{k.op}.{k.name}" not in timed],
     }
 
+
 def machine() -> dict[str, Any]:
     """Versions, and every CUDA device with its name, `smNN` and memory in bytes."""
     devices = []

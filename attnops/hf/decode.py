@@ -253,9 +253,7 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
 class Forward:
     """What stands for the forward of a patched model: graphs for the decode steps of its `generate()`, the model's own for all else."""
 
-    def __init__(
-        self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None) -> None:
         self.owner, self.decoder, self.prompted, self.own = owner, decoder, prompted, own
 
     @property

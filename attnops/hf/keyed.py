@@ -68,7 +68,7 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     name = type(owner).__name__
     if getattr(config, "num_kv_shared_layers", None):
         got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
-        raise PatchError(f'patch: cache="paged" got {got}, whose layers read each other\'s keys; want a layer for each\'s own')
+        raise PatchError(f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
     made = cache_layers(config)
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:

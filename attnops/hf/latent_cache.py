@@ -100,7 +100,15 @@ class LatentPages:
             query = self.latent_pages[0].new_empty(()).expand(rows * count, tokens.heads, sizes.latent)
             plan = self.device_plan(q_nope=query, page_table=table, seq_lens=lengths, cu_seqlens_q=tokens.cu_seqlens_q)
         batch = PagedBatch(
-            table, lengths, tokens.cu_seqlens_q, slots, tokens.positions, count, padded=False, holes=False, plan=plan,
+            table,
+            lengths,
+            tokens.cu_seqlens_q,
+            slots,
+            tokens.positions,
+            count,
+            padded=False,
+            holes=False,
+            plan=plan,
             workspace=self.workspace,
         )
         return (View(batch),)

@@ -1,7 +1,7 @@
 """`Table`: the measured times of one GPU, its JSON form, and what it says of a call.
 
-    {"format": 1, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
-     "grids": [{"shape": {...}, "batch": [...], "queries": [...], "ratio": [...], "us": {"fa3": [...]}}]}
+{"format": 1, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
+ "grids": [{"shape": {...}, "batch": [...], "queries": [...], "ratio": [...], "us": {"fa3": [...]}}]}
 """
 
 from __future__ import annotations

@@ -55,4 +55,3 @@ def absent(why: str, **given: object) -> None:
         if value is not None:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             fail(InvalidInput, field, got, f"None {why}")
-

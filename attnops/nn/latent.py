@@ -220,9 +220,7 @@ def attend_latents(
     return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
 
 
-def tell_form(
-    dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any
-) -> None:
+def tell_form(dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any) -> None:
     """Tell those who watch, as `attnops.explain` does, of a call; fields: further ones of its LatentCall."""
     if not torch.compiler.is_compiling():
         heads, page, target = int(q_nope.shape[1]), int(latent_pages.shape[1]), Target.of(q_nope.device)

@@ -181,8 +181,7 @@ def _check_num_kv_splits(
 
 _metadata_op(
     "num_kv_splits",
-    "(Tensor seq_lens, *, str rule, int max_splits, int tile=256, int q_heads=1, int kv_heads=1, int num_sms=1, "
-    'str policy="") -> Tensor',
+    '(Tensor seq_lens, *, str rule, int max_splits, int tile=256, int q_heads=1, int kv_heads=1, int num_sms=1, str policy="") -> Tensor',
     _check_num_kv_splits,
     lambda seq_lens, **_: seq_lens.new_empty(seq_lens.shape[0], dtype=torch.int32),
     "how many parts a request's keys are split into",
@@ -199,7 +198,13 @@ def num_kv_splits(
     serves 16 query heads of one key head. The last two give at least 1 and at most max_splits. Raises InvalidInput.
     """
     out: Tensor = torch.ops.attnops.num_kv_splits.default(
-        seq_lens, rule=rule, max_splits=max_splits, tile=tile, q_heads=q_heads, kv_heads=kv_heads, num_sms=num_sms,
+        seq_lens,
+        rule=rule,
+        max_splits=max_splits,
+        tile=tile,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        num_sms=num_sms,
         policy=active_policy(),
     )
     return out

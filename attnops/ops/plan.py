@@ -50,9 +50,7 @@ def _check_plan(
     check_buffers(plan, workspace, dtype, kv_dtype)
 
 
-def check_batch(
-    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, workspace: Tensor, num_tokens: int, max_seqlen_q: int
-) -> None:
+def check_batch(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, workspace: Tensor, num_tokens: int, max_seqlen_q: int) -> None:
     """What every plan op is told of a batch."""
     check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
     check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")

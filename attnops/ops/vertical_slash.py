@@ -33,9 +33,7 @@ def _check_indexes(
     check.tensor("k_lens", k_lens, 1, INT32, "[B]")
     check.tensor("vertical", vertical, 3, INT32, "[B, H, V]")
     check.tensor("slash", slash, 3, INT32, "[B, H, S]")
-    check.same_device(
-        q_lens, k_lens=k_lens, vertical=vertical, slash=slash, vertical_counts=vertical_counts, slash_counts=slash_counts
-    )
+    check.same_device(q_lens, k_lens=k_lens, vertical=vertical, slash=slash, vertical_counts=vertical_counts, slash_counts=slash_counts)
     check.equal("k_lens.shape[0]", k_lens.shape[0], q_lens.shape[0], "as many requests as q_lens")
     for field, given in (("vertical", vertical), ("slash", slash)):
         check.equal(f"{field}.shape[0]", given.shape[0], q_lens.shape[0], "as many requests as q_lens")

@@ -46,9 +46,7 @@ def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out if scale is None else out * scale.to(out.dtype).reshape(-1, 1)
 
 
-def visible(
-    queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
-) -> Tensor | None:
+def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules) -> Tensor | None:
     """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
     if not (rules.causal or rules.left >= 0 or rules.right >= 0 or rules.chunk or start is not None or end is not None):
         return None
@@ -76,9 +74,7 @@ def same_chunk(position: Tensor, j: Tensor, chunk: int) -> Tensor:
     return (j >= first) & (j < first + chunk)
 
 
-def scores(
-    query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None
-) -> Tensor:
+def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None) -> Tensor:
     """float `[B, Hq, S, K]` logits, -inf where unseen. query `[B, S, Hq, D]`, key `[B, K, Hkv, D]` already wide.
 
     temperature: `[B, S]`, a factor of each query's capped logits.
@@ -279,5 +275,3 @@ def reduce_to(grad: Tensor, like: Tensor) -> Tensor:
     dims = tuple(i for i, n in enumerate(like.shape) if n == 1 and grad.shape[i] != 1)
     out = grad.sum(dims, keepdim=True) if dims else grad
     return compact(out.to(like.dtype))
-
-

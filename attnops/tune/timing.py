@@ -173,4 +173,3 @@ class Stopwatch:
 def _wait(call: Call) -> None:
     if any(t.is_cuda for t in call.tensors().values()):
         torch.cuda.synchronize()
-

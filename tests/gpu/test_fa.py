@@ -309,5 +309,3 @@ def test_fa4_with_stale_pages(page: int) -> None:
     f = replace(LLAMA, lse=True)
     call = builders.paged(Source(1, "cuda"), (130, 1, 40), (300, 129, 40), page, f)
     assert check_kernel(kernels_of("paged_attention")["fa4"], call).worst <= 1.0
-
-

@@ -31,9 +31,7 @@ PAGED, VARLEN = kernels_of("paged_attention")["flashinfer"], kernels_of("varlen_
 D64 = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 D128 = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=4, causal=True, lse=True)
 SINKS = replace(D64, window=(31, -1), sinks=torch.float32)
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FA3 needs SM90"
-)
+hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FA3 needs SM90")
 
 
 @pytest.fixture(autouse=True)
@@ -271,9 +269,7 @@ def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
     torch.manual_seed(0)
     model, plain = Model("flashinfer").cuda().eval(), Model("reference").cuda().eval()
     plain.load_state_dict(model.state_dict())
-    caches = [
-        PagedCache(LAYERS, 80, PAGE, HKV, D, max_requests=4, max_pages_per_request=16, dtype=BF16, device="cuda") for _ in range(2)
-    ]
+    caches = [PagedCache(LAYERS, 80, PAGE, HKV, D, max_requests=4, max_pages_per_request=16, dtype=BF16, device="cuda") for _ in range(2)]
     planner = Planner(SPEC, max_tokens=512, max_requests=4, max_pages=16, device="cuda", kernel="flashinfer")
     assert planner.plan.is_pinned()
     ids = [[cache.alloc() for _ in range(3)] for cache in caches]

@@ -79,7 +79,6 @@ def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_
     assert any(use.compiled for use in uses.values()), "no compiled kernel was found in Triton's cache"
 
 
-
 def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
     from attnops.kernels._triton.device.attend import attend
     from attnops.kernels._triton.device.combine import combine

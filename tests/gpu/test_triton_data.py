@@ -140,4 +140,3 @@ def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_
     found["triton_data_first_use_s"] = {name: use.seconds for name, use in uses.items()}
     assert {name: use.compiled for name, use in uses.items() if use.compiled > MOST} == {}
     assert any(use.compiled for use in uses.values()), "no compiled kernel was found in Triton's cache"
-

@@ -115,7 +115,9 @@ def test_the_report():
         Row(Bucket(2, 2, "decode"), 1, (), (3 << 19,), 0.25, 12),
     )
     report = Report(rows, {"mixed": 2, "decode": 1}, {"mixed": 3, "decode": 1}, 2.0, 1 << 19, 0, (), 1 << 24, 0)
-    assert str(report) == """\
+    assert (
+        str(report)
+        == """\
 bucket               mode       graphs  between                 MiB  seconds  replays
 mixed 256 tokens x4  piecewise  3       paged_attention.fa3 x2  4.0  0.50     1
 decode x2            whole      1       -                       1.5  0.25     12
@@ -123,6 +125,7 @@ decode x2            whole      1       -                       1.5  0.25     12
 1 of 1 pieces of decode steps differ and were compiled
 compiled in 2.0 s
 graphs hold 5.5 of 16.0 MiB, their inputs 0.5 MiB"""
+    )
     assert report.modes == {"mixed": "piecewise", "decode": "whole"}
     pytest.importorskip("rich")
     table = report.rich()

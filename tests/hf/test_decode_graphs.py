@@ -58,9 +58,7 @@ def nan_pages(monkeypatch):
 KINDS = ("llama", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "phi3")
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"), [*(("breakable", name) for name in KINDS), ("piecewise", "llama"), ("piecewise", "gpt_oss")]
-)
+@pytest.mark.parametrize(("mode", "name"), [*(("breakable", name) for name in KINDS), ("piecewise", "llama"), ("piecewise", "gpt_oss")])
 def test_tokens_of_changing_batches(mode, name, nan_pages):
     """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""
     model = tiny.model(name)

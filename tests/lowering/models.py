@@ -36,9 +36,7 @@ class Paged(nn.Module):
     def forward(self, x: Tensor, page_table: Tensor, seq_lens: Tensor, cu: Tensor, slots: Tensor, longest: int) -> Tensor:
         q, k, v = self.qkv(x).split([HQ * D, HKV * D, HKV * D], -1)
         attnops.write_kv(k.view(-1, HKV, D), v.view(-1, HKV, D), self.k_pages, self.v_pages, slots)
-        o = attnops.paged_attention(
-            q.view(-1, HQ, D), self.k_pages, self.v_pages, page_table, seq_lens, cu, max_seqlen_q=longest
-        )
+        o = attnops.paged_attention(q.view(-1, HQ, D), self.k_pages, self.v_pages, page_table, seq_lens, cu, max_seqlen_q=longest)
         return x + self.out(o.view(-1, HQ * D))
 
 

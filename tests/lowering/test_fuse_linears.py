@@ -363,9 +363,7 @@ def anything(x):
 def test_what_may_write():
     graph = fx.Graph()
     x = graph.placeholder("x")
-    quiet = [
-        graph.call_function(f, (x, x)) for f in (operator.and_, operator.getitem, operator.is_, operator.index, torch.mul, F.silu)
-    ]
+    quiet = [graph.call_function(f, (x, x)) for f in (operator.and_, operator.getitem, operator.is_, operator.index, torch.mul, F.silu)]
     quiet += [graph.call_method("__getitem__", (x,)), graph.call_function(torch.ops.aten.mul), graph.call_method("to", (x,))]
     loud = [graph.call_function(f, (x, x)) for f in (operator.iadd, operator.iand, operator.setitem, torch.relu_, torch.ops.aten.mul_)]
     loud += [graph.call_method("__iadd__", (x,)), graph.call_module("m", (x,)), graph.call_function(torch.ops.attnops.write_kv.default)]

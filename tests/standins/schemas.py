@@ -93,9 +93,7 @@ VARLEN_FWD_SPARSE = (
     "int max_seqlen_q, int max_seqlen_k, float p_dropout, float softmax_scale, bool zero_tensors, bool is_causal, float softcap, "
     "bool return_softmax, Generator? gen) -> Tensor[]"
 )
-CONVERT = (
-    f"convert_vertical_slash_indexes({_CONVERT_ARGS}int context_size, int block_size_M, int block_size_N, bool causal) -> ()"
-)
+CONVERT = f"convert_vertical_slash_indexes({_CONVERT_ARGS}int context_size, int block_size_M, int block_size_N, bool causal) -> ()"
 CONVERT_MERGEHEAD = (
     f"convert_vertical_slash_indexes_mergehead({_CONVERT_ARGS}Tensor vertical_indices_count, Tensor slash_indices_count, "
     "int context_size, int block_size_M, int block_size_N, bool causal) -> ()"

@@ -200,9 +200,7 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
         _request(rows, rows_v, keys[loaded], values[loaded], count, a, *to, b=b)
 
 
-def _request(
-    q: Tensor, q_v: Tensor | None, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int
-) -> None:
+def _request(q: Tensor, q_v: Tensor | None, k: Tensor, v: Tensor, count: int, a: dict[str, Any], out: Tensor, lse: Tensor, b: int) -> None:
     """One request: q `[n, Hq, D]`, q_v `[n, Hq, Dv]` or None, k and v `[>= count, Hkv, ...]`: `count` keys are seen, the rest weigh 0."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
     scales = [torch.ones(k.shape[1]) if a[x] is None else a[x][b] for x in ("q_descale", "k_descale", "v_descale")]

@@ -401,9 +401,7 @@ def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=64), padding=0))
     names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
     given = [call.arguments[n] for n in names]
-    first = fa3("paged_attention").settled(
-        *given, max_seqlen_q=1, scale=0.125, padded=False, holes=False, output=call.arguments["output"]
-    )
+    first = fa3("paged_attention").settled(*given, max_seqlen_q=1, scale=0.125, padded=False, holes=False, output=call.arguments["output"])
     assert first is not None and first(*given, *[None] * 6, call.arguments["output"], None, None) is None
     for other in ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)}, {"policy": "deterministic"}, {"max_seqlen_q": 0}):
         asked = {"max_seqlen_q": 1, "scale": 0.125, "padded": False, "holes": False, "output": call.arguments["output"]} | other

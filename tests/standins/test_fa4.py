@@ -278,5 +278,3 @@ def test_the_stand_in_has_the_packages_signature():
     assert list(real.parameters) == list(PARAMETERS)
     mine = inspect.signature(flash_attn_cute._flash_attn_fwd)
     assert {n: p.default for n, p in real.parameters.items()} == {n: p.default for n, p in mine.parameters.items()}
-
-

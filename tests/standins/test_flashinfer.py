@@ -239,9 +239,7 @@ def test_sizes_serve_every_smaller_call(sm90):
         if not tokens:
             continue
         cu = torch.tensor([sum(q_lens[:i]) for i in range(requests + 1)], dtype=torch.int32)
-        spec = PagedSpec(
-            f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks
-        )
+        spec = PagedSpec(f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks)
         numbers, size = plan_sizes(spec, max_tokens=tokens + extra, max_requests=requests + extra, max_pages=width + extra)
         made = plan_paged_attention(
             spec, torch.zeros(requests, width, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), cu, num_tokens=tokens,

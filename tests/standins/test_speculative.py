@@ -197,8 +197,6 @@ def test_one_graph_serves_whatever_is_accepted():
         with torch.no_grad():
             got = compiled(*given)
         alone = torch.empty_like(t["output"])
-        mla_attention(
-            t["q_nope"], t["q_pe"], *given[2:], max_seqlen_q=WIDE, scale=20**-0.5, output=alone, kernel="reference"
-        )
+        mla_attention(t["q_nope"], t["q_pe"], *given[2:], max_seqlen_q=WIDE, scale=20**-0.5, output=alone, kernel="reference")
         assert torch.equal(got, pad_queries(alone, t["cu_seqlens_q"], max_seqlen_q=WIDE))
     assert len(graphs) == 1

@@ -339,7 +339,7 @@ def test_blocks_waste_little():
 
 
 def test_a_copy_is_held_in_registers():
-    for (n, rows) in pairwise((0, 1, 2, 16, 100, tiles.WHOLE)):
+    for n, rows in pairwise((0, 1, 2, 16, 100, tiles.WHOLE)):
         for entries in (n + 1, rows):
             tile = tiles.copy_tile(entries, 4096, 2)
             assert tile.rows >= entries and tile.rows * tile.columns * 2 <= tiles.HELD

@@ -63,7 +63,8 @@ CALLS = {
     "write_latent": (lambda: latent.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
     "write_latent_1": (lambda: latent.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
     "write_latent_quantised": (
-        lambda: latent.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True), (128, 128)
+        lambda: latent.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True),
+        (128, 128),
     ),
     "write_latent_packed": (lambda: sparse.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
