@@ -33,11 +33,13 @@ def census_full() -> str:
     made = f"transformers {data['transformers']}, torch {data['torch']}, {data['date']}, commit {data['commit'][:10]}"
     numbers = ", ".join(f"{counts['checks'].get(status, 0)} {word}" for status, word in WORDS.items())
     states = {state: {n: t for n, t in types.items() if t["state"] == state} for state in ("ran", "refused", "unrun", "unbuilt")}
-    compiled = sum(found["compiled"] for found in states["ran"].values())
-    left_out = "" if compiled == len(states["ran"]) else f" The `compile` checks ran for {compiled} of these types."
+    without = [f"`{n}`" for n, found in states["ran"].items() if not found["compiled"]]
+    inductor = ", ".join(f"`{n}`" for n, found in states["ran"].items() if "inductor" in found["compiled"])
+    left_out = f" The `compile` checks did not run for {len(without)} of these types: {', '.join(without)}." if without else ""
+    through = f"{left_out} Through Inductor: {inductor or 'none'}."
     parts = [
         f"{made}. {len(types)} types: {len(states['ran'])} ran, {len(states['refused'])} are refused by `patch`, for "
-        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{left_out}",
+        f"{len(states['unrun'])} no input is known, {len(states['unbuilt'])} were not built. Checks: {numbers}.{through}",
         "## Types that ran\n\n" + table(["type", "class", "patched", *("ok", "as chosen", "refused", "eager", "wrong"), "remarks"], [
             [f"`{name}`", found["cls"] or "-", f"{found['patched']} of {found['modules']}", *tallies(found), remarks(found)]
             for name, found in states["ran"].items()
@@ -63,6 +65,8 @@ def remarks(found: dict[str, Any]) -> str:
         texts += [f"{WORDS[status]}: {', '.join(brief(checks))}: {plain(reason)}" for reason, checks in by_reason.items()]
     if "chosen" in found:
         texts.append(f"{WORDS['chosen']}: {', '.join(brief(list(found['chosen'])))}")
+    if others := [f"{field} {found[field]}" for field in ("torch", "commit") if field in found]:
+        texts.append(f"run with {', '.join(others)}")
     if found.get("skipped"):
         texts.append(f"left alone: {plain('; '.join(found['skipped']))}")
     return "<br>".join(texts)

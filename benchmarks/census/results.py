@@ -15,17 +15,27 @@ Rows = list[dict[str, Any]]
 
 
 def summary(by_type: dict[str, Rows], root: Path) -> dict[str, Any]:
-    """One record of everything: what it was made with, the counts, and each type with its checks that are not ok."""
-    import torch
+    """One record of everything: versions, counts, and each type with its checks that are not ok.
+
+    commit, torch: those of most types. A type that was run with others carries its own.
+    """
     import transformers
 
-    types = {name: one(rows) for name, rows in sorted(by_type.items())}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "attnops": attnops.__version__}
-    return {"commit": commit(root), "date": date.today().isoformat(), **versions, "counts": counts(types), "types": types}
+    own = {name: made(rows) for name, rows in by_type.items()}
+    usual = {field: Counter(one[field] for one in own.values()).most_common(1)[0][0] for field in ("commit", "torch")}
+    types = {name: one(rows) | {field: x for field, x in own[name].items() if x != usual[field]} for name, rows in sorted(by_type.items())}
+    versions = {"transformers": transformers.__version__, "attnops": attnops.__version__}
+    return {"date": date.today().isoformat(), **usual, **versions, "counts": counts(types), "types": types}
+
+
+def made(rows: Rows) -> dict[str, str]:
+    """The commit and the torch that the rows of a type were made with."""
+    head = next((row for row in rows if "torch" in row), {})
+    return {field: head.get(field, "") for field in ("commit", "torch")}
 
 
 def one(rows: Rows) -> dict[str, Any]:
-    """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt. compiled: were its `compile` checks run?"""
+    """A type. state: ran, refused (by patch), unrun (no input is known) or unbuilt. compiled: the backends of its `compile` checks."""
     head = next(row for row in rows if "built" in row)
     found = {name: head[name] for name in ("cls", "patched", "modules", "skipped", "bound") if head.get(name) is not None}
     for name, state in (("refused", "refused"), ("unrun", "unrun"), ("reason", "unbuilt")):
@@ -37,7 +47,7 @@ def one(rows: Rows) -> dict[str, Any]:
     for row in checks:
         if row["status"] != "ok":
             rest.setdefault(row["status"], {})[row["check"]] = row["reason"]
-    compiled = any(row["check"].startswith("compile") for row in checks)
+    compiled = list(dict.fromkeys(row["check"].split()[1] for row in checks if row["check"].startswith("compile ")))
     return {"state": "ran", **found, "compiled": compiled, "checks": tally, **rest}
 
 

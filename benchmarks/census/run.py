@@ -81,6 +81,7 @@ def survey(kind: models.Kind, out: Path, skip: tuple[str, ...] = ()) -> None:
     """Run every check of a type, in this process, but those whose names begin with one of `skip`."""
     writer = Writer(out / f"{kind.name}.jsonl")
     begin = time.monotonic()
+    writer.row(torch=torch.__version__, commit=results.commit(ROOT))
     try:
         model = models.build(kind)
     except BaseException as error:
@@ -138,7 +139,8 @@ def close(path: Path, reason: str) -> None:
 def census(kinds: list[models.Kind], out: Path, jobs: int, limit_s: float, work: Any = survey, tell: Any = print) -> None:
     """Check these types in processes of their own, so many at a time. work: what a process does, for tests of this function."""
     out.mkdir(parents=True, exist_ok=True)
-    waiting = [kind for kind in kinds if not finished(out / f"{kind.name}.jsonl")]
+    unfinished = [kind for kind in kinds if not finished(out / f"{kind.name}.jsonl")]
+    waiting = sorted(unfinished, key=lambda kind: kind.name not in INDUCTOR)  # Inductor takes longest, so these begin first.
     running: list[Running] = []
     count = 0
     while waiting or running:

@@ -133,3 +133,12 @@ def test_the_committed_census_has_no_wrong_row():
     found = json.loads(run.RESULTS.read_text())
     assert not found["counts"]["checks"].get("wrong")
     assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
+
+
+def test_a_type_that_was_run_with_another_torch_says_so():
+    rows = [{"built": True, "cls": "C", "plan": []}, {"check": "compile aot_eager none", "status": "ok", "reason": ""}, {"done": True}]
+    by_type = {name: [{"torch": version, "commit": "c"}, *rows] for name, version in (("a", "2.11"), ("b", "2.13"), ("c", "2.13"))}
+    found = results.summary(by_type, ROOT)
+    assert (found["torch"], found["commit"]) == ("2.13", "c")
+    assert [found["types"][name].get("torch") for name in by_type] == ["2.11", None, None]
+    assert found["types"]["a"]["compiled"] == ["aot_eager"]
