@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attnops.problem import Target
 from tests.helpers import importable
 
 SMS = 8
@@ -85,6 +86,11 @@ def upload(ints: torch.Tensor, locked: torch.Tensor, size: int) -> None:
     raw(ints)[:size].copy_(raw(locked)[:size])
 
 
+def launched(enable_pdl: bool, q: torch.Tensor) -> None:
+    """The wrappers' own default, `device_support_pdl`: refused before SM90, and a merge that begins late without it from there on."""
+    check(enable_pdl == (Target.of(q.device).arch >= 90), "programmatic dependent launch, from SM90 on")
+
+
 def host_ints(*tensors: torch.Tensor) -> None:
     check(all(t.dtype == torch.int32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors), "int32 of the host")
 
@@ -138,9 +144,10 @@ def decode_run(
     rope_theta, *, module,
 ):  # fmt: skip
     CALLS.append("decode.run")
+    launched(enable_pdl, q)
     check(len(plan_info_vec) == 10, f"DecodePlanInfo::FromVector: vec.size() should be 10, but got {len(plan_info_vec)}")
     check(paged_k_cache.stride() == paged_v_cache.stride(), "K/V strides differ")
-    check(alibi_slopes is None and rope_scale == 1.0 and kv_layout_code == 0 and not enable_pdl, "this stand-in has none of these")
+    check(alibi_slopes is None and rope_scale == 1.0 and kv_layout_code == 0, "this stand-in has none of these")
     padded, split = plan_info_vec[0], plan_info_vec[9]
     count = int(raw(int_workspace_buffer)[plan_info_vec[6] : plan_info_vec[6] + padded].sum()) if split else padded
     rows = set(ints_at(int_workspace_buffer, plan_info_vec[3], count).tolist())
@@ -265,6 +272,7 @@ def paged_run(
     check(maybe_custom_mask is None and maybe_alibi_slopes is None and scale_v is None and rope_scale == 1.0, "not in this stand-in")
     check(sinks is None, "the real function ignores sinks in silence")
     CALLS.append(f"{module.backend}.paged_run")
+    launched(enable_pdl, q)
     check(not (module.backend == "fa2" and q.dtype.itemsize == 1), "fp8 query")
     tables = covered(module, int_workspace_buffer, plan_info_vec, q, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_k_cache)
     if module.backend == "fa3":
@@ -281,6 +289,7 @@ def sink_paged_run(
     paged_kv_indices, paged_kv_last_page_len, o, maybe_lse, mask_mode_code, layout, window_left, enable_pdl, sink, sm_scale, *, module,
 ):  # fmt: skip
     CALLS.append(f"{module.backend}.sink_paged_run")
+    launched(enable_pdl, q)
     check(sink.dtype == torch.float32 and sink.is_contiguous(), "the sink is float32")
     tables = covered(module, int_workspace_buffer, plan_info_vec, q, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_k_cache)
     body(
@@ -297,6 +306,7 @@ def ragged_run(
 ):  # fmt: skip
     check(maybe_custom_mask is None and maybe_alibi_slopes is None and scale_v is None and rope_scale == 1.0, "not in this stand-in")
     CALLS.append(f"{module.backend}.ragged_run")
+    launched(enable_pdl, q)
     packed(module, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode == 1, window_left,
            logits_soft_cap, sm_scale, None)  # fmt: skip
 
@@ -306,6 +316,7 @@ def sink_ragged_run(
     window_left, enable_pdl, sink, sm_scale, *, module,
 ):  # fmt: skip
     CALLS.append(f"{module.backend}.sink_ragged_run")
+    launched(enable_pdl, q)
     check(sink.dtype == torch.float32 and sink.is_contiguous(), "the sink is float32")
     packed(module, int_workspace_buffer, plan_info_vec, q, k, v, qo_indptr, kv_indptr, o, maybe_lse, mask_mode_code == 1, window_left,
            0.0, sm_scale, sink)  # fmt: skip
