@@ -34,22 +34,26 @@ def _teach_inductor() -> None:
 
 _op.on_trace(_teach_inductor)
 
-_LAZY = {
-    "patch": "attnops.hf",
-    "explain": "attnops.lowering.explain",
-    "compile_layers": "attnops.lowering.regional",
-    "nn": "attnops.nn",
-}
+_LAZY = {"patch": "attnops.hf", "explain": "attnops.lowering.explain", "compile_layers": "attnops.lowering.regional"}
+_ROOMS = ("cache", "graphs", "hf", "lowering", "nn", "testing")
+_MODULES = ("errors", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    # What needs transformers or the compiler is imported when it is asked for.
-    if name not in _LAZY:
-        raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+    # `import attnops` stays light: transformers and the compiler are imported on first use.
     import importlib
 
-    module = importlib.import_module(_LAZY[name])
-    return module if name == "nn" else getattr(module, name)
+    if name in _ROOMS:
+        return importlib.import_module(f"attnops.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, lazy ones included."""
+    eager = ("AttnopsError", "Policy", "__version__", "attention", "merge_state", "paged_attention", "use", "varlen_attention", "write_kv")
+    return sorted((*eager, *_LAZY, *_ROOMS, *_MODULES))
 
 
 # Last, so that modules of third parties find all of attnops.

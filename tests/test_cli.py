@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
 from attnops.testing.check import OPAQUE
+from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process
 
 
@@ -37,6 +40,17 @@ def explained(*arguments):
 def test_no_command_prints_help():
     result = attnops()
     assert all(name in result.output for name in ("doctor", "explain", "demo"))
+
+
+def test_the_version_is_printed():
+    result = attnops("--version")
+    assert result.exit_code == 0 and result.stdout == f"attnops {VERSION}\n"
+
+
+@pytest.mark.parametrize("module", ["attnops", "attnops.cli"])
+def test_the_module_is_the_command(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"attnops {VERSION}\n", done.stderr
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------

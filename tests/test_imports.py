@@ -50,6 +50,24 @@ def test_import_is_light():
     assert not [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in LATER]
 
 
+def test_every_public_name_is_reachable_after_the_import():
+    """Rooms included, each on first use, and `dir` shows them all."""
+    code = """
+import attnops, sys
+names = dir(attnops)
+assert {"cache", "graphs", "hf", "lowering", "nn", "testing", "patch", "explain", "attention", "__version__"} <= set(names)
+assert not [name for name in names if name.startswith("_") and name != "__version__"]
+assert "attnops.nn" not in sys.modules and "attnops.testing" not in sys.modules
+for name in names:
+    getattr(attnops, name)
+try:
+    attnops.nonsense
+except AttributeError as e:
+    print(e)
+"""
+    assert "has no attribute 'nonsense'" in fresh_process(code)
+
+
 @pytest.mark.parametrize("folder", ["lowering", "graphs"])
 def test_a_bare_name_is_refused(folder):
     code = f"""

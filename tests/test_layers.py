@@ -36,6 +36,7 @@ RANKS = {
     "attnops.tune": 5,
     "attnops.bench": 6,
     "attnops.cli": 6,
+    "attnops.__main__": 6,
 }
 FRONT = 6
 DYNAMIC = ("import_module", "__import__")

@@ -13,6 +13,7 @@ import typer
 
 from attnops.cli import tables
 from attnops.errors import AttnopsError, InvalidInput
+from attnops.version import VERSION
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
 
@@ -25,6 +26,19 @@ class Phase(str, Enum):
     prefill = "prefill"
     decode = "decode"
     both = "both"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnops {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Attention kernels under torch.compile."""
 
 
 @contextmanager

@@ -1,0 +1,5 @@
+"""`python -m attnops`: the command `attnops`."""
+
+from attnops.cli import main
+
+main()
