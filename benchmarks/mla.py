@@ -175,7 +175,7 @@ def kernels(size: Size, step: PagedBatch, pages: Tensor) -> dict[str, Run]:
     q_nope, q_pe = query[..., : m.latent], query[..., m.latent :]
     call = partial(
         attnops.ops.mla_attention, q_nope, q_pe, pages, step.page_table, step.seq_lens, step.cu_seqlens_q, max_seqlen_q=1, scale=0.1,
-        plan=step.plan, workspace=step.workspace,
+        plan=step.plan, workspace=step.workspace, holes=step.holes,
     )  # fmt: skip
     return {"kernel": call}
 

@@ -33,6 +33,7 @@ class Planner:
         spec: what the layers ask of `paged_attention` or `mla_attention`.
         max_tokens, max_requests: the most query tokens and requests of a step. max_pages: columns of the page table.
         device: where the batches lie.
+        num_pages: pages of the pool, for batches that do not say `holes=False`, as those of the caches do.
         kernel: plan for this kernel and no other.
 
     Attributes:
@@ -48,9 +49,10 @@ class Planner:
         max_requests: int,
         max_pages: int,
         device: torch.device | str,
+        num_pages: int | None = None,
         kernel: str | None = None,
     ) -> None:
-        self.spec, self.kernel = spec, kernel
+        self.spec, self.kernel, self.num_pages = spec, kernel, num_pages
         sizes = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
         if isinstance(spec, LatentSpec):
             numbers, size = plan_mla_sizes(spec, **sizes, device=device)
@@ -73,7 +75,7 @@ class Planner:
             return self._latents(self.spec, batch)
         found = plan_paged_attention(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
-            max_seqlen_q=batch.max_seqlen_q, plan=self.plan, workspace=self.workspace, kernel=self.kernel,
+            max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=self.kernel,
         )  # fmt: skip
         return replace(batch, plan=self.plan, workspace=self.workspace) if found else replace(batch, plan=None)
 
@@ -86,7 +88,7 @@ class Planner:
                 return replace(batch, plan=None if (make := device_planner(kernel, spec)) is None else make(batch))
         plan_mla_attention(
             spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
-            max_seqlen_q=batch.max_seqlen_q, plan=self.plan, workspace=self.workspace, kernel=kernel.name,
+            max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=kernel.name,
         )  # fmt: skip
         return replace(batch, plan=self.plan, workspace=self.workspace)
 

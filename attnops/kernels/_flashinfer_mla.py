@@ -23,6 +23,7 @@ from attnops.kernel import Capture, Kernel, Need, dtypes, one_of, register, with
 from attnops.kernels._flashinfer import ALL_KEYS, CAUSAL, FA2, FA3, NAMES, PACKAGE, sm_count
 from attnops.kernels._plan import HEADER, Cutter, dtype_code, host_plan, read_header, whole_table, within, write_header
 from attnops.problem import Problem, Refusal
+from attnops.reference.holes import UNKNOWN
 
 MAKER = "attnops.ops.plan_mla_attention"
 LATENT, ROPE, TILE = 512, 64, 64
@@ -97,15 +98,15 @@ def works(s: Shape, starts: Tensor, keys: Tensor, sms: int) -> int:
 
 def make_plan(
     path: int, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, max_seqlen_q: int, q_heads: int,
-    head_dim: int, v_head_dim: int, page_size: int, dtype: str, kv_dtype: str, causal: bool = True, policy: str = "", plan: Tensor,
-    workspace: Tensor,
+    head_dim: int, v_head_dim: int, page_size: int, dtype: str, kv_dtype: str, causal: bool = True, num_pages: int = UNKNOWN,
+    policy: str = "", plan: Tensor, workspace: Tensor,
 ) -> None:  # fmt: skip
     """See `attnops.ops.plan_mla_attention`. The copy of the lengths to the host waits for the stream, once a step."""
     if num_tokens == 0 or page_table.numel() == 0:
         plan.zero_()  # nothing to attend to, and nobody reads it
         return
     s = Shape(num_tokens, page_table.shape[1], q_heads, page_size, getattr(torch, dtype), causal and max_seqlen_q > 1)
-    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, page_size)
+    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, num_pages, page_size)
     sms = sm_count(page_table.device)
     ints, floats = places(sms, Cutter("workspace", workspace))
     staging = Cutter("plan", plan[HEADER:].view(torch.uint8)).cut(ints.numel())
@@ -117,7 +118,7 @@ def make_plan(
         staging = torch.empty_like(staging, pin_memory=True)  # FlashInfer takes no other
     given = (floats, ints, staging, starts, firsts, keys, q_heads, v_head_dim, s.causal)
     info, _ = _module(path, s.dtype, getattr(torch, kv_dtype)).plan_with_staged_workspace_bytes(*given)
-    write_header(plan, path, s.fields, list(info))
+    write_header(plan, path, num_pages, s.fields, list(info))
 
 
 def mla_attention(
@@ -139,6 +140,7 @@ def mla_attention(
     causal: bool = True,
     window_left: int = -1,
     softcap: float = 0.0,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -153,21 +155,25 @@ def mla_attention(
     s = Shape(
         q_nope.shape[0], page_table.shape[1], q_nope.shape[1], latent_pages.shape[1], q_nope.dtype, causal and max_seqlen_q > 1
     )  # fmt: skip
-    made, info = read_header(plan, MAKER, FIELDS, s.fields)
+    pages = latent_pages.shape[0]
+    made, info = read_header(plan, MAKER, FIELDS, s.fields, pages if holes else None)
     if made != path:
         raise InvalidInput("plan.path", NAMES.get(made, made), f"{NAMES[path]}: made for another kernel")
     if workspace is None:
         raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
     ints, floats = places(sm_count(workspace.device), Cutter("workspace", workspace))
+    if holes:
+        # The lengths are the plan's, of the table as it is without holes.
+        page_table, _ = whole_table(page_table, seq_lens, cu_seqlens_q, pages, s.page_size)
     if kv_scale is not None:
         factor = kv_scale if q_scale is None else kv_scale * q_scale
         # One launch a part: a product of its own would be float32, and a copy.
         q_nope, q_pe = (torch.mul(x, factor, out=torch.empty_like(x)) for x in (q_nope, q_pe))
     out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    latent, pages = latent_pages[..., :LATENT], page_table.contiguous().view(-1)
+    latent, table = latent_pages[..., :LATENT], page_table.contiguous().view(-1)
     _module(path, q_nope.dtype, latent_pages.dtype).run(
-        floats, ints, info, q_nope, q_pe, latent, latent_pages[..., LATENT:], pages, out, z, CAUSAL if s.causal else ALL_KEYS,
+        floats, ints, info, q_nope, q_pe, latent, latent_pages[..., LATENT:], table, out, z, CAUSAL if s.causal else ALL_KEYS,
         s.q_heads, s.page_size, scale, True, 1.0, 1.0, None,
     )  # fmt: skip
     if kv_scale is not None:

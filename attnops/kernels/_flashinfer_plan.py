@@ -85,11 +85,11 @@ def staging(s: Shape, path: int, sms: int, plan: Cutter) -> tuple[Tensor, Tensor
 
 
 def make_plan(
-    c: Call, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, plan: Tensor, workspace: Tensor
+    c: Call, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_pages: int, plan: Tensor, workspace: Tensor
 ) -> None:
     """Plan a step, writing into `plan` and `workspace` only. The copy of the lengths to the host waits for the stream, once a step."""
     s, sms = c.shape, fi.sm_count(page_table.device)
-    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, s.page_size, s.window_left)
+    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, num_pages, s.page_size, s.window_left)
     at = c.places(workspace)
     tables, ints = staging(s, c.path, sms, Cutter("plan", plan[HEADER:].view(torch.uint8)))
     lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
@@ -99,12 +99,15 @@ def make_plan(
     asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
     at.indices.copy_(data.kv_indices(page_table, asked, page_size=s.page_size)[1])
     fi.load_unlike(s, c.path)
-    write_header(plan, c.path, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
+    write_header(plan, c.path, num_pages, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
 
 
-def read_plan(c: Call, plan: Tensor | None, workspace: Tensor | None) -> tuple[list[int], Places]:
-    """(FlashInfer's ints, places) of a plan for this call. Raises InvalidInput, naming what does not fit, for any other."""
-    made, ints = read_header(plan, MAKER, fi.FIELDS, c.fields)
+def read_plan(c: Call, plan: Tensor | None, workspace: Tensor | None, num_pages: int | None) -> tuple[list[int], Places]:
+    """(FlashInfer's ints, places) of a plan for this call. Raises InvalidInput, naming what does not fit, for any other.
+
+    num_pages: as in `read_header`.
+    """
+    made, ints = read_header(plan, MAKER, fi.FIELDS, c.fields, num_pages)
     if made != c.path:
         raise InvalidInput("plan.path", fi.NAMES.get(made, made), f"{fi.NAMES[c.path]}: max_seqlen_q differs from the plan's")
     if workspace is None:

@@ -19,6 +19,7 @@ from attnops.kernels._plan import host_plan, within
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import no_lse
+from attnops.reference.holes import UNKNOWN
 
 LN2 = math.log(2.0)
 
@@ -42,6 +43,7 @@ def plan_paged_attention(
     window_right: int = -1,
     softcap: bool = False,
     sinks: bool = False,
+    num_pages: int = UNKNOWN,
     policy: str = "",
     plan: Tensor,
     workspace: Tensor,
@@ -56,7 +58,7 @@ def plan_paged_attention(
         q_heads, kv_heads, head_dim, v_head_dim, page_size, getattr(torch, dtype), getattr(torch, kv_dtype), max_seqlen_q <= 1, causal,
         window_left, softcap, sinks, deterministic(policy),
     )  # fmt: skip
-    planner.make_plan(c, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, plan, workspace)
+    planner.make_plan(c, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, num_pages, plan, workspace)
 
 
 def paged_attention(
@@ -86,7 +88,7 @@ def paged_attention(
 ) -> None:
     """See `attnops.paged_attention`. The kernel writes every row of `output`: padding has a request of its own in the plan.
 
-    The page ids it reads are the plan's, which has no holes.
+    The page ids it reads are the plan's, which has no holes: without the caller's promise it must have been made for this many pages.
     """
     if not (query.numel() and k_pages.numel() and page_table.numel()):
         output.zero_()
@@ -100,7 +102,7 @@ def paged_attention(
         head_dim, v_head_dim, page_size, query.dtype, k_pages.dtype, max_seqlen_q <= 1, causal, window_left, softcap > 0,
         sinks is not None, deterministic(policy),
     )  # fmt: skip
-    ints, at = planner.read_plan(c, plan, workspace)
+    ints, at = planner.read_plan(c, plan, workspace, k_pages.shape[0] if holes else None)
     out = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     tensors = (query, k_pages, v_pages)

@@ -14,6 +14,7 @@ from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
+from attnops.reference.holes import UNKNOWN
 from attnops.select import active_policy, choose, key_for
 
 NAMES = {str(d).removeprefix("torch."): d for d in (*check.FLOATS, *check.QUANTISED)}
@@ -38,6 +39,7 @@ def _check_plan(
     window_right: int = -1,
     softcap: bool = False,
     sinks: bool = False,
+    num_pages: int = UNKNOWN,
     plan: Tensor,
     workspace: Tensor,
 ) -> None:
@@ -46,6 +48,7 @@ def _check_plan(
         check.need(value >= 1, field, value, ">= 1")
     check.need(q_heads % kv_heads == 0, "q_heads", q_heads, f"a multiple of kv_heads = {kv_heads}")
     check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
+    check.need(num_pages >= 0, "num_pages", num_pages, ">= 0")
     check.numbers(1.0, window_left, window_right, 0.0)
     check_buffers(plan, workspace, dtype, kv_dtype)
 
@@ -86,6 +89,7 @@ def _problem_plan(
     kv_dtype: str,
     window_left: int = -1,
     window_right: int = -1,
+    num_pages: Any = UNKNOWN,
     plan: Any = None,
     workspace: Any = None,
     page_size: int,
@@ -117,7 +121,8 @@ PLAN = define(
         name="plan_paged_attention",
         schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
         "int kv_heads, int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, int window_left=-1, "
-        'int window_right=-1, bool softcap=False, bool sinks=False, str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
+        "int window_right=-1, bool softcap=False, bool sinks=False, SymInt num_pages=2147483647, "
+        'str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
         check=_check_plan,
         fake=nothing,
         problem=_problem_plan,
@@ -217,6 +222,7 @@ def plan_paged_attention(
     *,
     num_tokens: int,
     max_seqlen_q: int,
+    num_pages: int | None = None,
     plan: Tensor,
     workspace: Tensor,
     kernel: str | None = None,
@@ -229,9 +235,9 @@ def plan_paged_attention(
 
     Args:
         spec: what the layers ask for.
-        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them,
-            but that the plan knows no number of pages: negative entries are holes, and all others must be pages.
+        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them.
         num_tokens: rows of the query, padding included. max_seqlen_q: as in `paged_attention`.
+        num_pages: pages of the pool; None: unknown, and the plan serves calls with `holes=False` alone.
         plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_sizes` gives. Give both to the layers.
             A pinned plan is copied from without waiting.
         kernel: plan for this kernel and no other.
@@ -243,7 +249,7 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, plan, workspace, kernel)
+    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, num_pages, plan, workspace, kernel)
 
 
 class Spec(Protocol):
@@ -261,12 +267,21 @@ def ask(
     tables: tuple[Tensor, Tensor, Tensor],
     num_tokens: int,
     max_seqlen_q: int,
+    num_pages: int | None,
     plan: Tensor,
     workspace: Tensor,
     kernel: str | None,
 ) -> str | None:
     """As `plan_paged_attention`, of any plan op. tables: page_table, seq_lens, cu_seqlens_q."""
-    given = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q, **spec.statics, "plan": plan, "workspace": workspace}
+    pages = UNKNOWN if num_pages is None else num_pages
+    given = {
+        "num_tokens": num_tokens,
+        "max_seqlen_q": max_seqlen_q,
+        "num_pages": pages,
+        **spec.statics,
+        "plan": plan,
+        "workspace": workspace,
+    }
     op.check(*tables, **given)
     requests, pages = tables[0].shape
     problem = spec.problem(target_of(tables[0]), num_tokens, requests, pages, max_seqlen_q)

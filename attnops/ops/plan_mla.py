@@ -13,6 +13,7 @@ from attnops.ops._op import Op, define, target_of
 from attnops.ops.plan import NAMES, ask, check_batch, check_buffers, largest_sizes, nothing
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
+from attnops.reference.holes import UNKNOWN
 
 
 def _check_plan(
@@ -29,6 +30,7 @@ def _check_plan(
     dtype: str,
     kv_dtype: str,
     causal: bool = True,
+    num_pages: int = UNKNOWN,
     plan: Tensor,
     workspace: Tensor,
 ) -> None:
@@ -37,6 +39,7 @@ def _check_plan(
     check.need(v_head_dim >= 1, "v_head_dim", v_head_dim, ">= 1")
     check.need(head_dim > v_head_dim, "head_dim", head_dim, f"> v_head_dim = {v_head_dim}")
     check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
+    check.need(num_pages >= 0, "num_pages", num_pages, ">= 0")
     check_buffers(plan, workspace, dtype, kv_dtype)
 
 
@@ -51,6 +54,7 @@ def _problem_plan(
     kv_dtype: str,
     head_dim: int,
     v_head_dim: int,
+    num_pages: Any = UNKNOWN,
     plan: Any = None,
     workspace: Any = None,
     page_size: int,
@@ -79,7 +83,7 @@ PLAN = define(
         name="plan_mla_attention",
         schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
         "int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, "
-        'str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
+        'SymInt num_pages=2147483647, str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
         check=_check_plan,
         fake=nothing,
         problem=_problem_plan,
@@ -161,6 +165,7 @@ def plan_mla_attention(
     *,
     num_tokens: int,
     max_seqlen_q: int,
+    num_pages: int | None = None,
     plan: Tensor,
     workspace: Tensor,
     kernel: str | None = None,
@@ -168,12 +173,13 @@ def plan_mla_attention(
     """Ask which kernel will answer the layers' `mla_attention`; if it plans on the host, write its plan. To be called once a step.
 
     A host step, as `plan_paged_attention`: it waits for the current stream, lies outside CUDA graphs, and writes into `plan` and
-    `workspace` only. The plan holds for the lengths it was made from; the page table may change under it.
+    `workspace` only. The plan holds for the lengths it was made from; the page table may change under it, its holes may not.
 
     Args:
         spec: what the layers ask for.
         page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `mla_attention` takes them.
         num_tokens: rows of the query, padding included. max_seqlen_q: as in `mla_attention`.
+        num_pages: pages of the pool; None: unknown, and the plan serves calls with `holes=False` alone.
         plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_mla_sizes` gives. Give both to the layers.
         kernel: plan for this kernel and no other.
 
@@ -184,4 +190,4 @@ def plan_mla_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, plan, workspace, kernel)
+    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, num_pages, plan, workspace, kernel)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UNKNOWN = 2**31 - 1
+"""Pages of a pool whose size is not given: only negative ids are holes of it."""
+
 
 def named_pages(
     page_table: Tensor,

@@ -32,9 +32,11 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
 def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None = None) -> Call:
     """The call of the plan op that goes with `call`, whose Problem gives the statics their values."""
     p = call.problem
+    pool = call.arguments["k_pages" if "k_pages" in call.arguments else "latent_pages"]
     known: dict[str, Any] = {
         **vars(p), "window_left": p.window[0], "window_right": p.window[1], "num_tokens": call.args[0].shape[0],
         "max_seqlen_q": call.arguments["max_seqlen_q"], "dtype": str(p.dtype)[6:], "kv_dtype": str(p.kv_dtype)[6:],
+        "num_pages": pool.shape[0],
     }  # fmt: skip
     op = f"plan_{call.op}"
     names = [a.name for a in OPS[op].packet.default._schema.arguments]
@@ -43,7 +45,7 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
     device = tables["page_table"].device
     if buffers is None:
         requests, pages = tables["page_table"].shape
-        fixed = {n: v for n, v in statics.items() if n not in ("num_tokens", "max_seqlen_q")}
+        fixed = {n: v for n, v in statics.items() if n not in ("num_tokens", "max_seqlen_q", "num_pages")}
         assert maker.plan_sizes is not None
         sizes = maker.plan_sizes(**fixed, max_tokens=known["num_tokens"], max_requests=requests, max_pages=pages, device=device)
         buffers = torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.uint8, device=device)

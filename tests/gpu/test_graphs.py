@@ -260,7 +260,7 @@ def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
     def call(batch: PagedBatch, kernel: str | None = None) -> Tensor:
         return attnops.paged_attention(
             query, cache.k_pages[0], cache.v_pages[0], batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=1,
-            plan=batch.plan, workspace=batch.workspace, padded=False, kernel=kernel,
+            plan=batch.plan, workspace=batch.workspace, padded=False, holes=batch.holes, kernel=kernel,
         )  # fmt: skip
 
     with torch.no_grad(), attnops.use(prefer=(name,)):

@@ -17,7 +17,7 @@ from attnops.kernel import Capture, kernels_of
 from attnops.kernels import _flashinfer as fi
 from attnops.kernels import _flashinfer_plan as planner_of
 from attnops.kernels._flashinfer_build import Module, build
-from attnops.kernels._plan import HEADER, MAGIC
+from attnops.kernels._plan import FIRST, HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
 from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select
@@ -210,7 +210,7 @@ def test_deterministic_calls_take_one_path_and_one_tile_and_split_no_keys():
                 made = planned(KERNEL, paged(q_lens, (400, 9, 70)), "deterministic")
                 plan = made.arguments["plan"].tolist()
                 assert fi.NAMES[plan[1]] == want
-                info = plan[4 + plan[2] :][: plan[3]]
+                info = plan[FIRST + plan[2] :][: plan[3]]
                 if want == "fa2":
                     assert info[-1] == 0  # split_kv
                     ints.add(info[3])  # cta_tile_q
@@ -279,7 +279,7 @@ def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90):
             made = planned(KERNEL, call, buffers=(plan, workspace))
             assert made.arguments["plan"] is plan and made.arguments["workspace"] is workspace
             KERNEL.run(*made.args, **made.kwargs)
-        assert plan[3 + 1 : HEADER][3:].equal(header[3 + 1 :][3:])
+        assert plan[FIRST:HEADER][3:].equal(header[FIRST:][3:])
 
 
 # What does not fit ----------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class Layer(nn.Module):
         attnops.write_kv(k.reshape(-1, HKV, D), v.reshape(-1, HKV, D), k_pages, v_pages, batch.slots)
         o = attnops.paged_attention(
             q.reshape(-1, HQ, D), k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, kernel=kernel,
+            max_seqlen_q=batch.max_seqlen_q, plan=batch.plan, workspace=batch.workspace, holes=batch.holes, kernel=kernel,
         )  # fmt: skip
         return x + self.out(o.flatten(1))
 
@@ -501,13 +501,14 @@ def test_a_plan_in_every_layer_is_made_in_every_layer(sm90):
     numbers, size = plan_sizes(replace(SPEC, head_dim=128), max_tokens=2, max_requests=2, max_pages=4)
     buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
 
+    pages = call.arguments["k_pages"], call.arguments["v_pages"]
+
     def model(query, layers):
         for _ in range(layers):
             torch.ops.attnops.plan_paged_attention.default(
-                **tables, num_tokens=2, max_seqlen_q=1, **replace(SPEC, head_dim=128).statics, **buffers,
+                **tables, num_tokens=2, max_seqlen_q=1, **replace(SPEC, head_dim=128).statics, **buffers, num_pages=pages[0].shape[0],
                 policy="kernel=plan_paged_attention:flashinfer",
             )  # fmt: skip
-            pages = call.arguments["k_pages"], call.arguments["v_pages"]
             query = query + attnops.paged_attention(query, *pages, **tables, max_seqlen_q=1, kernel="flashinfer", **buffers)
         return query
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import attnops
+from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels import _sgl
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
+from attnops.reference.holes import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
+from attnops.testing.plans import plan_call, planned
 from tests.standins import (
     flash_attn_cute,
     flashinfer_mla,
@@ -54,24 +57,27 @@ LATENT = {
     "cutlass_mla": (sgl_mla, replace(SGL, arch=100)), "trtllm_mla": (flashinfer_trtllm_mla.installed, replace(FLASHINFER, arch=100)),
     "flashinfer_mla_fa2": (flashinfer_mla.installed, FLASHINFER), "flashinfer_mla_fa3": (flashinfer_mla.installed, FLASHINFER),
 }  # fmt: skip
+PLANNING = {"paged": ("flashinfer",), "mla": ("flashinfer_mla_fa2", "flashinfer_mla_fa3")}
 INTERPRETED = ("triton",)
 """Tested where Triton interprets: tests/triton/test_numerics.py."""
 
 # (request, column): a page in the middle, the first, the last, the only one, and all of them.
 HOLES = {"middle": ((0, 1), (2, 1)), "first": ((0, 0), (2, 0)), "last": ((2, 2),), "only": ((1, 0),), "all": ((2, 0), (2, 1), (2, 2))}
 LENGTHS = (190, 3, 130)
+# Ids of no page, by the number of pages there are.
+IDS = {"negative": lambda pages: (-1, -9), "past": lambda pages: (pages, 2**31 - 1, pages + 7)}
 
 
-def holed(call, holes, name=""):
-    """The call without these pages: in their places stand ids of no page, and nobody may read what they hold."""
+def holed(call, holes, ids="negative"):
+    """The call with ids of no page in these places of its table. The pages they had are poisoned, as all others that no row names."""
     table = call.arguments["page_table"].clone()
     names = [n for n in ("k_pages", "v_pages", "latent_pages") if n in call.arguments]
     free = {n: call.free[n].clone() for n in names}
     for i, (request, column) in enumerate(holes):
         for n in names:
             free[n][int(table[request, column])] = True
-        # A plan of the host knows no number of pages.
-        table[request, column] = (-1, -9 if "flashinfer" in name else call.arguments[names[0]].shape[0], -7)[i % 3]
+        wrong = IDS[ids](call.arguments[names[0]].shape[0])
+        table[request, column] = wrong[i % len(wrong)]
     return replace(call.with_(page_table=table), free={**call.free, **free})
 
 
@@ -92,11 +98,12 @@ def test_every_kernel_over_pages_is_here():
         assert {*names, *INTERPRETED} == {*kernels_of(op)} - strangers
 
 
+@pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 64)], ids=["decode", "extend"])
 @pytest.mark.parametrize("name", PAGED)
-def test_paged(name, queries, holes):
-    call = holed(builders.paged(Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], name)
+def test_paged(name, queries, holes, ids):
+    call = holed(builders.paged(Source(0), queries, LENGTHS, 64, HALF), HOLES[holes], ids)
     figures = check("paged_attention", name, PAGED[name], call)
     assert figures.worst <= 1.0 and (not figures.refused or (name == "xqa" and queries != (1, 1, 1))), figures
 
@@ -104,18 +111,36 @@ def test_paged(name, queries, holes):
 @pytest.mark.parametrize("features", [{"window": (70, -1)}, {"mask": "bool"}, {"chunk": 64}], ids=str)
 @pytest.mark.parametrize("name", PAGED)
 def test_where_no_page_may_move(name, features):
-    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], name)
+    call = holed(builders.paged(Source(0), (1, 1, 1), LENGTHS, 64, replace(HALF, **features)), HOLES["first"], "past")
     assert check("paged_attention", name, PAGED[name], call).worst <= 1.0
 
 
+@pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("queries", [(1, 1, 1), (2, 1, 3)], ids=["decode", "extend"])
 @pytest.mark.parametrize("name", LATENT)
-def test_latents(name, queries, holes):
+def test_latents(name, queries, holes, ids):
     float8 = {"q_dtype": E4M3} if name == "flashmla_fp8" else {}
-    call = holed(latent.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], name)
+    call = holed(latent.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], ids)
     figures = check("mla_attention", name, LATENT[name], call)
     assert figures.worst <= 1.0 and not figures.refused, figures
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in ("paged", "mla") for name in PLANNING[op]])
+def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
+    """It took ids past the pool for pages, or pages for ids past the pool."""
+    build, way = (builders.paged, PAGED) if op == "paged" else (latent.mla, LATENT)
+    call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
+    install, target = way[name]
+    with install(), pretend(target):
+        for pages, said in ((UNKNOWN, "unknown"), (1, "1")):
+            made = planned(kernel, call)
+            maker = kernels_of(f"plan_{op}_attention")[name]
+            plan = plan_call(call, maker, (made.arguments["plan"], made.arguments["workspace"])).with_(num_pages=pages)
+            maker.run(*plan.args, **plan.kwargs)
+            with pytest.raises(InvalidInput, match=rf"^plan.num_pages: got {said}, want \d+, the pages of this call: give .*holes=False"):
+                kernel.run(*made.args, **made.kwargs)
+            kernel.run(*made.args, **made.kwargs, holes=False)
 
 
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 2)], ids=["decode", "extend"])
