@@ -209,16 +209,29 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
 def without_sizes(problem: Problem) -> Problem:
     """What a deterministic policy lets a choice see of `problem`: no size, and no promise of a single call.
 
-    Every size may be any, so that a kernel of few queries refuses even a decode step, which may share its batch with a prompt. Costs
-    are those of one fixed step: 8 requests of 4096 keys on pages, a prompt of 4096 tokens elsewhere.
+    Every size may be any, so that a kernel of few queries refuses even a decode step, which may share its batch with a prompt.
     """
-    batch, queries = (8, 1) if problem.page_size else (1, 4096)
+    return _step(problem, DECODE if problem.page_size else PROMPT)
+
+
+DECODE, PROMPT = (8, 1), (1, 4096)
+"""Requests, and queries of each, of the steps that a deterministic policy estimates; 4096 keys a request."""
+
+DECODES = 64
+"""Decode steps to a prompt: eight requests at a time, each of which decodes 512 tokens."""
+
+
+def _step(problem: Problem, step: tuple[int, int]) -> Problem:
+    batch, queries = step
     tokens, requests, longest, context = (Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096))
     return replace(problem, padded=True, sizes_equal=False, tokens=tokens, batch=requests, queries=longest, context=context)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
-    return {k.name: Cost((k.invariant_us or k.cost_us)(seen), ESTIMATED) for k in kernels}
+    """Of a fixed load: over pages a mean step of serving, elsewhere a prompt."""
+    load = {_step(seen, DECODE): DECODES, _step(seen, PROMPT): 1} if seen.page_size else {seen: 1}
+    steps = sum(load.values())
+    return {k.name: Cost(sum(n * (k.invariant_us or k.cost_us)(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
 
 
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:

@@ -1,6 +1,6 @@
-"""Attention forward + backward beside FlashAttention-2 and torch's default; writes gradients.json. CUDA only.
+"""Attention forward + backward beside FlashAttention-2 and torch's default; writes gradients.json.
 
-    python benchmarks/gradients.py [--device cuda]
+    python benchmarks/gradients.py [--device cuda] [--length 4096]
 
 bfloat16, causal. `ms` is the median over CUDA events of one step, forward and backward. `flash2` is
 `F.scaled_dot_product_attention` held to FlashAttention-2, `torch` its default. `share` is a time over that of `flash2`.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ MOST_ERROR = 0.02
 Step = Callable[[], tuple[Tensor, ...]]
 
 
-def measured(batch: int, length: int, q_heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
+def measured(batch: int, length: int, q_heads: int, kv_heads: int, dim: int, device: str) -> dict[str, Any]:
     """The row of one shape."""
     heads = (q_heads, kv_heads, kv_heads)
-    q, k, v = (torch.randn(batch, length, h, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in heads)
+    q, k, v = (torch.randn(batch, length, h, dim, device=device, dtype=torch.bfloat16).requires_grad_() for h in heads)
     grad = torch.randn_like(q)
-    cu = torch.arange(0, (batch + 1) * length, length, device="cuda", dtype=torch.int32)
+    cu = torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
     flat = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
     first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     grad_first = grad.transpose(1, 2).contiguous()
@@ -57,7 +58,7 @@ def measured(batch: int, length: int, q_heads: int, kv_heads: int, dim: int) -> 
         return torch.autograd.grad(output, flat, grad.flatten(0, 1))
 
     wide = [x.detach().float().repeat_interleave(q_heads // x.shape[1], 1).requires_grad_() for x in first]
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         exact = torch.autograd.grad(sdpa(*wide, is_causal=True), wide, grad_first.float())
     wanted = [x.unflatten(1, (h, -1)).sum(2) for x, h in zip(exact, heads, strict=True)]
     row: dict[str, Any] = {"chosen": chosen(q, k, v, cu)}
@@ -67,7 +68,7 @@ def measured(batch: int, length: int, q_heads: int, kv_heads: int, dim: int) -> 
         if not error < MOST_ERROR:
             row[name] = {"failed": f"gradients are off by {error:.2e}, want at most {MOST_ERROR}"}
             continue
-        ms, host_ms = clock(step)
+        ms, host_ms = clock(step) if device == "cuda" else (1e3 * timeit(step, number=1),) * 2
         base = row.get("flash2", {}).get("ms", ms)
         row[name] = {"ms": round(ms, 4), "share": round(ms / base, 3), "host_ms": round(host_ms, 4), "error": round(error, 5)}
     return row
@@ -117,13 +118,15 @@ def clock(step: Step, seconds: float = 1.0) -> tuple[float, float]:
     return median(a.elapsed_time(b) for a, b in pairwise(events)), median(issued)
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda",), default=default_device())
-    device = parser.parse_args().device
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--length", type=int, default=0, help="tokens of a sequence")
+    asked = parser.parse_args(given)
     torch.manual_seed(0)
-    rows = {f"{b}x{s}, {hq}/{hkv} heads, d{d}": measured(b, s, hq, hkv, d) for b, s, hq, hkv, d in SHAPES}
-    print(write(environment(device) | {"rows": rows}, "gradients.json", device))
+    shapes = [(b, asked.length or s, *heads) for b, s, *heads in SHAPES]
+    rows = {f"{b}x{s}, {hq}/{hkv} heads, d{d}": measured(b, s, hq, hkv, d, asked.device) for b, s, hq, hkv, d in shapes}
+    print(write(environment(asked.device) | {"rows": rows}, "gradients.json", asked.device))
     for shape, row in rows.items():
         print(shape, row)
     return int(any("failed" in way for row in rows.values() for way in row.values()))

@@ -33,7 +33,20 @@ def suites(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     yield
-    for name in ("common", "regret", "run", "tune", "direct", "results", "performance", "data", "mla", "mla_layers"):
+    for name in (
+        "common",
+        "regret",
+        "run",
+        "tune",
+        "direct",
+        "results",
+        "performance",
+        "data",
+        "mla",
+        "mla_layers",
+        "deterministic",
+        "gradients",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -466,3 +479,38 @@ def test_floors_are_below_what_was_reached(suites):
     slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, mla.FULL)
     name = "16 heads, 64x32768"
     assert slow["layer"][name]["kernel_floor_us"] < 0.5 * found["layer"][name]["kernel_floor_us"]
+
+
+# Policies and gradients -----------------------------------------------------------------------------------------------
+
+
+def test_deterministic_policies_beside_the_default(suites, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    suite = import_module("deterministic")
+    assert suite.main(["--device", "cpu", "--keys", "20"]) == 0
+    rows = json.loads((tmp_path / "deterministic.json").read_text())["rows"]
+    assert rows.keys() == {name.format(20) for name in suite.CALLS}
+    for row in rows.values():
+        for way in suite.POLICIES:
+            assert row[way]["us"] > 0 and 0 < row[way]["error"] < suite.MOST_ERROR and row[way]["kernel"]
+
+
+def test_a_policy_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    suite = import_module("deterministic")
+    monkeypatch.setattr(suite, "exact", lambda *_: [torch.ones(())])
+    assert suite.main(["--device", "cpu", "--keys", "20", "--only", "prompt {}, dense"]) == 1
+    [row] = json.loads((tmp_path / "deterministic.json").read_text())["rows"].values()
+    assert "failed" in row["default"] and "ratio" not in row
+
+
+def test_gradients_beside_torchs(suites, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    suite = import_module("gradients")
+    assert suite.main(["--device", "cpu", "--length", "24"]) == 0
+    rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
+    assert len(rows) == len(suite.SHAPES)
+    for row in rows.values():
+        assert all(kernel != "none" for kernel in row["chosen"].values())
+        for way in ("flash2", "torch", "attention", "varlen_attention"):
+            assert row[way]["ms"] > 0 and 0 < row[way]["error"] < suite.MOST_ERROR

@@ -59,10 +59,12 @@ def call(
     table: Tensor | None = None,
     plan: Tensor | None = None,
     q_v: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse with the heads first).
 
     rules: causal, left, right, softcap, chunk. scales: of query, key and value. q_v: the query's part against the value.
+    used: int32 `[B]`, how many of its tokens each request is served for; None for all.
     """
     fwd, tail = raw_op()
     causal, left, right, softcap, chunk = rules
@@ -78,7 +80,7 @@ def call(
     splits = 1 if deterministic(policy) else 0
     found = fwd(
         query, key, value, None, None, q_v, out, None if cu_q is None else cu_q.contiguous(), None if cu_k is None else cu_k.contiguous(),
-        None, None, ends, max_q, max_k, table, None, starts, None, None, None,
+        None, used, ends, max_q, max_k, table, None, starts, None, None, None,
         q_scale, k_scale, v_scale, scale, causal, left, right, chunk, softcap, False, plan, splits, None, 0,
         sinks, *tail,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, deterministic, dtypes, one_of, without
+from attnops.kernel import Kernel, Need, arch, deterministic, dtypes, one_of, without
 from attnops.kernels._fa3 import PACKAGE, bfloat16_sinks, call, longest_query, missing, packed_lse, past
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
@@ -40,8 +40,9 @@ def mla_attention(
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> None:
-    """See `attnops.ops.mla_attention`. The kernel writes into `output` itself."""
+    """See `attnops.ops.mla_attention`. The kernel writes into `output` itself. used: as `_fa3.call` has it."""
     output.zero_()  # rows of no request are not written by the kernel, and how many there are only the device knows
     raw = None
     if q_nope.numel() and latent_pages.numel() and page_table.numel() and max_seqlen_q:
@@ -55,7 +56,8 @@ def mla_attention(
         out = output if output.stride(2) == 1 else None
         found, raw = call(
             q_pe, pages[..., latent:], pages[..., :latent], sinks, policy, scale, (causal, window_left, -1, softcap, 0), None, out,
-            (cu_seqlens_q, None), (longest_query(policy, max_seqlen_q, -1), None), seq_lens.contiguous(), starts, table, q_v=q_nope,
+            (cu_seqlens_q, None), (longest_query(policy, max_seqlen_q, -1), None), seq_lens.contiguous(), starts, table,
+            q_v=q_nope, used=used,
         )  # fmt: skip
         if out is None:
             output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0))
@@ -73,19 +75,20 @@ def _unsplit_us(p: Problem) -> float:
     return max(COST_US(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
 
 
+NEEDS: tuple[Need, ...] = (
+    arch(90),
+    dtypes(torch.float16, torch.bfloat16),
+    one_of("v_head_dim", LATENT),
+    one_of("rope_dim", ROPE),
+    bfloat16_sinks,
+    one_of("last_dim_contiguous", True),
+    *without("mask", "kv_scales"),
+)
 KERNEL = Kernel(
     "fa3",
     "mla_attention",
     mla_attention,
-    needs=(
-        arch(90),
-        dtypes(torch.float16, torch.bfloat16),
-        one_of("v_head_dim", LATENT),
-        one_of("rope_dim", ROPE),
-        bfloat16_sinks,
-        one_of("last_dim_contiguous", True),
-        *without("mask", "kv_scales"),
-    ),
+    needs=NEEDS,
     packages=(PACKAGE,),
     probe=missing,
     cost_us=COST_US,

@@ -81,15 +81,17 @@ def mla_attention(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
     choice: Choice | None = None,
+    most: int = 0,
 ) -> None:
-    """See `attnops.ops.mla_attention`. A latent is loaded once, for the scores and for the sum."""
+    """See `attnops.ops.mla_attention`. A latent is loaded once, for the scores and for the sum. most: as in `_triton.call.steps`."""
     from attnops.kernels._triton.call import Batch, Keys, attention
 
     dims, rope = q_nope.shape[2], q_pe.shape[2]
     # One head of keys that every query head shares.
     keys = Keys(latent_pages[:, :, None], None, dims, dims, rope, 1, latent_pages.shape[1], kv_scale, kv_scale)
     rules = (scale, causal, window_left, -1, 0, softcap, deterministic(policy))
-    attention(q_nope, q_pe, keys, Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules), output, lse, choice)
+    batch = Batch(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, mask, sinks, *rules)
+    attention(q_nope, q_pe, keys, batch, output, lse, choice, most)
 
 
 def merge_state(
@@ -136,6 +138,7 @@ def _merge_cost_us(p: Problem) -> float:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NEEDS: tuple[Need, ...] = (_gpu, one_of("dtype", *FLOATS), _stored)
 ATTENTION: tuple[Need, ...] = (*NEEDS, one_of("last_dim_contiguous", True))
+LATENT_NEEDS: tuple[Need, ...] = (*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64))
 
 register(
     Kernel(
@@ -146,7 +149,7 @@ register(
 register(
     Kernel(
         "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=LATENTS, batch_invariant=True,
-        needs=(*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64)), about="attnops' own, decode and extend over latents",
+        needs=LATENT_NEEDS, about="attnops' own, decode and extend over latents",
     )
 )  # fmt: skip
 for _op, _run in (("merge_state", merge_state), ("merge_states", merge_states)):

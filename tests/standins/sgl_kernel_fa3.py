@@ -75,7 +75,7 @@ def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = 
 
 def _fwd(**a: Any) -> tuple[Tensor, ...]:
     q, k, v, table, cu_q, cu_k = (a[n] for n in ("q", "k", "v", "page_table", "cu_seqlens_q", "cu_seqlens_k"))
-    for name in ("k_new", "v_new", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "rotary_cos"):
+    for name in ("k_new", "v_new", "cu_seqlens_k_new", "kv_batch_idx", "rotary_cos"):
         assert a[name] is None, f"the stand-in has no {name}"
     _check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     _check(k.dtype == q.dtype, "query and key must have the same dtype")
@@ -100,6 +100,7 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
         "or (Q/K <= 64 and V <= 512).",
     )
     _check(tuple(k.shape) == (*v.shape[:-1], d), "k must have shape of v")
+    _check_ints("seqused_q", a["seqused_q"], batch, "batch_size")
     _check_ints("seqused_k", a["seqused_k"], batch, "batch_size")
     _check_ints("leftpad_k", a["leftpad_k"], batch, "batch_size")
     unit = 16 if q.dtype == FLOAT8 else 8
@@ -181,9 +182,15 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
     group = q.shape[-2] // k.shape[-2]
     longest = q.shape[1] if cu_q is None else a["max_seqlen_q"]
     for b in range(batch):
-        rows = q[b] if cu_q is None else q[cu_q[b] : cu_q[b + 1]]
-        rows_v = None if a["q_v"] is None else a["q_v"][b] if cu_q is None else a["q_v"][cu_q[b] : cu_q[b + 1]]
-        to = (out[b], lse[b]) if cu_q is None else (out[cu_q[b] : cu_q[b + 1]], lse[:, cu_q[b] : cu_q[b + 1]])
+        own = slice(0) if cu_q is None else slice(int(cu_q[b]), int(cu_q[b + 1]))
+        if a["seqused_q"] is not None:
+            assert cu_q is not None, "the stand-in has seqused_q of packed queries only"
+            own = slice(own.start, own.start + int(a["seqused_q"][b]))
+            if own.start == own.stop:
+                continue
+        rows = q[b] if cu_q is None else q[own]
+        rows_v = None if a["q_v"] is None else a["q_v"][b] if cu_q is None else a["q_v"][own]
+        to = (out[b], lse[b]) if cu_q is None else (out[own], lse[:, own])
         start = int(a["leftpad_k"][b]) if a["leftpad_k"] is not None else 0
         if table is not None:
             end, page = int(a["seqused_k"][b]), k.shape[1]

@@ -101,18 +101,23 @@ _launches = functools.lru_cache(maxsize=4096)(plan.launches)
 
 
 def attention(
-    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None
-) -> None:
+    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None,
+    most: int = 0,
+) -> None:  # fmt: skip
     """Write attention of query `[T, H, D]` (and its rotated part) into output `[T, H, Dv]` and lse `[T, H]`."""
     with torch.cuda.device_of(query):
-        for step in steps(query, rope, keys, batch, output, lse, choice):
+        for step in steps(query, rope, keys, batch, output, lse, choice, most):
             step.kernel[(step.blocks,)](**step.given)
 
 
 def steps(
-    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None
-) -> Iterator[Step]:
-    """What `attention` launches, in order; what lies between its stages is allocated on the way."""
+    query: Tensor, rope: Tensor | None, keys: Keys, batch: Batch, output: Tensor, lse: Tensor | None, choice: plan.Choice | None = None,
+    most: int = 0,
+) -> Iterator[Step]:  # fmt: skip
+    """What `attention` launches, in order; what lies between its stages is allocated on the way.
+
+    most: only the launches for requests of at most so many queries, which leave padding rows alone; 0 for all.
+    """
     tokens, heads = query.shape[:2]
     if output.numel() == 0:
         return
@@ -138,6 +143,8 @@ def steps(
     fixed = _arguments(query, rope, keys, batch, output, lse)
     constants = _constants(query, keys, batch, (block_d, block_dv, block_dr))
     for launch in _launches(shape, batch.deterministic, sms, memory, choice):
+        if most and launch.most > most:
+            continue
         for at, some, first in _bounded(launch, shape, heads * (keys.v_dims + 1) * 4):
             given = fixed if at is launch else fixed | _requests(fixed, first, some.requests)
             yield from _stages(at, some, keys, batch, given, constants, output, lse)

@@ -1,0 +1,61 @@
+"""`fa3_triton`: Triton's part through the interpreter, FlashAttention-3's through a stand-in of its op."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from attnops.kernel import kernels_of
+from attnops.problem import Target, pretend
+from attnops.select import select
+from attnops.testing import Source, check_kernel, latent
+from attnops.testing.latent import DEEPSEEK
+from tests.mates import POLICY, same_bits
+from tests.standins.sgl_kernel_fa3 import installed
+from tests.triton.process import interpreted
+
+KERNEL = kernels_of("mla_attention")["fa3_triton"]
+PACKAGES = ("sgl_kernel", "triton")
+
+
+@contextmanager
+def standin():
+    if find_spec("sgl_kernel"):
+        pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
+    with installed() as calls, pretend(Target("cuda", 90, assume=PACKAGES)):
+        yield calls
+
+
+def call(q_lens, seq_lens, heads=16, page=16, padding=2):
+    return latent.mla(Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
+
+
+@pytest.mark.parametrize(("heads", "q_lens"), [(16, (1, 2, 1)), (16, (3, 20, 0, 8, 9)), (128, (9, 12)), (3, (12,))])
+@interpreted
+def test_the_length_of_a_request_decides_who_serves_it(heads, q_lens):
+    with standin() as calls:
+        given = call(q_lens, tuple(n + 33 * b for b, n in enumerate(q_lens, 1)), heads)
+        assert check_kernel(KERNEL, given).worst <= 1.0
+    assert [c["seqused_q"].tolist() for c in calls] == [[n if n > 8 else 0 for n in q_lens]] * (max(q_lens) > 8)
+    assert all(c["num_splits"] == 1 and c["leftpad_k"] is not None for c in calls)
+
+
+@interpreted
+def test_an_upper_bound_above_the_tokens_serves_all():
+    with standin():
+        assert check_kernel(KERNEL, call((2, 3), (9, 40), padding=0).with_(max_seqlen_q=64)).worst <= 1.0
+
+
+@interpreted
+def test_requests_have_the_bits_they_have_alone():
+    with standin():
+        same_bits(call((3, 20, 1, 9), (70, 90, 130, 9), padding=0), [(0,), (1,), (2, 0), (3, 1)], KERNEL)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_deterministic_policy_chooses_it(heads):
+    with pretend(Target("cuda", 90, PACKAGES, "NVIDIA H200")):
+        for problem in (call((1,) * 8, (70,) * 8, heads).problem, call((4096,), (4096,), heads).problem):
+            assert select(problem, POLICY).kernel is KERNEL
+            assert select(problem).kernel is not KERNEL
