@@ -55,6 +55,8 @@ def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Ki
         raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
     if batch.prefix or batch.shared is not None:
         raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): their tensors are of another size at every step")
+    if batch.others:
+        raise InvalidInput(f"{roles.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
     tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
     return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
 

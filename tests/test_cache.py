@@ -19,6 +19,7 @@ from attnops.errors import (
     TooManyRequests,
     UnknownRequest,
 )
+from attnops.ops import copy_kv
 
 
 def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
@@ -50,31 +51,39 @@ def unchanged(cache, error):
 
 
 def write(cache, slots, tokens):
-    """Token t's key is t in layer 0, t + 0.5 in layer 1 ..., its value the negative."""
+    """Token t's key is t in layer 0, t + 0.5 in layer 1 ..., its value the negative. slots: of each layer, or the same for all."""
     for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        new = torch.tensor(tokens, dtype=k.dtype) + layer / 2
-        k.view(-1)[slots] = new
-        v.view(-1)[slots] = -new
+        own = slots[layer] if isinstance(slots, list) else slots
+        new = torch.tensor(tokens, dtype=k.dtype)[own >= 0] + layer / 2
+        k.view(-1)[own[own >= 0]] = new
+        v.view(-1)[own[own >= 0]] = -new
+
+
+def slots_of(cache, request, start=0):
+    return [cache.slots(request, start, layer=layer) for layer in range(len(cache.layers))]
 
 
 def read(cache, request):
-    """The tokens of a request, found as a kernel finds them: through its row of the tables."""
+    """The tokens of a request, found as a kernel finds them: through its row of the tables. Of a window the last ones must be there."""
     row = cache.row(request)
     length = int(cache.seq_lens[row])
     found = []
     for layer, (k, v) in enumerate(zip(cache.k_pages, cache.v_pages, strict=True)):
-        keys = k[cache.page_table[row].long()].reshape(-1)[:length] - layer / 2
-        values = v[cache.page_table[row].long()].reshape(-1)[:length] + layer / 2
+        table, window = cache.tables[cache.table_of[layer]], cache.windows[cache.table_of[layer]]
+        at = torch.arange(max(0, length - window + 1) if window else 0, length)
+        pages = table[row].long()[at // cache.page_size % table.shape[1]]
+        keys, values = (x[pages, at % cache.page_size].flatten() for x in (k, v))
         assert torch.equal(keys, -values)
-        found.append(keys.int().tolist())
-    assert all(tokens == found[0] for tokens in found)
+        found.append((keys - layer / 2).int().tolist())
+    whole = found[0] if not cache.windows[cache.table_of[0]] else None
+    assert whole is None or all(tokens == whole[len(whole) - len(tokens) :] for tokens in found)
     return found[0]
 
 
 def append(cache, request, tokens):
     start = cache.length(request)
     cache.extend(request, len(tokens))
-    write(cache, cache.slots(request, start), tokens)
+    write(cache, slots_of(cache, request, start), tokens)
 
 
 # The machine ------------------------------------------------------------------------------------------------------------
@@ -83,9 +92,12 @@ def append(cache, request, tokens):
 class Machine(RuleBasedStateMachine):
     """Any sequence of calls, beside a plain dictionary of what each request should hold."""
 
-    @initialize(page_size=st.sampled_from((1, 3, 4)), pages=st.integers(6, 20), rows=st.integers(3, 6), width=st.integers(2, 5))
-    def start(self, page_size, pages, rows, width):
-        self.cache = make(pages, page_size, rows, width)
+    @initialize(
+        page_size=st.sampled_from((1, 3, 4)), pages=st.integers(6, 20), rows=st.integers(3, 6), width=st.integers(2, 9),
+        window=st.sampled_from((0, 2, 5)),
+    )  # fmt: skip
+    def start(self, page_size, pages, rows, width, window):
+        self.cache = make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4)
         for pool in (*self.cache.k_pages, *self.cache.v_pages):
             pool.fill_(float("nan"))
         self.model: dict[int, list[int]] = {}
@@ -119,7 +131,7 @@ class Machine(RuleBasedStateMachine):
             request = self.cache.alloc(count)
             assert request not in self.model and request not in self.gone
             self.model[request] = self.tokens(count)
-            write(self.cache, self.cache.slots(request), self.model[request])
+            write(self.cache, slots_of(self.cache, request), self.model[request])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), count=st.integers(0, 6))
@@ -138,7 +150,8 @@ class Machine(RuleBasedStateMachine):
         with self.maybe(OutOfPages, RequestTooLong):
             step = self.cache.batch(chosen, counts)
             tokens = [self.tokens(n) for n in counts]
-            write(self.cache, step.slots, [t for new in tokens for t in new])
+            slots = [step.of(table).slots for table in self.cache.table_of]
+            write(self.cache, slots, [t for new in tokens for t in new])
             for request, new in zip(chosen, tokens, strict=True):
                 self.model[request] += new
             self.describes(step, chosen, counts)
@@ -170,10 +183,14 @@ class Machine(RuleBasedStateMachine):
     def truncate(self, data):
         request = self.live(data)
         length = data.draw(st.integers(0, len(self.model[request]) + 2))
+        lost = length > len(self.model[request])
+        for pool in self.cache._ledger.pools:
+            first = self.cache._ledger.get(request).high - pool.columns * self.cache.page_size
+            lost |= pool.window > 0 and length > 0 and length - pool.window + 1 < first
         with self.maybe(InvalidInput) as raised:
             self.cache.truncate(request, length)
             del self.model[request][length:]
-        assert bool(raised) == (length > len(self.model[request]))
+        assert bool(raised) == lost
 
     @precondition(lambda self: len(self.model) > 2)
     @rule(data=st.data())
@@ -211,21 +228,23 @@ class Machine(RuleBasedStateMachine):
             return
         cache, ledger = self.cache, self.cache._ledger
         assert cache.requests == tuple(self.model)
-        owners = [page for entry in ledger.requests.values() for page in entry.pages]
-        assert 0 not in owners and 0 not in ledger.free_pages
-        assert ledger.refs == [owners.count(page) for page in range(cache.num_pages)]
-        assert sorted({*owners} | {*ledger.free_pages}) == list(range(1, cache.num_pages))
-        assert not {*owners} & {*ledger.free_pages} and len(ledger.free_pages) == len({*ledger.free_pages})
-        assert cache.free_pages + cache.used_pages == cache.num_pages - 1
+        assert cache.free_pages + cache.used_pages == sum(pool.num_pages - 1 for pool in ledger.pools)
+        for i, pool in enumerate(ledger.pools):
+            owners = [page for entry in ledger.requests.values() for page in entry.pages[i]]
+            assert 0 not in owners and 0 not in pool.free
+            assert pool.refs == [owners.count(page) for page in range(pool.num_pages)]
+            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages))
+            assert not {*owners} & {*pool.free} and len(pool.free) == len({*pool.free})
         rows = [entry.row for entry in ledger.requests.values()]
         assert sorted(rows + ledger.free_rows) == list(range(cache.seq_lens.shape[0]))
         for entry in ledger.requests.values():
-            assert len(entry.pages) == -(-entry.length // cache.page_size) and len(set(entry.pages)) == len(entry.pages)
-            line = cache.page_table[entry.row].tolist()
-            assert line == entry.pages + [0] * (len(line) - len(entry.pages))
+            for table, pages in zip(cache.tables, entry.pages, strict=True):
+                line = table[entry.row].tolist()
+                assert len(pages) == min(-(-entry.length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
+                assert line == pages + [0] * (len(line) - len(pages))
             assert cache.seq_lens[entry.row] == entry.length
         for row in ledger.free_rows:
-            assert not cache.page_table[row].any() and cache.seq_lens[row] == 0
+            assert not any(table[row].any() for table in cache.tables) and cache.seq_lens[row] == 0
 
     @invariant()
     def tensors_stay(self):
@@ -297,7 +316,9 @@ def test_a_copy_needs_a_page_too():
     cache.extend(b, 1)
 
 
-def test_float8_pages_are_copied():
+def test_float8_pages_are_copied_in_one_launch(monkeypatch):
+    calls = []
+    monkeypatch.setattr("attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given))
     cache = make(dtype=torch.float8_e4m3fn)
     a = cache.alloc(2)
     for pool in (*cache.k_pages, *cache.v_pages):
@@ -307,6 +328,7 @@ def test_float8_pages_are_copied():
     page = int(cache.page_table[cache.row(b), 0])
     assert page != 1
     assert all(pool[page, :2].flatten().tolist() == [2.0, 3.0] for pool in (*cache.k_pages, *cache.v_pages))
+    assert len(calls) == 1 and len({t.untyped_storage()._cdata for t in (*cache.k_pages, *cache.v_pages)}) == 4
 
 
 def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):
@@ -316,9 +338,9 @@ def test_a_failing_metadata_op_leaves_the_cache_as_it_was(monkeypatch):
     cache = make()
     a = cache.alloc(2)
     b = cache.fork(a)
-    monkeypatch.setattr("attnops.cache.paged.slot_mapping", fail)
+    monkeypatch.setattr("attnops.cache.step.slot_mapping", fail)
     before = snapshot(cache)
-    free = cache._ledger.free_pages
+    free = cache._ledger.pools[0].free
     with pytest.raises(MemoryError):
         cache.batch([a, b], [3, 5])
     after = snapshot(cache)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -93,6 +94,41 @@ def cache_for(module, page_size=4, num_layers=1, num_pages=64, dtype=torch.float
 
 
 # The three forms of Attention ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_a_cache_with_windows_gives_the_same(page_size):
+    """Layers that see 5 tokens, from a cache that keeps no more pages than they need: forks, texts of any length, drafts taken back."""
+    module, rng = core("window"), random.Random(page_size)
+    whole, some = (
+        PagedCache(
+            2, 99, page_size, HKV, D, max_requests=4, max_pages_per_request=40, windows=windows, max_new_tokens=6, dtype=torch.float64,
+            device="cpu",
+        )
+        for windows in (None, (0, 5))
+    )  # fmt: skip
+    for pool in (*some.k_pages, *some.v_pages):
+        pool.fill_(NAN)
+    assert some.k_pages[1].shape[0] < some.k_pages[0].shape[0] and some.tables[1].shape[1] < some.tables[0].shape[1]
+    live = [(whole.alloc(), some.alloc())]
+    for turn in range(12):
+        if turn in (3, 5):
+            live.append((whole.fork(live[0][0]), some.fork(live[0][1])))
+        counts = [rng.randint(1, 6 if turn % 2 else 1) for _ in live]
+        steps = [cache.batch(ids, counts) for cache, ids in zip((whole, some), zip(*live, strict=True), strict=True)]
+        q, k, v = heads(module, sum(counts))
+        with torch.no_grad():
+            want = module(q, k, v, batch=steps[0], k_pages=whole.k_pages[0], v_pages=whole.v_pages[0])
+            for layer in (0, 1):
+                pages = {"k_pages": some.k_pages[layer], "v_pages": some.v_pages[layer]}
+                close(module(q, k, v, batch=steps[1].of(some.table_of[layer]), **pages), want)
+        for a, b in live if turn % 3 == 2 else ():
+            back = rng.randint(0, counts[0] if len(live) == 1 else min(counts))
+            whole.truncate(a, whole.length(a) - back)
+            some.truncate(b, some.length(b) - back)
+    assert whole.length(live[0][0]) > some.tables[1].shape[1] * page_size
+    with pytest.raises(InvalidInput, match="Split the prompt"):
+        some.batch([live[0][1]], 7)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 7), (1, 6)], ids=str)

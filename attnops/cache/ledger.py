@@ -1,64 +1,90 @@
-"""`Ledger`: which request owns which page. Plain Python on the host: it plans a change, and commits it when the tensors follow.
+"""`Ledger`: which request owns which page. Plain Python on the host: it plans a change, and commits it once the tensors have followed.
 
-Planning raises the cache's typed errors and changes nothing. Pages are shared by reference count; page 0 is the null page, which
-stands in unused entries of the page table and belongs to nobody.
+Planning raises the cache's typed errors and changes nothing. Pages are shared by reference count. Page 0 of each pool is the null page:
+it fills the unused entries of a page table and has no owner.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
 
 # One count for the whole process: an id of one cache is never an id of another.
 _IDS = itertools.count(1)
 
+Cell = tuple[int, int, int]
+"""(pool or row, column, page): an entry of a page table. Page 0 releases the column."""
+
+
+@dataclass
+class Pool:
+    """The pages that layers with one window share, and who refers to them.
+
+    num_pages: the null page included.
+    columns: of the page table. Page i of a request is in column `i % columns`, so that a window's pages are reused in turn.
+    window: tokens a query sees, its own included; 0: all of them.
+    """
+
+    num_pages: int
+    columns: int
+    window: int = 0
+    free: list[int] = field(init=False)
+    refs: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_pages - 1, 0, -1))
+        self.refs = [0] * self.num_pages
+
 
 @dataclass
 class Request:
-    """A live request: its row in the tables, its length in tokens, and its pages in order."""
+    """A live request. row: of the tables. length: in tokens. high: the largest length since it was empty. pages: by pool and column."""
 
     row: int
     length: int
-    pages: list[int]
+    high: int
+    pages: tuple[list[int], ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One request's part of a plan: keep the first `keep` pages, then `tail`; be `length` tokens long, or be gone."""
+    """One request's part of a plan: the cells that change, and its length and `high` afterwards."""
 
     request: int
     row: int
-    keep: int
-    tail: tuple[int, ...]
     length: int
+    high: int
+    cells: tuple[Cell, ...] = ()
     gone: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A change that can be made as a whole. `taken` free pages are handed out; `copies` are (from, to) page ids."""
+    """A change that is made as a whole. taken: free pages it takes from each pool. copies: (from, to) page ids of each pool."""
 
-    steps: tuple[Step, ...] = ()
-    taken: int = 0
-    copies: tuple[tuple[int, int], ...] = ()
+    steps: tuple[Step, ...]
+    taken: tuple[int, ...]
+    copies: tuple[list[tuple[int, int]], ...]
 
 
 class Ledger:
-    """Requests, pages and reference counts. See `PagedCache` for the meaning of the numbers and of each verb.
+    """Requests, pages and reference counts. See `PagedCache` for the meaning of each verb.
 
-    limit: the most tokens of a request; limited_by: what the user set it by, for messages.
+    Args:
+        pools: one for each page table.
+        page_size: in tokens.
+        max_requests: rows of the tables.
+        limit: the most tokens of a request.
+        limited_by: the argument that set the limit, for messages.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_requests: int, limit: int, limited_by: str) -> None:
-        self.page_size = page_size
+    def __init__(self, pools: Sequence[Pool], page_size: int, max_requests: int, limit: int, limited_by: str) -> None:
+        self.pools, self.page_size = tuple(pools), page_size
         self.limit, self.limited_by = limit, limited_by
-        self.total = num_pages - 1
-        self.free_pages = list(range(num_pages - 1, 0, -1))
         self.free_rows = list(range(max_requests - 1, -1, -1))
-        self.refs = [0] * num_pages
         self.requests: dict[int, Request] = {}
 
     def get(self, request: object) -> Request:
@@ -71,106 +97,147 @@ class Ledger:
     def alloc(self, tokens: int) -> Plan:
         """A new request of `tokens` tokens. Raises TooManyRequests, RequestTooLong, OutOfPages."""
         row = self._row()
-        self._fits("(new)", tokens)
-        pages = self._take(-(-tokens // self.page_size))
-        return Plan((Step(next(_IDS), row, 0, pages, tokens),), len(pages))
+        return self._grow([("(new)", next(_IDS), self._empty(row), tokens)])
+
+    def append(self, more: Sequence[tuple[int, int]]) -> Plan:
+        """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
+        return self._grow([(request, request, self.get(request), tokens) for request, tokens in more])
 
     def fork(self, request: int) -> Plan:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)
-        row = self._row()
-        return Plan((Step(next(_IDS), row, 0, tuple(parent.pages), parent.length),))
-
-    def append(self, more: Sequence[tuple[int, int]]) -> Plan:
-        """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
-        grown = []
-        needed = 0
-        released: dict[int, int] = {}
-        for request, tokens in more:
-            entry = self.get(request)
-            length = entry.length + tokens
-            self._fits(request, length)
-            keep = len(entry.pages)
-            if tokens and entry.length % self.page_size:
-                last = entry.pages[-1]
-                # Of several requests that outgrow a shared page in one plan, the last finds it its own.
-                if self.refs[last] - released.get(last, 0) > 1:
-                    released[last] = released.get(last, 0) + 1
-                    keep -= 1
-            count = -(-length // self.page_size) - keep
-            needed += count
-            grown.append((request, entry, keep, count, length))
-        free = self._take(needed)
-        steps, copies, at = [], [], 0
-        for request, entry, keep, count, length in grown:
-            tail = free[at : at + count]
-            at += count
-            steps.append(Step(request, entry.row, keep, tail, length))
-            if keep < len(entry.pages):
-                copies.append((entry.pages[keep], tail[0]))
-        return Plan(tuple(steps), needed, tuple(copies))
+        cells = tuple((i, column, page) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages))
+        return self._alone(Step(next(_IDS), self._row(), parent.length, parent.high, cells))
 
     def truncate(self, request: int, length: int) -> Plan:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
         entry = self.get(request)
         if length > entry.length:
             raise InvalidInput("length", length, f"<= {entry.length} tokens, the request's length")
-        return Plan((Step(request, entry.row, -(-length // self.page_size), (), length),))
+        for pool in self.pools:
+            check_kept("length", length, entry.high, pool.window, pool.columns * self.page_size)
+        return self._release(request, entry, length)
 
     def free(self, request: int) -> Plan:
         """End a request. Raises UnknownRequest."""
-        return Plan((Step(request, self.get(request).row, 0, (), 0, gone=True),))
+        return self._release(request, self.get(request), 0, gone=True)
 
     def commit(self, plan: Plan) -> None:
         """Make the change."""
-        del self.free_pages[len(self.free_pages) - plan.taken :]
+        for pool, taken in zip(self.pools, plan.taken, strict=True):
+            del pool.free[len(pool.free) - taken :]
         for step in plan.steps:
             entry = self.requests.get(step.request)
             if entry is None:
                 self.free_rows.remove(step.row)
-                entry = self.requests[step.request] = Request(step.row, 0, [])
-            for page in step.tail:
-                self.refs[page] += 1
-            for page in reversed(entry.pages[step.keep :]):
-                self.refs[page] -= 1
-                if not self.refs[page]:
-                    self.free_pages.append(page)
-            entry.pages[step.keep :] = step.tail
-            entry.length = step.length
+                entry = self.requests[step.request] = self._empty(step.row)
+            for i, _, page in step.cells:
+                self.pools[i].refs[page] += page > 0
+            for i, column, page in step.cells:
+                self._put(self.pools[i], entry.pages[i], column, page)
+            entry.length, entry.high = step.length, step.high
             if step.gone:
                 del self.requests[step.request]
                 self.free_rows.append(step.row)
 
-    def edits(self, plan: Plan, undo: bool = False) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """(row, column, page) and (row, length): what the tables must hold once `plan` is made, or (undo) what they held before.
+    def edits(self, plan: Plan, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
+        """(row, column, page) of each pool, and (row, length): what `plan` writes into the tables, or (undo) what it overwrites.
 
-        To be asked before the commit.
+        Call it before the commit.
         """
-        table, lengths = [], []
+        tables: list[list[Cell]] = [[] for _ in self.pools]
+        lengths = []
         for step in plan.steps:
-            before = self.requests.get(step.request) or Request(step.row, 0, [])
-            after = (*before.pages[: step.keep], *step.tail)
-            for column in range(step.keep, max(len(before.pages), len(after))):
-                pages = before.pages if undo else after
-                table.append((step.row, column, pages[column] if column < len(pages) else 0))
+            before = self.requests.get(step.request) or self._empty(step.row)
+            for i, column, page in step.cells:
+                pages = before.pages[i]
+                old = pages[column] if column < len(pages) else 0
+                tables[i].append((step.row, column, old if undo else page))
             lengths.append((step.row, before.length if undo else step.length))
-        return table, lengths
+        return tables, lengths
 
-    def slots(self, request: int, start: int, stop: int) -> Iterator[int]:
-        """`page_id * page_size + offset` of the tokens `start` to `stop` of a request."""
-        pages = self.get(request).pages
-        return (pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(start, stop))
+    def slots(self, request: int, start: int, stop: int, pool: int = 0) -> list[int]:
+        """`page_id * page_size + offset` of the tokens `start` to `stop`; -1 for a token whose page holds a later one."""
+        entry, size, columns = self.get(request), self.page_size, self.pools[pool].columns
+        pages, kept = entry.pages[pool], entry.high - columns * size
+        return [-1 if t < kept else pages[t // size % columns] * size + t % size for t in range(start, stop)]
+
+    def _grow(self, more: list[tuple[object, int, Request, int]]) -> Plan:
+        """(name for messages, id, request, tokens to add) of distinct requests."""
+        size, lengths = self.page_size, []
+        for name, _, entry, tokens in more:
+            lengths.append(entry.length + tokens)
+            if lengths[-1] > self.limit:
+                raise RequestTooLong(name, lengths[-1], self.limit, self.limited_by)
+        cells: list[list[Cell]] = [[] for _ in more]
+        copies: list[list[tuple[int, int]]] = []
+        taken = []
+        for i, pool in enumerate(self.pools):
+            wanted: list[tuple[int, int, int]] = []  # (request in `more`, column, the page to copy from, or 0)
+            released: dict[int, int] = {}
+            for at, (_, _, entry, _) in enumerate(more):
+                pages, begin, end = entry.pages[i], entry.length // size, -(-lengths[at] // size)
+                for index in range(max(begin, end - pool.columns), end):
+                    column = index % pool.columns
+                    old = pages[column] if column < len(pages) else 0
+                    if old:
+                        # Of several requests that outgrow a shared page in one plan, the last keeps it.
+                        if pool.refs[old] - released.get(old, 0) == 1:
+                            continue
+                        released[old] = released.get(old, 0) + 1
+                    wanted.append((at, column, old if index == begin and entry.length % size else 0))
+            if len(wanted) > len(pool.free):
+                raise OutOfPages(len(wanted), len(pool.free), pool.num_pages - 1)
+            pages_of = list(zip(wanted, reversed(pool.free), strict=False))
+            for (at, column, _), page in pages_of:
+                cells[at].append((i, column, page))
+            copies.append([(old, page) for (_, _, old), page in pages_of if old])
+            taken.append(len(wanted))
+        steps = tuple(
+            Step(key, entry.row, length, max(entry.high, length), tuple(own))
+            for (_, key, entry, _), length, own in zip(more, lengths, cells, strict=True)
+        )
+        return Plan(steps, tuple(taken), tuple(copies))
+
+    def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Plan:
+        keep = -(-length // self.page_size)
+        cells = ((i, c, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1))
+        return self._alone(Step(request, entry.row, length, entry.high if length else 0, tuple(cells), gone))
+
+    def _alone(self, step: Step) -> Plan:
+        """A plan that takes no page."""
+        return Plan((step,), (0,) * len(self.pools), tuple([] for _ in self.pools))
+
+    def _put(self, pool: Pool, pages: list[int], column: int, page: int) -> None:
+        pages.extend([0] * (column + 1 - len(pages)))
+        old, pages[column] = pages[column], page
+        if old:
+            pool.refs[old] -= 1
+            if not pool.refs[old]:
+                pool.free.append(old)
+        while pages and not pages[-1]:
+            pages.pop()
+
+    def _empty(self, row: int) -> Request:
+        return Request(row, 0, 0, tuple([] for _ in self.pools))
 
     def _row(self) -> int:
         if not self.free_rows:
             raise TooManyRequests(len(self.requests))
         return self.free_rows[-1]
 
-    def _fits(self, request: object, length: int) -> None:
-        if length > self.limit:
-            raise RequestTooLong(request, length, self.limit, self.limited_by)
 
-    def _take(self, count: int) -> tuple[int, ...]:
-        if count > len(self.free_pages):
-            raise OutOfPages(count, len(self.free_pages), self.total)
-        return tuple(self.free_pages[-1 : -count - 1 : -1]) if count else ()
+def check_kept(field: str, length: int, high: int, window: int, room: int) -> None:
+    """Raise InvalidInput when a query at position `length` sees tokens of its window that later ones have overwritten.
+
+    Args:
+        field: the argument that asks, for the message.
+        length: tokens to keep.
+        high: the most tokens there have been.
+        window: tokens a query sees; 0: all of them, and the pages hold all of them.
+        room: tokens the pages hold.
+    """
+    least = high - room + window - 1
+    if window and 0 < length < least:
+        want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
+        raise InvalidInput(field, length, want)

@@ -5,44 +5,104 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.ledger import Ledger, Plan, Request
+from attnops.cache.ledger import Ledger, Plan, Pool, Request
+from attnops.cache.step import Tokens, describe, ring_columns
 from attnops.errors import InvalidInput
-from attnops.ops import cu_seqlens, slot_mapping, token_rows
+from attnops.ops import copy_kv, cu_seqlens, token_rows
 from attnops.ops._check import FLOATS, QUANTISED, name
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Tensors made within are plain ones, whatever mode the caller is in."""
-    # A tensor born in inference mode could not be written outside of it, and compiled code would tell the two kinds apart.
+    """Tensors made within the block are plain ones, in any mode of the caller."""
+    # A tensor born in inference mode could not be written outside of it, and compiled code would specialise on the two kinds.
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
+class Layer(NamedTuple):
+    """The pages of one layer.
+
+    shapes: of a token's numbers in each of its tensors: a key's and a value's, or a latent's.
+    window: tokens a query sees, its own included; 0: all of them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    window: int = 0
+
+
 class Pages:
-    """What every cache of pages is: pools that share one ledger, and its tables. See `PagedCache` for the attributes and the verbs."""
+    """The common part of all caches: pools of pages, one ledger, and the tables. See `PagedCache` for the attributes and the verbs.
+
+    Layers with the same window share a page table. A request has only so many pages in the table of a window as hold the window and
+    `max_new_tokens` tokens, and uses them in turn.
+
+    Attributes:
+        layers: for each layer its pages, `[P, page_size, *shape]` for each shape of the layer. All layers of equal shapes and window are
+            slices of one allocation, so that copy-on-write is one launch.
+        windows: of each page table, tokens that a query sees; 0: all of them.
+        tables: int32 `[max_requests, M]`, the page tables.
+        table_of: for each layer the number of its table.
+    """
 
     def __init__(
-        self, pools: tuple[Tensor, ...], *, max_requests: int, max_pages_per_request: int, limit: int, limited_by: str, workspace_bytes: int
+        self,
+        layers: Sequence[Layer],
+        num_pages: int,
+        page_size: int,
+        *,
+        max_requests: int,
+        max_pages_per_request: int,
+        max_new_tokens: int,
+        limit: int,
+        limited_by: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        workspace_bytes: int = 0,
     ) -> None:
-        """pools: `[num_pages, page_size, ...]` each, born `ordinary`. limit: the most tokens of a request, set by `limited_by`."""
-        self._pools = pools
-        self.num_pages, self.page_size = pools[0].shape[:2]
-        self._limit = limit, limited_by
-        device = pools[0].device
+        """limit: the most tokens of a request, set by the argument `limited_by`."""
+        self.num_pages, self.page_size, self.max_new_tokens = num_pages, page_size, max_new_tokens
+        columns = {layer.window: ring_columns(layer.window, max_new_tokens, page_size) for layer in layers if layer.window}
+        # A window as long as the text saves no page.
+        windows = [layer.window if columns.get(layer.window, max_pages_per_request) < max_pages_per_request else 0 for layer in layers]
+        self.windows = tuple(dict.fromkeys(windows))
+        self.table_of = tuple(self.windows.index(window) for window in windows)
+        widths = [columns[window] if window else max_pages_per_request for window in self.windows]
+        self._sizes = [(min(num_pages, 1 + max_requests * n) if w else num_pages, n) for n, w in zip(widths, self.windows, strict=True)]
+        self._ledger_arguments = page_size, max_requests, limit, limited_by
+        self._ledger = self._new_ledger()
+        alike: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
+        for number, (table, layer) in enumerate(zip(self.table_of, layers, strict=True)):
+            alike.setdefault((table, layer.shapes), []).append(number)
+        self._allocations: list[tuple[int, tuple[Tensor, ...]]] = []
+        found: dict[int, tuple[Tensor, ...]] = {}
         with ordinary():
-            self.page_table = torch.zeros((max_requests, max_pages_per_request), dtype=torch.int32, device=device)
+            for (table, shapes), numbers in alike.items():
+                sizes = len(numbers), self._sizes[table][0], page_size
+                # Zero and not empty: kernels multiply the rows past a request's end by 0, and 0 * NaN is NaN.
+                whole = tuple(torch.zeros((*sizes, *shape), dtype=dtype, device=device) for shape in shapes)
+                self._allocations.append((table, whole))
+                found.update(zip(numbers, zip(*map(_apart, whole), strict=True), strict=True))
+            self.layers = tuple(found[number] for number in range(len(layers)))
+            self.tables = tuple(torch.zeros((max_requests, width), dtype=torch.int32, device=device) for width in widths)
             self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
             self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device) if workspace_bytes else None
-        self._ledger = self._new_ledger()
-        _tell_compiler(pools, tuple(range(1, pools[0].dim())))
+        self.page_table = self.tables[0]
+        for pages in self._pools:
+            fix_address(pages, static=tuple(range(1, pages.dim())))
         if self.workspace is not None:
-            _tell_compiler((self.workspace,), (0,))
+            fix_address(self.workspace, static=(0,))
+
+    @property
+    def _pools(self) -> tuple[Tensor, ...]:
+        return tuple(pages for layer in self.layers for pages in layer)
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -51,13 +111,13 @@ class Pages:
 
     @property
     def free_pages(self) -> int:
-        """Pages nobody owns."""
-        return len(self._ledger.free_pages)
+        """Pages without an owner, of all pools."""
+        return sum(len(pool.free) for pool in self._ledger.pools)
 
     @property
     def used_pages(self) -> int:
-        """Pages with an owner; a shared page counts once."""
-        return self._ledger.total - self.free_pages
+        """Pages with an owner, of all pools; a shared page counts once."""
+        return sum(pool.num_pages - 1 for pool in self._ledger.pools) - self.free_pages
 
     def length(self, request: int) -> int:
         """Tokens of a request. Raises UnknownRequest."""
@@ -67,11 +127,20 @@ class Pages:
         """The request's row in page_table and seq_lens, its own until it is freed. Raises UnknownRequest."""
         return self._ledger.get(request).row
 
-    def slots(self, request: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """int64 `[stop - start]`: where the request's tokens `start` to `stop` (default: its end) lie, as `write_kv` takes it.
+    def slots(self, request: int, start: int = 0, stop: int | None = None, *, layer: int = 0) -> Tensor:
+        """int64 `[stop - start]`: the slots of a request's tokens, for `write_kv`.
 
-        To be written only for tokens that alloc, extend or batch has just added: earlier ones may be shared with a fork.
-        Raises UnknownRequest, InvalidInput.
+        Write only the tokens that alloc, extend or batch has just added: earlier ones may be shared with a fork.
+
+        Args:
+            request: its id.
+            start: the first token.
+            stop: the token after the last one; None: the request's length.
+            layer: the layer to write to. With a window, tokens whose pages hold later tokens have slot -1, which is not stored.
+
+        Raises:
+            UnknownRequest: no live request has this id.
+            InvalidInput: `start` or `stop` is out of range.
         """
         length = self.length(request)
         end = length if stop is None else count("stop", stop, 0, "tokens")
@@ -79,7 +148,7 @@ class Pages:
         if end > length or first > end:
             raise InvalidInput("start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
         with ordinary():
-            return self._upload(list(self._ledger.slots(request, first, end)))
+            return self._upload(self._ledger.slots(request, first, end, self.table_of[layer]))
 
     def alloc(self, num_tokens: int = 0) -> int:
         """A new request with room for `num_tokens` tokens, which count as its length. Returns its id, which no other request ever has.
@@ -113,21 +182,22 @@ class Pages:
     def reset(self) -> None:
         """End every request."""
         with ordinary():
-            self.page_table.zero_()
-            self.seq_lens.zero_()
+            for table in (*self.tables, self.seq_lens):
+                table.zero_()
         self._ledger = self._new_ledger()
 
     def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
-        """What makes the device plan of steps of these sizes, with at most `queries` tokens of a request; None: they need none."""
+        """The function that makes the device plan of steps of these sizes; None: they need no plan. queries: the most of a request."""
         return None
 
     def _new_ledger(self) -> Ledger:
-        return Ledger(self.num_pages, self.page_size, self.page_table.shape[0], *self._limit)
+        pools = [Pool(pages, columns, window) for (pages, columns), window in zip(self._sizes, self.windows, strict=True)]
+        return Ledger(pools, *self._ledger_arguments)
 
     def _append(
         self, requests: Sequence[int], new_tokens: int | Sequence[int], more: Callable[[PagedBatch, list[Request], list[int]], PagedBatch]
     ) -> PagedBatch:
-        """What `batch` does. more: adds to the step's description, given the requests as they were before and their counts."""
+        """See `batch`. more: adds to the step's description, given the requests as they were before and their counts."""
         if not isinstance(requests, Sequence):
             raise InvalidInput("requests", repr(requests), "a sequence of request ids")
         ids = tuple(requests)
@@ -135,6 +205,9 @@ class Pages:
         if len(given) != len(ids):
             raise InvalidInput("new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
         counts = [count(f"new_tokens[{i}]", n, 0, "tokens") for i, n in enumerate(given)]
+        if any(self.windows) and counts and max(counts) > self.max_new_tokens:
+            want = f"at most {self.max_new_tokens} tokens a request and step: sliding windows have room for no more. Split the prompt"
+            raise InvalidInput("new_tokens", max(counts), want)
         entries = [self._ledger.get(request) for request in ids]
         if not ids or len(set(ids)) != len(ids):
             raise InvalidInput("requests", ids, "at least one request, each once")
@@ -151,12 +224,15 @@ class Pages:
 
     def _describe(self, rows: list[int], counts: list[int]) -> PagedBatch:
         row, new = self._upload([rows, counts])
-        table, lengths = self.page_table[row], self.seq_lens[row]
-        starts = cu_seqlens(new)
+        lengths, starts = self.seq_lens[row], cu_seqlens(new)
         owner = token_rows(starts, sum(counts))
         positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
-        slots = slot_mapping(positions, owner, table, page_size=self.page_size)
-        return PagedBatch(table, lengths, starts, slots, positions, max(counts), padded=False, holes=False, workspace=self.workspace)
+        tokens = Tokens(positions, owner, starts, max(counts))
+        first, *others = (
+            describe(tokens, table[row], lengths, self.page_size, window, self.max_new_tokens, self.workspace)
+            for table, window in zip(self.tables, self.windows, strict=True)
+        )
+        return replace(first, others=tuple(others)) if others else first
 
     def _make(self, plan: Plan) -> int:
         with ordinary():
@@ -165,19 +241,22 @@ class Pages:
         return plan.steps[0].request
 
     def _write(self, plan: Plan, undo: bool = False) -> None:
-        """Let the tensors follow `plan`, which the ledger has yet to commit. Copies go to free pages, so there is nothing to undo."""
-        table, lengths = self._ledger.edits(plan, undo)
-        flat = self._upload([number for edit in (*table, *lengths, *plan.copies) for number in edit])
-        cells, rows, copies = flat.split([3 * len(table), 2 * len(lengths), 2 * len(plan.copies)])
-        if plan.copies and not undo:
-            source, target = copies.view(-1, 2).unbind(1)
-            for pages in self._pools:
-                data = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages  # indexing has no float8 kernel
-                data[target] = data[source]
-        row, column, page = cells.view(-1, 3).unbind(1)
-        self.page_table[row, column] = page.int()
-        row, length = rows.view(-1, 2).unbind(1)
+        """Let the tensors follow `plan`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
+        edits, lengths = self._ledger.edits(plan, undo)
+        parts: list[Any] = [*edits, lengths, *plan.copies]
+        flat = self._upload([number for part in parts for entry in part for number in entry])
+        pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in parts])
+        for table, cells in zip(self.tables, pieces, strict=False):
+            row, column, page = cells.view(-1, 3).unbind(1)
+            table[row, column] = page.int()
+        row, length = pieces[len(edits)].view(-1, 2).unbind(1)
         self.seq_lens[row] = length.int()
+        for number, pairs in enumerate(pieces[len(edits) + 1 :]):
+            if plan.copies[number] and not undo:
+                slots = pairs.view(-1, 2, 1) * self.page_size + torch.arange(self.page_size, device=pairs.device)
+                source, target = (each.flatten() for each in slots.unbind(1))
+                for keys, *values in (pages for table, pages in self._allocations if table == number):
+                    copy_kv(keys, values[0] if values else None, source, target)
 
     def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:
         """int64, on the cache's device, without waiting for it."""
@@ -189,22 +268,35 @@ class PagedCache(Pages):
     """Pages of keys and values, their owners, and the tables that attention reads. Host calls; none belongs inside a compiled function.
 
     Args:
-        num_layers: layers, each with pages of its own; a page id means the same page in all of them.
-        num_pages: pages of the pool, the null page 0 included, which is handed out to nobody.
+        num_layers: layers, each with pages of its own; a page id means the same page in all layers with the same window.
+        num_pages: pages of the pool, the null page 0 included, which is never handed out. The pool of a window has at most as many.
         page_size: tokens a page holds.
-        num_kv_heads, head_dim, v_head_dim: shape of one token's key `[Hkv, D]` and value `[Hkv, Dv]`; Dv defaults to D.
-        max_requests: rows of the tables. max_pages_per_request: their width.
+        num_kv_heads: heads of keys and values, Hkv.
+        head_dim: numbers of a key, D.
+        v_head_dim: numbers of a value, Dv; default D.
+        max_requests: rows of the tables.
+        max_pages_per_request: columns of the tables.
+        windows: for each layer the tokens that a query sees, its own included; 0: all of them. None: all layers see all tokens.
+        max_new_tokens: with windows, the most new tokens of a request in a step. A request has pages for so many tokens beside the
+            window; a longer prompt is brought in several steps. None: as many as the widest window.
         dtype: of the pages; float16, bfloat16, float32, float64, or float8_e4m3fn, float8_e5m2, int8 (with scales given to the ops).
-        device: where pages and tables lie.
-        workspace_bytes: scratch for kernels that ask for one, zeroed here, carried by every batch; `attnops.explain(...)` knows the size.
+        device: of pages and tables.
+        workspace_bytes: scratch for kernels that ask for it, zero at first, carried by every batch; `attnops.explain(...)` shows the size.
 
     Attributes:
-        k_pages, v_pages: a tuple of one `[num_pages, page_size, Hkv, D]` (`Dv`) tensor a layer, zero at first.
-        page_table: int32 `[max_requests, max_pages_per_request]`, seq_lens: int32 `[max_requests]`, tokens. Row `row(request)`
-            is the request's; unused entries are 0. All tensors are written in place and keep their addresses.
+        k_pages: for each layer `[num_pages, page_size, Hkv, D]`, zero at first.
+        v_pages: for each layer `[num_pages, page_size, Hkv, Dv]`, likewise.
+        page_table: int32 `[max_requests, max_pages_per_request]`, the first of `tables`; row `row(request)` is the request's; unused
+            entries are 0.
+        seq_lens: int32 `[max_requests]`, in tokens.
+        tables: the page tables of all windows. A layer reads table `table_of[layer]`, and its batch is `batch.of(table_of[layer])`.
 
-    A call that raises leaves the cache as it was. Raises InvalidInput, and where said OutOfPages, TooManyRequests, RequestTooLong,
-    UnknownRequest (an id freed before or of another cache).
+    All tensors are written in place and keep their addresses. A call that raises leaves the cache as it was.
+
+    Raises:
+        InvalidInput: an argument is out of its range.
+        OutOfPages, TooManyRequests, RequestTooLong, UnknownRequest: from the methods that say so. An id is unknown once it is freed, and
+            in every other cache.
     """
 
     def __init__(
@@ -218,6 +310,8 @@ class PagedCache(Pages):
         *,
         max_requests: int,
         max_pages_per_request: int,
+        windows: Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
         workspace_bytes: int = 0,
@@ -231,35 +325,65 @@ class PagedCache(Pages):
         rows = count("max_requests", max_requests, 1)
         width = count("max_pages_per_request", max_pages_per_request, 1)
         scratch = count("workspace_bytes", workspace_bytes, 0)
+        seen = [count(f"windows[{i}]", window, 0, "tokens") for i, window in enumerate(windows or (0,) * layers)]
+        if len(seen) != layers:
+            raise InvalidInput("windows", f"{len(seen)} windows", f"{layers}, one a layer")
+        new = max(1, *seen) if max_new_tokens is None else count("max_new_tokens", max_new_tokens, 1, "tokens")
         if dtype not in (*FLOATS, *QUANTISED):
             raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
-        with ordinary():
-            # Zero and not empty: kernels multiply what lies past a request's end by 0, and 0 * NaN is NaN.
-            shape = (pages, size, heads)
-            self.k_pages = tuple(torch.zeros((*shape, k_dim), dtype=dtype, device=device) for _ in range(layers))
-            self.v_pages = tuple(torch.zeros((*shape, v_dim), dtype=dtype, device=device) for _ in range(layers))
         super().__init__(
-            (*self.k_pages, *self.v_pages), max_requests=rows, max_pages_per_request=width, limit=width * size,
-            limited_by="max_pages_per_request * page_size", workspace_bytes=scratch,
+            [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen], pages, size, max_requests=rows,
+            max_pages_per_request=width, max_new_tokens=new, limit=width * size, limited_by="max_pages_per_request * page_size",
+            dtype=dtype, device=device, workspace_bytes=scratch,
         )  # fmt: skip
+        self.k_pages, self.v_pages = tuple(k for k, _ in self.layers), tuple(v for _, v in self.layers)
 
     def batch(self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1) -> PagedBatch:
-        """Append new_tokens[i] tokens (an int: as many to each) to requests[i], for all or none, and describe the step.
+        """Append tokens to requests, to all or to none, and describe the step. The tensors are new ones at each call.
 
-        The tensors are made once and serve every layer; they are new ones at each call.
-        Raises InvalidInput (no request, one named twice, counts that do not match), UnknownRequest, RequestTooLong, OutOfPages.
+        Args:
+            requests: ids, each once.
+            new_tokens: tokens of each; an int: as many for each.
+
+        Returns:
+            The batch of all layers or, with windows, of those that read `page_table`; `batch.of(table_of[layer])` is that of a layer.
+
+        Raises:
+            InvalidInput: no request, the same one twice, counts that do not match, or more tokens than `max_new_tokens` allows.
+            UnknownRequest, RequestTooLong, OutOfPages.
         """
         return self._append(requests, new_tokens, lambda batch, *_: batch)
 
 
-def _tell_compiler(tensors: tuple[Tensor, ...], dims: tuple[int, ...]) -> None:
-    """These dims (page size, heads, head dims) are constants, and the tensors never move (so a CUDA graph writes them in place)."""
+def fix_address(*tensors: Tensor, static: tuple[int, ...] = (), dynamic: tuple[int, ...] = ()) -> None:
+    """Tell the compiler that these tensors never move, so that a CUDA graph writes them in place.
+
+    Args:
+        tensors: the tensors.
+        static: dims to specialise on (page size, heads, head dims).
+        dynamic: dims that differ between caches of one model, for which nothing need be recompiled.
+    """
     # Imported late: it takes a second, and a process without a cache need not pay it.
-    from torch._dynamo import mark_static, mark_static_address
+    from torch._dynamo import mark_static, mark_static_address, maybe_mark_dynamic
 
     for tensor in tensors:
-        mark_static(tensor, list(dims))
+        mark_static(tensor, list(static))
         mark_static_address(tensor)
+        maybe_mark_dynamic(tensor, list(dynamic))
+
+
+def _apart(whole: Tensor) -> tuple[Tensor, ...]:
+    """The slices of a new contiguous tensor along dim 0, each with a storage of its own over the same memory.
+
+    AOTAutograd compares mutated inputs that share a storage with each other, and may copy them.
+    """
+    if type(whole) is not Tensor or whole.is_meta or not whole.numel():
+        return whole.unbind(0)
+    memory: Any = whole.untyped_storage()
+    step = whole.nbytes // whole.shape[0]
+    return tuple(
+        whole.new_empty(0).set_(memory[i * step : (i + 1) * step], 0, whole.shape[1:], whole.stride()[1:]) for i in range(whole.shape[0])
+    )
 
 
 def count(field: str, value: object, least: int, unit: str = "") -> int:
