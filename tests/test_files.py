@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnops.bench.report import read
 from attnops.cli import models
 from attnops.cli.explain import explain_model
 from attnops.cli.tune import run as tune
@@ -85,23 +86,29 @@ def test_a_text_that_is_no_table_is_reported_and_ignored(place, name):
             from_json(text)
 
 
+def odd_file(path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    elif kind == "huge":
+        path.touch()
+        os.truncate(path, store.LARGEST_BYTES * 10)
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "brackets":
+        path.write_text("[" * 100_000)
+    else:
+        path.touch(mode=0o000)
+        if os.access(path, os.R_OK):
+            pytest.skip("root reads everything")
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "huge", "loop", "unreadable"])
 def test_what_is_no_file_is_reported_and_ignored(place, kind):
-    if kind == "fifo":
-        os.mkfifo(place)
-    elif kind == "folder":
-        place.mkdir()
-    elif kind == "endless":
-        place.symlink_to("/dev/zero")
-    elif kind == "huge":
-        place.touch()
-        os.truncate(place, store.LARGEST_BYTES * 10)
-    elif kind == "loop":
-        place.symlink_to(place)
-    else:
-        place.touch(mode=0o000)
-        if os.access(place, os.R_OK):
-            pytest.skip("root reads everything")
+    odd_file(place, kind)
     assert ignored(place)
 
 
@@ -165,6 +172,33 @@ def test_a_config_larger_than_any_is_not_read(tmp_path):
 def test_a_budget_is_finite(field, seconds):
     with pytest.raises(InvalidInput, match=f"{field}: got .*, want a finite number > 0"):
         tune(None, **{field: seconds})
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_a_table_takes_the_place_of_a_file_only(tmp_path, kind):
+    path = tmp_path / "out.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(os.devnull)
+    before = path.lstat()
+    with pytest.raises(InvalidInput, match="want a regular file"):
+        tune(None, output=path)
+    with pytest.raises(InvalidInput, match="want a regular file"):
+        store.save(from_json(json.dumps(TABLE)), path)
+    assert path.lstat().st_ino == before.st_ino and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "huge", "loop", "brackets"])
+def test_a_results_file_that_is_none_is_one_line(tmp_path, kind):
+    path = tmp_path / "decode.json"
+    odd_file(path, kind)
+    with pytest.raises(InvalidInput, match="want a results file of attnops bench") as caught:
+        read(path)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

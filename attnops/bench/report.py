@@ -18,6 +18,7 @@ from attnops.bench.setup import Setup
 from attnops.bench.verdict import WRONG, Row, why
 from attnops.errors import InvalidInput
 from attnops.kernel import all_kernels
+from attnops.measured.store import read_text
 
 COUNTS = ("at_reference", "device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
 """Figures of a row of which more is worse, and which do not vary."""
@@ -133,8 +134,8 @@ def write(report: Mapping[str, Any], path: Path) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """A results file. Raises InvalidInput: there is none, or it has no rows."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        data = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput("file", f"{path} ({type(error).__name__})", "a results file of attnops bench") from None
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise InvalidInput("file", f"{path}, which has no rows", "a results file of attnops bench")

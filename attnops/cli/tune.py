@@ -17,6 +17,7 @@ from attnops.cli.tables import SIMPLE
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
+from attnops.measured.store import check_place
 from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, plans_of
 
 
@@ -37,13 +38,16 @@ def run(
     first_calls_s: as `Stopwatch` has it. output: a file instead of the user's table. clock: what times, for tests.
 
     Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
-    Raises InvalidInput: an unknown name, a budget of 0 or less, or nothing that two kernels can answer. OSError: it cannot be written.
+    Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or nothing that two kernels can answer. OSError:
+    it cannot be written.
     """
     if unknown := set(kernels) - set(kernel_names()):
         raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))
     for field, seconds in (("budget_s", budget_s), ("first_calls_s", first_calls_s)):
         if not 0 < seconds < inf:
             raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
+    if output is not None:
+        check_place(output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

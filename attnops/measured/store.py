@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from attnops.env import cache_dir
-from attnops.errors import BadTable
+from attnops.errors import BadTable, InvalidInput
 from attnops.kernel import renew
 from attnops.measured.rates import nearness, scaled
 from attnops.measured.table import Table, from_json
@@ -82,14 +82,19 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
 
 
 def _read(path: Path) -> Table:
+    return from_json(read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file of at most LARGEST_BYTES. Raises BadTable, OSError or UnicodeDecodeError."""
     # O_NONBLOCK, since opening a pipe waits for its writer. A file may grow after a look at its size, so the read has a limit.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise BadTable("file", "no regular file", "what `attnops tune` writes")
+            raise BadTable("file", "no regular file", "a regular file")
         text = file.read(LARGEST_BYTES + 1)
     if len(text) > LARGEST_BYTES:
         raise BadTable("file", f"more than {LARGEST_BYTES} bytes", f"<= {LARGEST_BYTES}")
-    return from_json(text.decode("utf-8"))
+    return text.decode("utf-8")
 
 
 def forget() -> None:
@@ -116,8 +121,15 @@ def path_for(gpu: str) -> Path:
     return cache_dir() / "tables" / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json")
 
 
+def check_place(path: Path) -> None:
+    """Raise InvalidInput where `path` names a device, a pipe or a folder: a new file would take its place."""
+    if path.exists() and not path.is_file():
+        raise InvalidInput("file", path, "a regular file, or the name of a new one")
+
+
 def save(table: Table, path: Path) -> None:
-    """Write `table` to `path`, all of it or nothing, and let selection read it. Raises OSError."""
+    """Write `table` to `path`, all of it or nothing, and let selection read it. Raises OSError or InvalidInput."""
+    check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
