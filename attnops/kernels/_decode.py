@@ -57,16 +57,18 @@ def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
     )
 
 
-def adjoin(q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts as they are if they lie side by side, else views of a new tensor in which they do: a torch op the compiler sees."""
-    if side_by_side(q_nope, q_pe):
-        return q_nope, q_pe
-    query, latent = _cat(q_nope, q_pe), q_nope.shape[2]
-    return query[..., :latent], query[..., latent:]
+def adjoin(q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The parts as they are if they lie side by side, else `[T, H, Dc + Dr]` and None: a torch op the compiler sees.
+
+    Views of the joined query would be two copies: on a GPU, Inductor makes of a `cat` one expression and of each view of it a kernel.
+    """
+    return (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (_cat(q_nope, q_pe), None)
 
 
-def whole(q_nope: Tensor, q_pe: Tensor) -> Tensor:
-    """`[T, H, Dc + Dr]`: a view where the parts lie side by side."""
+def whole(q_nope: Tensor, q_pe: Tensor | None) -> Tensor:
+    """`[T, H, Dc + Dr]` of what `adjoin` returned, or of two parts: a view where they lie side by side."""
+    if q_pe is None:
+        return q_nope
     if not side_by_side(q_nope, q_pe):
         return _cat(q_nope, q_pe)
     return q_nope.as_strided((*q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]), q_nope.stride(), q_nope.storage_offset())

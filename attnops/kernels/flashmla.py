@@ -65,7 +65,7 @@ def mla_attention(
 
 
 def _core(
-    q_nope: Tensor, q_pe: Tensor, latent_pages: Tensor, tables: Tensor, lengths: Tensor, schedule: Tensor | None, scale: float
+    q_nope: Tensor, q_pe: Tensor | None, latent_pages: Tensor, tables: Tensor, lengths: Tensor, schedule: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     _sgl.load("dense_decode_fwd", LIBRARY)
     parts, splits = (None, None) if schedule is None else _schedule.split(schedule, *q_nope.shape[:2])
@@ -77,7 +77,7 @@ def _core(
 
 
 def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+    return q_nope.new_empty((*q_nope.shape[:2], LATENT)), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
 PLANNED = phases(Roofline(23.2, 1.2, 1.1, 0.0013, 25_000), Roofline(16.3, 0.19, 1.0, 0.0046, 2700))
@@ -120,7 +120,7 @@ register(
         inline=True,
         device_plan=_schedule.plan,
         core=Core(
-            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, "
+            "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, "
             "Tensor? schedule, float scale) -> (Tensor output, Tensor lse)",
             _core,
             _fake_core,

@@ -65,7 +65,7 @@ def mla_attention(
 
 def _core(
     q_nope: Tensor,
-    q_pe: Tensor,
+    q_pe: Tensor | None,
     latent_pages: Tensor,
     tables: Tensor,
     lengths: Tensor,
@@ -85,7 +85,7 @@ def _core(
 
 
 def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return q_nope.new_empty(q_nope.shape, dtype=torch.bfloat16), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+    return q_nope.new_empty((*q_nope.shape[:2], LATENT), dtype=torch.bfloat16), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
 PLANNED = Roofline(24.0, 0.75, 1.0, 0.0013, 25_000)
@@ -120,7 +120,7 @@ register(
         inline=True,
         device_plan=_schedule.plan,
         core=Core(
-            "(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor? schedule, "
+            "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor? schedule, "
             "Tensor q_scale, Tensor kv_scale, float scale) -> (Tensor output, Tensor lse)",
             _core,
             _fake_core,

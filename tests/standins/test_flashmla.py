@@ -8,7 +8,7 @@ import torch
 
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels import _decode, _flashmla_schedule, _sgl
+from attnops.kernels import _decode, _flashmla_schedule, _sgl, flashmla
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend
@@ -102,6 +102,23 @@ def test_what_is_left_in_compiled_code(joined, planned):
         assert kinds == ["bmm", "cpp_fused", "flashmla", "bmm"] * 2
     assert set(standin.CALLS) - {"dense_decode_fwd"} == ({"get_mla_decoding_metadata"} if planned == "schedule" else set())
     assert standin.CALLS.count("get_mla_decoding_metadata") == (planned == "schedule")
+
+
+def test_parts_that_the_compiler_joins_are_joined_once(monkeypatch):
+    """On a GPU Inductor makes an expression of a `cat`, and a buffer of its own of each view that an op wants in memory."""
+    call, model, apart = batch(), Layers(joined=False), []
+
+    def spied(q_nope, q_pe):
+        apart.append(q_pe is not None and not _decode.side_by_side(q_nope, q_pe))
+        return _decode.whole(q_nope, q_pe)
+
+    monkeypatch.setattr(flashmla, "whole", spied)
+    given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")} | {"plan": PLANS["schedule"](call)}
+    x, angle = torch.randn(3, 16, 128, dtype=BF16), torch.randn(3, 1, 64, dtype=BF16)
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        got = torch.compile(model, fullgraph=True)(x, angle, **given)
+    assert apart == [False] * 2
+    torch.testing.assert_close(got, model(x, angle, **given), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["rows", "schedule"])
