@@ -1,4 +1,4 @@
-"""The kernels that move data against plain torch ops, a vendor's and a plain copy of as many bytes; writes data.json. CUDA only.
+"""The kernels that move data against plain torch ops and a plain copy of as many bytes; writes data.json. CUDA only.
 
     python benchmarks/data.py [--device cuda] [--budget-s 60] [--no-sweep]
 
@@ -211,29 +211,21 @@ def main() -> int:
     parser.add_argument("--no-sweep", action="store_true")
     given = parser.parse_args()
     start, clock = time.monotonic(), GraphClock("cuda")
-    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "append": {}, "failed": {}}
+    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "failed": {}}
 
-    def run(part: str, cases: tuple[Case, ...], names: tuple[str, ...], sweep: bool) -> None:
-        for case in cases:
+    with torch.no_grad():
+        for case in CASES:
             if time.monotonic() - start > given.budget_s:
-                report["failed"][f"{part}: {case.name}"] = "left out: the budget was spent"
+                report["failed"][case.name] = "left out: the budget was spent"
                 continue
             try:
-                found = report[part][case.name] = measure(case, clock, names, sweep)
+                found = report["cases"][case.name] = measure(case, clock, ("triton", "reference", "compiled"), not given.no_sweep)
                 if "triton" in found["differs"] or "triton" in found["left_out"]:
-                    report["failed"][f"{part}: {case.name}"] = str({**found["differs"], **found["left_out"]})
+                    report["failed"][case.name] = str({**found["differs"], **found["left_out"]})
                 print(case.name, json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()}), found["differs"])
             except Exception as error:  # the other cases stand
                 traceback.print_exc()
-                report["failed"][f"{part}: {case.name}"] = why(error)
-
-    with torch.no_grad():
-        run("cases", CASES, ("triton", "reference", "compiled"), not given.no_sweep)
-        report["seconds"] = round(time.monotonic() - start, 1)
-        write(report, "data.json", "cuda")
-        # Last, because FlashInfer may compile a module first, which nothing can cut short.
-        some = tuple(c for c in CASES if c.name.startswith(("write_kv", "write_latent ")) and "int8" not in c.name)
-        run("append", some, ("triton", "flashinfer_append"), False)
+                report["failed"][case.name] = why(error)
     report["seconds"] = round(time.monotonic() - start, 1)
     print(report["failed"], write(report, "data.json", "cuda"))
     return 1 if report["failed"] else 0

@@ -156,13 +156,13 @@ def regret(data: dict[str, Any]) -> str:
 def data_kernels(data: dict[str, Any]) -> str:
     """The kernels that move data, beside plain torch ops and a copy of as many bytes."""
     rows = []
-    for case, found in {**data.get("append", {}), **data["cases"]}.items():
-        gpu = {**data.get("append", {}).get(case, {}).get("gpu", {}), **found["gpu"]}
-        shown = [gpu.get(n) for n in ("triton", "compiled", "eager", "flashinfer_append", "copy")]
+    for case, found in data["cases"].items():
+        gpu = found["gpu"]
+        shown = [gpu.get(n) for n in ("triton", "compiled", "eager", "copy")]
         counts = "/".join(str(found["device_kernels"].get(n, 0)) for n in ("triton", "compiled", "eager"))
         share = f"{gpu['triton']['of_copy']:.2f}" if "of_copy" in gpu.get("triton", {}) else "-"
         rows.append([case, *("-" if f is None else f"{f['median_us']:.1f}" for f in shown), share, counts])
-    head = ["us", "triton", "compiled", "eager", "flashinfer_append", "copy", "triton, of copy", "device kernels of the first three"]
+    head = ["us", "triton", "compiled", "eager", "copy", "triton, of copy", "device kernels of the first three"]
     return f"{table(head, rows)}\n\nThe start of a graph, {data['launch_us']:.1f} us, is in every figure."
 
 

@@ -16,7 +16,7 @@ from attnops.problem import Problem, Refusal, Target
 
 ARCHS = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 HEAD_DIMS = (64, 128, 256, 512)
-"""What its merging and appending kernels are compiled for."""
+"""What its merging kernels are compiled for."""
 
 MAX_THREADS = 1024
 

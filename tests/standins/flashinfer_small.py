@@ -1,13 +1,10 @@
-"""Stand-ins for FlashInfer 0.7.2's cascade and page functions: not the kernels.
+"""Stand-ins for FlashInfer 0.7.2's cascade functions: not the kernels.
 
-Their signatures, the argument checks of csrc/cascade.cu and csrc/page.cu, and plain bodies on the CPU. Kept from the real ones:
-log-sum-exps are in base 2; an empty part that holds NaN spoils the merge; pages are written wherever a position leads, in the pages' own
-bit pattern, and a position that leads nowhere is what the GPU calls an illegal memory access.
+Their signatures, the argument checks of csrc/cascade.cu, and plain bodies on the CPU. Kept from the real ones: log-sum-exps are in base 2;
+an empty part that holds NaN spoils the merge.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +13,6 @@ CALLS: list[str] = []
 """The functions called, in order."""
 
 HALVES = (torch.float16, torch.bfloat16)
-STORED = (*HALVES, torch.float8_e4m3fn, torch.float8_e5m2)
 HEAD_DIMS = (64, 128, 256, 512)
 
 
@@ -60,59 +56,3 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     out = merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
     CALLS.pop()
     return torch.empty_like(v_a).copy_(out[0]), torch.empty_like(s_a).copy_(out[1])
-
-
-def _place(pages: tuple[Tensor, ...], batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor, last: Tensor) -> Any:
-    for x in (batch_indices, positions, indices, indptr, last):
-        assert x.dtype == torch.int32
-        check(x.is_contiguous() and x.dim() == 1, "must be contiguous")
-    check(indptr.shape[0] == last.shape[0] + 1, "Check failed: kv_indptr.size(0) == batch_size + 1")
-    for x in pages:
-        check(x.stride(-1) == 1, "paged cache must be contiguous at last dimension")
-        check(x.dtype in STORED, f"failed to dispatch with dtype {x.dtype}")
-        assert all(n * x.dtype.itemsize % 16 == 0 for n in (x.storage_offset(), *x.stride()[:-1])), "CUDA error: misaligned address"
-    at = indptr.long()[batch_indices.long()] * pages[0].shape[1] + positions
-    entry, row = at % pages[0].shape[1], at // pages[0].shape[1]
-    check(bool(((row >= 0) & (row < indices.shape[0])).all()), "CUDA error: an illegal memory access was encountered")
-    page = indices.long()[row]
-    check(bool(((page >= 0) & (page < pages[0].shape[0])).all()), "CUDA error: an illegal memory access was encountered")
-    return page, entry
-
-
-def _put(pages: Tensor, rows: Tensor, at: Any) -> None:
-    assert rows.dtype == pages.dtype, "the rows are read in the pages' dtype, whatever theirs"
-    check(rows.stride(-1) == 1, "append must be contiguous at last dimension")
-    bits = torch.int8 if pages.dtype.itemsize == 1 else torch.int16
-    pages.view(bits)[at] = rows.view(bits)
-
-
-def append_paged_kv_cache(
-    append_key: Tensor, append_value: Tensor, batch_indices: Tensor, positions: Tensor, paged_kv_cache: tuple[Tensor, Tensor],
-    kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str = "NHD",
-) -> None:  # fmt: skip
-    CALLS.append("append_paged_kv_cache")
-    assert kv_layout == "NHD" and isinstance(paged_kv_cache, tuple)
-    k_pages, v_pages = paged_kv_cache
-    check(k_pages.stride() == v_pages.stride(), "k/v strides must be identical")
-    check(batch_indices.shape == positions.shape == append_key.shape[:1], "Check failed: batch_indices.size(0) == nnz")
-    for rows in (append_key, append_value):
-        check(rows.shape[1:] == k_pages.shape[2:], "Check failed: append_key.size(1) == num_heads")
-    launch(k_pages.shape[3], k_pages.shape[2], k_pages.dtype.itemsize, append_key.shape[0])
-    at = _place(paged_kv_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    _put(k_pages, append_key, at)
-    _put(v_pages, append_value, at)
-
-
-def append_paged_mla_kv_cache(
-    append_ckv: Tensor, append_kpe: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
-    kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor,
-) -> None:  # fmt: skip
-    CALLS.append("append_paged_mla_kv_cache")
-    check(ckv_cache.shape[2] == 512, "head_dim_ckv must be equal to 512")
-    check(kpe_cache.shape[2] == 64, "head_dim_kpe must be equal to 64")
-    check(append_ckv.shape[1] == 512 and append_kpe.shape[1] == 64, "Check failed: append_ckv.size(1) == ckv_dim")
-    check(batch_indices.shape == positions.shape == append_ckv.shape[:1], "Check failed: batch_indices.size(0) == nnz")
-    check(append_ckv.shape[0] > 0, "kernel launch failed: invalid configuration argument")
-    at = _place((ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    _put(ckv_cache, append_ckv, at)
-    _put(kpe_cache, append_kpe, at)

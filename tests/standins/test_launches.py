@@ -49,7 +49,6 @@ EXTRA: dict[tuple[str, str, bool], tuple[dict[str, int], str]] = {
     ("merge_states", "flashinfer_merge", False): ({"mul": 1, "mul_": 1}, "base 2 inside, base e outside"),
 }  # fmt: skip
 NOT_HERE = {
-    "flashinfer_append": "it cannot skip a token, so that skipped ones are redirected first: two dozen ops, as its cost says",
     "cutlass_mla": "SM100, never run on hardware: pads heads and tables, and clears rows without keys",
     "trtllm_mla": "SM100, never run on hardware",
     "trtllm": "SM100, never run on hardware",
@@ -122,7 +121,7 @@ def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
 
 
 def test_every_foreign_kernel_is_listed():
-    ops = ("attention", "varlen_attention", "paged_attention", "mla_attention", "merge_state", "merge_states", "write_kv")
+    ops = ("attention", "varlen_attention", "paged_attention", "mla_attention", "merge_state", "merge_states")
     foreign = {
         (op, k.name) for op in ops
         for k in kernels_of(op).values() if k.packages and "triton" not in {p.module for p in k.packages}

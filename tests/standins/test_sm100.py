@@ -19,7 +19,7 @@ from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins import flashinfer_rope, flashinfer_small, flashinfer_trtllm_mla
+from tests.standins import flashinfer_rope, flashinfer_trtllm_mla
 from tests.standins import sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -46,7 +46,7 @@ class Way:
     def foreign(self) -> Counter[str]:
         """What a step calls of each function: but for the prefill, which writes and attends otherwise."""
         functions = ["cutlass_mla_decode" if self.kernel == "cutlass_mla" else "trtllm_batch_decode_with_kv_cache_mla"]
-        functions += ["mla_rope_quantize_fp8", "append_paged_mla_kv_cache"] * (self.pages == E4M3)
+        functions += ["mla_rope_quantize_fp8"] * (self.pages == E4M3)
         return Counter(functions * LAYERS)
 
     @property
@@ -95,12 +95,14 @@ def machine(way: Way) -> Iterator[Counter[str]]:
             yield calls
             calls.update(sgl.CALLS)
         return
-    small = {"rope": flashinfer_rope, "page": flashinfer_small}
-    for module in small.values():
-        module.CALLS.clear()
-    with pretend(way.target), patch.object(_flashinfer_pkg, "module", small.get), flashinfer_trtllm_mla.installed() as seen:
+    flashinfer_rope.CALLS.clear()
+    with (
+        pretend(way.target),
+        patch.object(_flashinfer_pkg, "module", {"rope": flashinfer_rope}.get),
+        flashinfer_trtllm_mla.installed() as seen,
+    ):
         yield calls
-        calls.update([name for name, _ in seen] + flashinfer_small.CALLS + ["mla_rope_quantize_fp8"] * len(flashinfer_rope.CALLS))
+        calls.update([name for name, _ in seen] + ["mla_rope_quantize_fp8"] * len(flashinfer_rope.CALLS))
 
 
 STEPS = ((40, 3, 17), (1, 1, 1), (3, 8, 1), (1, 1, 1))
@@ -133,7 +135,7 @@ def test_a_request_from_prefill_to_drafts(way):
                 got = model(*step)
             want = plain(*other)
         if i == 0:
-            assert set(calls) <= {"append_paged_mla_kv_cache"}, "prefill"
+            assert not calls, "prefill"
         else:
             assert calls == way.foreign, i
         # One more rounding of weights and queries to bfloat16, or of weights to float8.
@@ -154,7 +156,7 @@ def test_compiled(name):
     compiled, eager = torch.compile(Model(), fullgraph=True), Model()
     layer = [f"mla_attention.{way.kernel}"]
     if way.scales is not None:
-        layer = ["rope_quantize_latent.flashinfer_rope", "write_latent.flashinfer_append", *layer]
+        layer = ["rope_quantize_latent.flashinfer_rope", "write_latent.reference", *layer]
     with machine(way), torch.no_grad():
         for i, (step, other) in enumerate(zip(steps(way, cache), steps(way, twin), strict=True)):
             if i == COMPILED[name]:

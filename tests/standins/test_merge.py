@@ -1,4 +1,4 @@
-"""The merges of sgl_kernel and FlashInfer and FlashInfer's appends, over stand-ins of the foreign functions: all but the kernels."""
+"""The merges of sgl_kernel and FlashInfer over stand-ins of the foreign functions: all but the kernels."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,22 +12,20 @@ import attnops
 from attnops import ops
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, kernels_of
-from attnops.kernels import _flashinfer_pkg, _rows, _sgl, flashinfer_append, sgl_merge
+from attnops.kernels import _flashinfer_pkg, _rows, _sgl, sgl_merge
 from attnops.ops import OPS
 from attnops.problem import Problem, Target, pretend
 from attnops.select import select
-from attnops.testing import CASES, Features, Source, builders, check_kernel
+from attnops.testing import CASES, Source, builders, check_kernel
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_small, sgl_kernel_small
 
-BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, F32 = torch.bfloat16, torch.float32
 SM90 = Target("cuda", 90, assume=("flashinfer", "sgl_kernel"))
 PAIRS = (
     ("merge_state", "sgl_merge"),
     ("merge_state", "flashinfer_merge"),
     ("merge_states", "flashinfer_merge"),
-    ("write_kv", "flashinfer_append"),
-    ("write_latent", "flashinfer_append"),
 )
 
 
@@ -62,8 +60,6 @@ TAKEN = {
     ("merge_state", "sgl_merge"): 16,
     ("merge_state", "flashinfer_merge"): 8,
     ("merge_states", "flashinfer_merge"): 9,
-    ("write_kv", "flashinfer_append"): 10,
-    ("write_latent", "flashinfer_append"): 4,
 }
 
 
@@ -214,94 +210,6 @@ def test_merge_refusals(op, name, change, want):
 def test_in_a_graph_the_fused_merge_is_the_cheapest():
     # It needs no pass of its own to clear an empty side.
     assert select(replace(MERGE, tokens=CASES["merge_state"][0].call().problem.tokens)).kernel.name == "reference"
-
-
-# Appends --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_pages_may_lie_anywhere():
-    for seed, (pages, page) in enumerate(((1, 1), (5, 3), (2, 64))):
-        f = Features(dtype=BF16, head_dim=128)
-        source = Source(seed)
-        slots = source.permutation(pages * page)[:4]
-        call = builders.write(source, [*slots, -1], pages, page, f)
-        assert check_kernel(kernel("write_kv", "flashinfer_append"), call).worst == 0.0
-    assert flashinfer_small.CALLS == ["append_paged_kv_cache"] * 3
-
-
-def test_different_strides_take_two_calls():
-    call = builders.write(Source(4), (5, -1, 0), 4, 3, Features(dtype=BF16, head_dim=64))
-    wide = torch.zeros(4, 3, 2, 128, dtype=BF16)
-    wide[..., :64] = call.arguments["v_pages"]
-    assert check_kernel(kernel("write_kv", "flashinfer_append"), call.with_(v_pages=wide[..., :64])).worst == 0.0
-    assert flashinfer_small.CALLS == ["append_paged_kv_cache"] * 2
-
-
-def test_misaligned_rows_are_refused_before_the_launch():
-    call = builders.write(Source(4), (5, -1, 0), 4, 3, Features(dtype=BF16, head_dim=64))
-    shifted = torch.zeros(4 * 3 * 2 * 64 + 1, dtype=BF16)[1:].view(4, 3, 2, 64)
-    with pytest.raises(InvalidInput, match=r"^k_pages: got strides .*, want rows that start at multiples of 16 bytes"):
-        kernel("write_kv", "flashinfer_append").run(*call.with_(k_pages=shifted).args)
-    _rows.aligned(pages=torch.zeros(3, 1, 64, dtype=BF16).as_strided((3, 1, 64), (64, 7, 1)))
-    assert not flashinfer_small.CALLS
-
-
-def test_too_many_places_are_refused(monkeypatch):
-    call = builders.write(Source(4), (5, -1, 0), 4, 3, Features(dtype=BF16, head_dim=64))
-    monkeypatch.setattr(flashinfer_append, "INT32", 9)
-    with pytest.raises(InvalidInput, match=r"^slots: got 3 tokens for pages of 3, want tokens \* page < 9"):
-        kernel("write_kv", "flashinfer_append").run(*call.args)
-
-
-WRITE = Problem("write_kv", SM90, BF16, BF16, kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
-
-
-@pytest.mark.parametrize(
-    ("change", "want"),
-    [
-        ({"v_head_dim": 64}, "v_head_dim=64 (wants 128, the key's)"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head_dim=96 (wants 64 | 128 | 256 | 512)"),
-        ({"kv_heads": 128}, "kv_heads=128 (wants <= 64 of 128 numbers each)"),
-        ({"kv_dtype": E4M3, "kv_scales": True, "kv_heads": 128}, ""),
-        ({"kv_dtype": torch.int8, "kv_scales": True}, "kv_dtype=int8"),
-        ({"dtype": F32, "kv_dtype": F32}, "kv_dtype=float32"),
-        ({"last_dim_contiguous": False}, "last_dim_contiguous=False"),
-        ({"target": Target("cuda", 70, ("flashinfer",))}, "target=sm70"),
-    ],
-)
-def test_append_refusals(change, want):
-    found = [str(r) for r in kernel("write_kv", "flashinfer_append").refusals(replace(WRITE, **change))]
-    assert found == [] if not want else any(r.startswith(want) for r in found), found
-
-
-def test_whose_last_dim_is_not_packed_is_refused():
-    call = builders.write(Source(4), (5, -1, 0), 4, 3, Features(dtype=BF16, head_dim=64))
-    odd = call.arguments["v_pages"].transpose(2, 3).contiguous().transpose(2, 3)
-    assert "last_dim_contiguous" in [r.field for r in kernel("write_kv", "flashinfer_append").refusals(call.with_(v_pages=odd).problem)]
-
-
-def test_who_writes_what():
-    # The fused write is the cheapest where it can be: it needs no copy to skip a token.
-    assert select(WRITE).kernel.name == "scatter"
-    assert select(replace(WRITE, kv_dtype=E4M3, kv_scales=True)).kernel.name == "flashinfer_append"
-
-
-def test_appends_compile():
-    call = builders.write(Source(5), (7, -1, 0), 4, 3, Features(dtype=BF16, head_dim=64))
-    given = dict(call.arguments)
-
-    def run(k_pages, v_pages):
-        attnops.write_kv(given["key"], given["value"], k_pages, v_pages, given["slots"], kernel="flashinfer_append")
-        return k_pages.sum()
-
-    twin = (given["k_pages"].clone(), given["v_pages"].clone())
-    with torch.no_grad():
-        got, code = compiled_code(lambda: torch.compile(run, fullgraph=True)(*twin))
-        want = run(given["k_pages"], given["v_pages"])
-    assert kernel_calls(code) == ["write_kv.flashinfer_append"]
-    torch.testing.assert_close(got, want)
-    for a, b in zip(twin, (given["k_pages"], given["v_pages"]), strict=True):
-        assert torch.equal(a, b)
 
 
 # Packages -------------------------------------------------------------------------------------------------------------
