@@ -5,9 +5,12 @@
 GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds. `ratio` is the compiled op over
 the fastest direct call of the vendor's that runs the same device code (`OWN`); a vendor's metadata that depends on the batch alone is made
 outside, as an engine makes it once a step. `device_kernels` counts what torch.profiler sees on the device for one call.
+An op that may not be captured (its plan is the host's) is launched, and its ratio is that to the vendor's call launched beside it.
 `op.<kernel>` is the call as layers make it: one that reads a plan of the device has it, made outside, as the vendor's call has, the query
-in one piece, and an output of its own. `op.<kernel>_unplanned` is the bare call without a plan, its output the caller's, beside the
-vendor's that makes its metadata itself.
+in one piece, and an output of its own. `op.<kernel>_unplanned` is the same call without a plan, beside the vendor's that makes its metadata
+itself; besides those it makes rows of the requests, which the vendor's call is given. `op.<kernel>_bare` is the call of a stranger: no
+plan, the query in two pieces, its output the caller's. No vendor's call does that work, so it has no ratio.
+Of merges `op.triton` is the automatic choice, and beside the fastest vendor's; a merge's sides are clean, as the layers that merge say.
 Host time: eager calls of a tiny batch, until they return.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +31,7 @@ from common import default_device, environment, interleaved_us, spread, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.bench import vendors
-from attnops.kernel import Kernel
+from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.measured import Shape
 from attnops.ops import OPS
 from attnops.testing import Call, equip, with_device_plan
@@ -41,7 +45,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One point. rate: what the figure is given in, "TB/s" of the bytes it must move or "TFLOP/s"."""
+    """One point. rate: what the figure is given in, "TB/s" of the bytes it must move or "TFLOP/s". make: its call, else `build`'s."""
 
     name: str
     shape: Shape
@@ -50,14 +54,22 @@ class Case:
     keys: int
     rate: str
     vendors: dict[str, Callable[[Call], Run]] = field(default_factory=dict)
+    make: Callable[[Case, Pool], Call] | None = None
+
+    def call(self, pool: Pool) -> Call:
+        """Its tensors, in the pool from its start where it is `build` that makes them."""
+        return self.make(self, pool) if self.make else build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool)
 
     def amount(self) -> float:
         """Bytes or operations, in units of one a microsecond at 1 TB/s or 1 TFLOP/s."""
         s, new = self.shape, self.batch * self.queries
         width = s.head_dim + s.v_head_dim
+        if self.shape.op == "merge_state":
+            return 3 * 2.0 * new * s.q_heads * s.v_head_dim / 1e6
         if self.rate == "TB/s":
             stored = s.head_dim if s.rope_dim else s.kv_heads * width
-            return 2.0 * (self.batch * self.keys * stored + new * s.q_heads * width) / 1e6
+            read = getattr(torch, s.kv_dtype).itemsize * (self.batch * self.keys * stored + new * s.q_heads * s.head_dim)
+            return (read + 2.0 * new * s.q_heads * s.v_head_dim) / 1e6
         pairs = new * (self.keys - (self.queries - 1) / 2)
         return 2.0 * pairs * s.q_heads * width / 1e6
 
@@ -80,16 +92,38 @@ def sdpa_contiguous(call: Call) -> Run:
     return lambda: scaled_dot_product_attention(q, k, v, scale=a["scale"], enable_gqa=True)
 
 
+# Calls that `build` does not make --------------------------------------------------------------------------------------
+
+
+def float8_latents(case: Case, pool: Pool) -> Call:
+    """Query and latents of the 16-bit call, rounded."""
+    call = replace(case, shape=replace(case.shape, dtype="bfloat16", kv_dtype="bfloat16"), make=None).call(pool)
+    small = {n: call.arguments[n].to(torch.float8_e4m3fn) for n in ("q_nope", "q_pe", "latent_pages")}
+    scale = torch.full((1,), 0.5, device=pool.device)
+    return call.with_(**small, q_scale=scale, kv_scale=scale)
+
+
+def two_parts(case: Case, pool: Pool) -> Call:
+    """A merge of `batch` tokens' outputs."""
+    s = case.shape
+    sides = {f"output_{n}": torch.randn(case.batch, s.q_heads, s.v_head_dim, device=pool.device, dtype=torch.bfloat16) for n in "ab"}
+    sides |= {f"lse_{n}": torch.randn(case.batch, s.q_heads, device=pool.device) for n in "ab"}
+    return Call("merge_state", {**sides, "stale": False}, {}, ())
+
+
 DECODE = {**vendors.DECODE, "sdpa_contiguous": sdpa_contiguous}
 EXTEND, LATENT = vendors.EXTEND, vendors.LATENT
 PREFILL = {**vendors.PREFILL, "sdpa": sdpa_dense}
 STEP = replace(PAGED, decode=True)
+FLOAT8 = replace(MLA, decode=True, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
 CASES = (
     *(Case(f"decode {b}x{k}", STEP, b, 1, k, "TB/s", DECODE) for b, k in ((1, 8192), (8, 4096), (64, 4096))),
     *(Case(f"causal prefill {n}", DENSE, 1, n, n, "TFLOP/s", PREFILL) for n in (2048, 8192, 16384)),
+    *(Case(f"merge of {n} tokens", Shape("merge_state"), n, 1, 0, "TB/s", vendors.MERGE, two_parts) for n in (64, 4096)),
     *(Case(f"paged prefill {n}", PAGED, 1, n, n, "TFLOP/s", EXTEND) for n in (2048, 8192)),
     Case("latent decode 64x8192, 16 heads", replace(MLA, q_heads=16, decode=True), 64, 1, 8192, "TB/s", LATENT),
     Case("latent decode 64x8192, 128 heads", replace(MLA, decode=True), 64, 1, 8192, "TFLOP/s", LATENT),
+    Case("float8 latent decode 64x8192, 128 heads", FLOAT8, 64, 1, 8192, "TFLOP/s", vendors.FLOAT8_LATENT, float8_latents),
 )
 OWN = {
     "fa3": ("fa3",),
@@ -98,8 +132,10 @@ OWN = {
     "flashinfer_mla_fa3": ("flashinfer_fa3",),
     "flashmla": ("flashmla",),
     "flashmla_unplanned": ("flashmla_with_metadata",),
+    "flashmla_fp8_unplanned": ("flashmla_fp8_with_metadata",),
+    "triton": tuple(vendors.MERGE),
 }
-"""By kernel, the vendor's calls that run the same device code on the same metadata."""
+"""By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, those that it stands in for."""
 
 TINY = {"paged_attention": Case("decode 1x64", STEP, 1, 1, 64, "TB/s", DECODE)}
 
@@ -118,13 +154,13 @@ def op_of(kernel: Kernel, call: Call, compiled: bool) -> Run:
     return lambda: run(args, kwargs)
 
 
-def planned_op(kernel: Kernel, call: Call) -> Run:
-    """The compiled op as `runner` calls it, with the kernel's device plan and the query's parts side by side."""
+def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
+    """The compiled op as `runner` calls it, with the kernel's device plan or without, and the query's parts side by side."""
     if call.op == "mla_attention":
         a, latent = call.arguments, call.arguments["q_nope"].shape[2]
-        query = torch.cat([a["q_nope"], a["q_pe"]], -1)
+        query = torch.cat([a[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(a["q_nope"].dtype)
         call = call.with_(q_nope=query[..., :latent], q_pe=query[..., latent:])
-    return runner(kernel, with_device_plan(kernel, call))
+    return runner(kernel, with_device_plan(kernel, call) if planned else call)
 
 
 def device_kernels(run: Run) -> list[str]:
@@ -160,7 +196,8 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
     for name, (kernel, mine) in given.items():
         kinds = {f"op.{name}": partial(op_of, kernel, mine, True), f"eager.{name}": partial(op_of, kernel, mine, False)}
         if kernel.device_plan is not None:
-            kinds |= {f"op.{name}_unplanned": kinds[f"op.{name}"], f"op.{name}": partial(planned_op, kernel, mine)}
+            kinds |= {f"op.{name}_bare": kinds[f"op.{name}"], f"op.{name}": partial(layers_op, kernel, mine, True)}
+            kinds |= {f"op.{name}_unplanned": partial(layers_op, kernel, mine, False)}
         for kind, make_run in kinds.items():
             try:
                 run = make_run()
@@ -175,7 +212,7 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
 
 def measure(case: Case, clock: GraphClock, pool: Pool) -> dict[str, Any]:
     """One case's figures."""
-    call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
+    call = case.call(pool)
     runs, left_out = runs_of(case, call)
     times = {name: spread(us) for name, us in clock.in_turn(runs).items()}
     out: dict[str, Any] = {"left_out": left_out, "unit": case.rate, "gpu": times}
@@ -183,22 +220,28 @@ def measure(case: Case, clock: GraphClock, pool: Pool) -> dict[str, Any]:
         figures["rate"] = round(case.amount() / figures["median_us"], 3)
     out["device_kernels"] = {name: device_kernels(run) for name, run in runs.items() if not name.startswith("eager.")}
     out["against"] = {}
+    registered = kernels_of(call.op)
     for name in (n for n in times if n.startswith("op.")):
         kernel = name.removeprefix("op.")
-        same = {n: times[n]["median_us"] for n in (f"direct.{own}" for own in OWN.get(kernel, (kernel,))) if n in times}
-        if same:
-            best = min(same, key=lambda n: same[n])
+        own = [n for n in (f"direct.{own}" for own in OWN.get(kernel, (kernel,))) if n in times]
+        if own:
+            launched = kernel in registered and registered[kernel].capture is Capture.NEVER
+            alike = [name, *own]
+            us = clock.in_turn({n: runs[n] for n in alike}, launched=True) if launched else {n: [times[n]["median_us"]] for n in alike}
+            median = {n: statistics.median(us[n]) for n in alike}
+            best = min(own, key=lambda n: median[n])
             out["against"][name] = {
                 "direct": best,
-                "ratio": round(times[name]["median_us"] / same[best], 4),
+                "ratio": round(median[name] / median[best], 4),
                 "more_device_kernels": len(out["device_kernels"][name]) - len(out["device_kernels"][best]),
+                **({"launched_us": {n: round(median[n], 2) for n in alike}} if launched else {}),
             }
     return out
 
 
 def eager(case: Case, pool: Pool) -> dict[str, Any]:
     """Host microseconds of eager calls of a tiny batch: the op that selects, the overload, the kernel's `run`, the vendor's function."""
-    call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool)
+    call = case.call(pool)
     runs, left_out = runs_of(replace(case, vendors={n: v for n, v in case.vendors.items() if n == "fa3"}), call)
     for name in [n.removeprefix("eager.") for n in runs if n.startswith("eager.")]:
         kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call) if c[0].name == name)

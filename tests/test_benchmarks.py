@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnops import kernel as registry
-from attnops.kernel import Kernel, Package, kernels_of
+from attnops.kernel import Capture, Kernel, Package, kernels_of
 from attnops.measured import MEASURED, Grid, Table, costs, from_json
 from attnops.ops import OPS
 from attnops.problem import Target
@@ -244,6 +244,15 @@ def test_direct_is_importable_and_its_amounts_are_right(suites):
     assert prefill.amount() == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2 / 1e6)
     for case in direct.CASES:
         assert case.rate in ("TB/s", "TFLOP/s") and case.vendors
+    merge, float8 = by_name["merge of 64 tokens"], by_name["float8 latent decode 64x8192, 128 heads"]
+    assert merge.amount() == pytest.approx(3 * 64 * 32 * 128 * 2 / 1e6)
+    small = [replace(c, batch=2, keys=64) for c in (merge, float8)]
+    calls = [c.call(Pool("cpu")) for c in small]
+    assert [c.op for c in calls] == ["merge_state", "mla_attention"]
+    for call in calls:
+        OPS[call.op].check(*call.args, **call.kwargs)
+    a = calls[1].arguments
+    assert {a[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn} and a["output"].dtype == torch.bfloat16
     call = build(replace(step.shape, dtype="float32", kv_dtype="float32"), [1, 1], [32, 32], Pool("cpu"))
     torch.testing.assert_close(direct.sdpa_contiguous(call)().shape, torch.Size([2, 32, 1, 128]))
 
@@ -289,10 +298,14 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
     case = direct.Case("decode 2x32", shape, 2, 1, 32, "TB/s", vendors)
 
     class Clock:
-        def in_turn(self, runs, rounds=25):
+        def in_turn(self, runs, rounds=25, launched=False):
             assert all(run() is None or True for run in runs.values())
-            return {name: [10.0, 10.0, 12.0, 10.0] if name.startswith("op.") else [8.0] * 4 for name in runs}
+            return {name: [10.0, 10.0, 12.0, 10.0] if name.startswith("op.") else [5.0 if launched else 8.0] * 4 for name in runs}
 
+    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(sdpa, capture=Capture.NEVER))
+    launched = direct.measure(case, Clock(), Pool("cpu"))["against"]["op.sdpa"]
+    assert launched["ratio"] == 2.0 and launched["launched_us"] == {"op.sdpa": 10.0, "direct.sdpa": 5.0}
+    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", sdpa)
     found = direct.measure(case, Clock(), Pool("cpu"))
     assert set(found["gpu"]) == {"direct.sdpa", "op.sdpa", "eager.sdpa"}
     assert set(found["left_out"]) == {"direct.fa3", "direct.flashinfer_cuda_cores"}

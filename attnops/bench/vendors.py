@@ -66,6 +66,50 @@ def flashmla_with_metadata(call: Call) -> Run:
     return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
 
 
+def _float8(call: Call) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], Callable[..., Any]]:
+    """(its metadata, the call of them) of FlashMLA's dense decode in float8, as `sgl_kernel.flash_mla` calls its ops."""
+    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
+
+    a, ops = call.arguments, torch.ops.sgl_kernel
+    heads, pages = a["q_nope"].shape[1], a["latent_pages"][:, :, None]
+    query = torch.cat([a[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(pages.dtype)[:, None]
+    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
+    return (
+        lambda: ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], heads, 1),
+        lambda tiles, splits: ops.fwd_kvcache_mla_fp8(*given, tiles, splits, a["q_scale"], a["kv_scale"]),
+    )
+
+
+def flashmla_fp8(call: Call) -> Run:
+    metadata, run = _float8(call)
+    made = metadata()
+    return lambda: run(*made)
+
+
+def flashmla_fp8_with_metadata(call: Call) -> Run:
+    metadata, run = _float8(call)
+    return lambda: run(*metadata())
+
+
+def _sides(call: Call) -> tuple[torch.Tensor, ...]:
+    return tuple(call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b"))
+
+
+def sgl_merge(call: Call) -> Run:
+    import sgl_kernel  # noqa: F401, loads the ops
+
+    sides = _sides(call)
+    return lambda: torch.ops.sgl_kernel.merge_state_v2(*sides, torch.empty_like(sides[0]), torch.empty_like(sides[1]))
+
+
+def flashinfer_merge(call: Call) -> Run:
+    """Its logs are of base 2: the same work, other numbers."""
+    from flashinfer import merge_state
+
+    sides = _sides(call)
+    return lambda: merge_state(*sides)
+
+
 def _rows(a: Any, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=page)
     return indptr, indices[: int(indptr[-1])], last
@@ -139,6 +183,8 @@ LATENT: dict[str, Make] = {
     "flashinfer_fa2": flashinfer_mla("fa2"),
     "flashinfer_fa3": flashinfer_mla("fa3"),
 }
+FLOAT8_LATENT: dict[str, Make] = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": flashmla_fp8_with_metadata}
+MERGE: dict[str, Make] = {"sgl_merge": sgl_merge, "flashinfer_merge": flashinfer_merge}
 OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
 """Arguments that the calls here do not pass on."""
 

@@ -81,17 +81,17 @@ class GraphClock:
             taken = self._times([replay] * repeats)
         return statistics.median(taken)
 
-    def in_turn(self, runs: Mapping[str, Run], rounds: int = 25) -> dict[str, list[float]]:
+    def in_turn(self, runs: Mapping[str, Run], rounds: int = 25, *, launched: bool = False) -> dict[str, list[float]]:
         """Microseconds of each of `runs` by round, all in every round, so that drift hits all alike.
 
-        A run that cannot be captured is launched.
+        A run that cannot be captured is launched. launched: all are, for a launch and a replay are not to be compared.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         taken: dict[str, list[float]] = {name: [] for name in runs}
         with torch.cuda.stream(self._stream):
             for run in runs.values():
                 run()
-            replays, names = {name: self._captured_or(run) for name, run in runs.items()}, list(runs)
+            replays, names = {name: run if launched else self._captured_or(run) for name, run in runs.items()}, list(runs)
             self._times([replays[names[0]]])
             for _ in range(rounds):
                 for at in range(0, len(names), self.repeats):
