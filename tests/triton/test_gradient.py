@@ -1,0 +1,91 @@
+"""Gradients of `triton` through the interpreter: every case of the grid, and calls of several tiles; a request alone and among others."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from attnops.kernel import kernels_of
+from attnops.problem import Target, pretend
+from attnops.select import select
+from attnops.testing import CASES, Features, Source, builders, check_kernel
+from tests.mates import POLICY, only, rows_of
+from tests.triton.process import interpreted
+
+SM90 = Target("cuda", 90, assume=("triton",))
+OPS = ("attention_backward", "varlen_attention_backward")
+REFUSED = {"dtype", "mask", "mask_grad", "last_dim_contiguous"}
+
+
+def check(call):
+    with pretend(SM90):
+        figures = check_kernel(kernels_of(call.op)["triton"], call)
+    if figures.refused:
+        assert {r.field for r in figures.refused} <= REFUSED, figures
+        pytest.skip(str(figures))
+    assert figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize(("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in OPS for case in CASES[op]])
+@interpreted
+def test_grid(op, label):
+    [case] = [c for c in CASES[op] if c.label == label]
+    check(case.call())
+
+
+PLAIN = Features(dtype=torch.float16, head_dim=16, q_heads=4, kv_heads=2, causal=True)
+LONG = {
+    "plain": PLAIN,
+    "all_keys": replace(PLAIN, causal=False),
+    "window": replace(PLAIN, window=(90, -1)),
+    "window_both": replace(PLAIN, causal=False, window=(70, 40), softcap=5.0),
+    "chunk": replace(PLAIN, chunk=100),
+    "sinks": replace(PLAIN, sinks=torch.float32, dtype=torch.float32),
+    "dims": replace(PLAIN, head_dim=24, v_head_dim=40),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@interpreted
+def test_several_tiles(name):
+    f = LONG[name]
+    check(
+        builders.backward(Source(2), builders.varlen(Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)), lse_grad=f.causal)
+    )
+    check(builders.backward(Source(2), builders.dense(Source(1), 2, 140, 300, replace(f, chunk=0), start=(5, 200), end=(300, 290))))
+
+
+@pytest.mark.parametrize("groups", [[(0,), (3,), (2, 1)]], ids=str)
+@interpreted
+def test_requests_have_the_bits_they_have_alone(groups):
+    forward = builders.varlen(Source(1), (150, 3, 1, 140), (150, 160, 9, 140), replace(PLAIN, lse=True), padding=(0, 0))
+    grads = partial(_grads, Source(3).tensor((294, 4, 16), torch.float16) if hasattr(Source, "tensor") else torch.randn(294, 4, 16).half())
+    among = grads(forward, range(4))
+    keys = forward.arguments["cu_seqlens_k"].tolist()
+    for group in groups:
+        rows = rows_of(forward, group)
+        columns = torch.cat([torch.arange(keys[b], keys[b + 1]) for b in group])
+        for whole, alone, at in zip(among, grads(forward, group), (rows, columns, columns), strict=True):
+            assert torch.equal(whole[at], alone)
+
+
+def _grads(weight, forward, group):
+    call, rows = only(forward, list(group)), rows_of(forward, list(group))
+    given = dict(call.arguments)
+    given.pop("return_lse", None)
+    output, lse = torch.ops.attnops.varlen_attention.default(**given, return_lse=True, policy=POLICY)
+    tensors = [given.pop(n) for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")]
+    run = kernels_of("varlen_attention_backward")["triton"].run
+    return run(weight[rows], None, *tensors[:3], output, lse, *tensors[3:], **given, policy=POLICY)[:3]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_deterministic_policy_has_gradients_on_a_gpu(op):
+    installed = Target("cuda", 90, ("sgl_kernel", "triton"), "NVIDIA H200")
+    f = replace(PLAIN, head_dim=128, lse=True)
+    forward = builders.varlen(Source(1), (9, 3), (9, 30), f) if op.startswith("varlen") else builders.dense(Source(1), 2, 9, 9, f)
+    with pretend(installed):
+        problem = builders.backward(Source(2), forward).problem
+    assert select(problem, POLICY).kernel is kernels_of(op)["triton"]
+    assert select(problem).kernel is kernels_of(op)["aten_flash"]
