@@ -80,6 +80,31 @@ def test_a_kernel_that_is_missing_is_not_chosen():
     assert "policy.deterministic" in str(found[3].refused["sdpa"])
 
 
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.device == "cuda"], ids=str)
+@pytest.mark.parametrize("change", [{}, {"window": (50, -1)}, {"softcap": True}, {"kv_range": True}, {"lse_grad": True}], ids=str)
+@pytest.mark.parametrize("op", ["attention_backward", "varlen_attention_backward"])
+def test_gradients_have_a_kernel_on_every_gpu(op, change, target):
+    if "kv_range" in change and op.startswith("varlen"):
+        pytest.skip("packed calls have no ranges")
+    problem = sized(replace(LLAMA, op=op, target=target, grad=True, **change), 2, 4096, 4096)
+    assert select(problem, DETERMINISTIC).kernel is kernels_of(op)["triton"]
+
+
+def test_sparse_latents_have_a_kernel_where_no_token_is_split():
+    problem = sized(replace(LATENT, op="sparse_mla_attention", page_size=64, causal=False), 8, 1, 2048)
+    assert select(problem, DETERMINISTIC).kernel is kernels_of(problem.op)["flashmla"]
+    packed = select(replace(problem, kv_dtype=torch.uint8), DETERMINISTIC)
+    assert packed.kernel is None and "bfloat16 (policy.deterministic)" in str(packed)
+
+
+def test_ranges_without_fa3_are_refused_by_name():
+    problem = sized(replace(LLAMA, op="attention", kv_range=True), 2, 9, 90)
+    assert select(problem, DETERMINISTIC).kernel is kernels_of("attention")["fa3"]
+    found = select(replace(problem, target=TARGETS[1]), DETERMINISTIC)
+    assert found.kernel is None
+    assert [str(r) for r in found.refused["flex"]] == ["kv_range=True (wants no (policy.deterministic))"]
+
+
 @pytest.mark.parametrize("window", [-1, 3, 50])
 def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
     """Its packed form splits no keys. A window reaches past no request's keys, and so keeps its tiles."""

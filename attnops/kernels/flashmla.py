@@ -19,7 +19,7 @@ from attnops.kernels._decode import adjoin, batch_by_token, whole
 from attnops.kernels._flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
 from attnops.kernels._flashmla_sparse import LIBRARY as LIBRARY
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem
+from attnops.problem import Problem, Refusal
 
 PAGE = 64
 MOST_QUERIES = 8
@@ -99,6 +99,11 @@ def _sparse_cost_us(p: Problem) -> float:
     return (15.0 if packed else 10.0) + max(p.context.hint, 1) * max(filled * products, p.tokens.hint * (656 if packed else 1152) / 3.5e6)
 
 
+def _unsplit(p: Problem) -> Refusal | None:
+    """A token of bfloat16 latents has blocks of its own. How the keys of packed latents are split follows from the whole batch."""
+    return Refusal("kv_dtype", p.kv_dtype, "bfloat16 (policy.deterministic)") if p.kv_dtype == torch.uint8 else None
+
+
 register(
     Kernel(
         "flashmla",
@@ -147,6 +152,8 @@ register(
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_sparse_cost_us,
+        batch_invariant=True,
+        invariant_needs=(_unsplit,),
         about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )

@@ -375,6 +375,11 @@ def _fitting(p: Problem) -> Refusal | None:
     return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want) if needed > limit else None
 
 
+def _whole_keys(p: Problem) -> Refusal | None:
+    """Under a deterministic policy: blocks of keys are counted from the first key of all, not from a request's."""
+    return Refusal("kv_range", True, "no (policy.deterministic)") if p.kv_range else None
+
+
 SINGLE_AND_HALF = (torch.float16, torch.bfloat16, torch.float32)
 COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads, _fitting)
 ABOUT = "torch flex_attention, a kernel compiled for the call's mask"
@@ -386,8 +391,8 @@ register(
         needs=COMMON,
         cost_us=_cost_us,
         batch_invariant=True,
-        # Uncompiled it multiplies the whole batch; blocks of keys are counted from the first key of all, not from a request's.
-        invariant_needs=(device("cuda"), *without("kv_range")),
+        # Uncompiled it multiplies the whole batch.
+        invariant_needs=(device("cuda"), _whole_keys),
         about=ABOUT,
     )
 )

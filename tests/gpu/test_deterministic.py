@@ -1,6 +1,6 @@
 """Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt, for every kernel that may be chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,8 @@ from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
-from tests.mates import POLICY, may_be_chosen, only, results, same_bits
+from attnops.testing.sparse import sparse
+from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
 from tests.standins.test_fa3 import schedule_of
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -92,6 +93,43 @@ def test_latents(name: str | None, batch: str) -> None:
 def test_vertical_slash(name: str | None) -> None:
     f = replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
     check(vertical_slash.attention(source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_sparse_latents(heads: int, lengths: bool) -> None:
+    """The automatic choice, over bfloat16 latents."""
+    f = replace(DEEPSEEK, q_heads=heads, lse=True)
+    call = sparse(source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, 40, 64, f, lengths=lengths)
+    check(call, [(0,), (4,), (7, 1), (2, 3, 5), tuple(reversed(range(8)))], None)
+
+
+GRADIENTS = ("llama", "d64", "window", "softcap")
+
+
+@pytest.mark.parametrize("features", GRADIENTS)
+@pytest.mark.parametrize("op", ["attention", "varlen_attention"])
+def test_gradients(op: str, features: str) -> None:
+    """Forward and backward by the automatic choice: a request alone, among mates, and beside a long prompt."""
+    f = replace(FEATURES[features], lse=False)
+    packed = op == "varlen_attention"
+    call = builders.varlen(source(), QUERIES, LENGTHS, f, padding=(0, 0)) if packed else builders.dense(source(), 12, 300, 300, f)
+    whole = gradients(call, range(12))
+    for chosen in ((5,), (6,), (6, 7), (3, 1, 9)):
+        starts = call.arguments["cu_seqlens_k"].tolist() if packed else []
+        keys = torch.cat([torch.arange(starts[b], starts[b + 1], device="cuda") for b in chosen]) if packed else rows_of(call, chosen)
+        for among, alone, rows in zip(whole, gradients(call, chosen), (rows_of(call, chosen), keys, keys), strict=True):
+            assert not alone.isnan().any()
+            assert torch.equal(among[rows], alone), f"gradients of requests {chosen} differ when they are alone"
+
+
+def gradients(call: Call, chosen: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Of query, key and value of these requests. Each query's output has a weight of its own."""
+    given = only(call, list(chosen)).arguments
+    inputs = {n: given[n].detach().requires_grad_() for n in ("query", "key", "value")}
+    output = getattr(torch.ops.attnops, call.op).default(**given | inputs, policy=POLICY)[0]
+    weight = torch.sin(call.arguments["query"].sum(-1, keepdim=True).float())[rows_of(call, chosen)].to(output.dtype)
+    return torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 300])
