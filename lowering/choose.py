@@ -68,16 +68,43 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
-    overload = getattr(op.packet, kernel.name)
-    before = len(V.graph.operations)
+    graph, overload = V.graph, getattr(op.packet, kernel.name)
+    # C++ cannot call a Python function, and an FX graph holds ops: both keep the dispatcher.
+    in_python = not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
+    if in_python:
+        args, kwargs = as_dispatched(overload, args, kwargs)
+    before = len(graph.operations)
     result = fallback_handler(overload, add_to_fallback_set=False)(*args, **kwargs)
-    # The partitioner asks the FX node's target whether it may lie in a CUDA graph, so the node must be the kernel's, not the op's.
+    # The partitioner asks the FX node's target for the tag cudagraph_unsafe, so the target must be the kernel's overload.
     node = torch.fx.Graph().call_function(overload)
-    node.meta = dict(V.graph.current_node.meta)
-    for operation in V.graph.operations[before:]:
+    node.meta = dict(graph.current_node.meta)
+    made: list[Any] = graph.operations[before:]
+    for operation in made:
         if hasattr(operation, "fx_node"):
             operation.fx_node = node
+        if in_python and getattr(operation, "python_kernel_name", None) == f"torch.ops.{overload}":
+            operation.python_kernel_name += ".run"
     return result
+
+
+def as_dispatched(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as the dispatcher gives them to a Python kernel: by position where the schema has a position, floats as
+    floats, and without those at their defaults, which a kernel need not know."""
+    arguments = overload._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    for a in arguments:
+        if str(a.type) == "float" and type(given.get(a.name)) is int:
+            given[a.name] = float(given[a.name])
+    by_name = {a.name: given[a.name] for a in arguments if a.kwarg_only and not _is_default(a, given.get(a.name, a.default_value))}
+    by_position = [(a, given.get(a.name, a.default_value)) for a in arguments if not a.kwarg_only]
+    while by_position and _is_default(*by_position[-1]):
+        by_position.pop()
+    return tuple(value for _, value in by_position), by_name
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    default = argument.default_value
+    return bool(argument.has_default_value() and type(value) is type(default) and value == default)
 
 
 def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

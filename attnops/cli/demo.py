@@ -25,7 +25,7 @@ MODELS = ("llama-small", "gpt-oss-small")
 MACHINES = {"": torch.float32, "sm90": torch.bfloat16, "sm100": torch.bfloat16}
 BATCH, PROMPT, LAYERS = 2, 40, 2
 LINE_WIDTH = 110
-OURS = r"torch\.ops\.attnops\.\w+\.\w+\(.*"
+OURS = r"torch\.ops\.attnops\.\w+\.\w+(?:\.run)?\(.*"
 TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 

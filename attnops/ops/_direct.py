@@ -10,37 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling as _compiling
 
 # Read where they lie: a function that hands one out costs more than the read.
 from attnops.kernel import _REGISTRY, Capture, Kernel, swallows, takes
 from attnops.ops._op import Op, capturing
+from attnops.ops.watched import overheard
 from attnops.problem import _OVERRIDE
 from attnops.select import _ACTIVE, choose
 
 # What Dynamo checks a compiled function's inputs with: type, dtype, device, sizes, strides, requires_grad and dispatch keys (hence
 # vmap, inference mode and autocast) of all tensors in half a microsecond. Python takes as long for one. None where torch has moved it.
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
-
-
-def watched() -> bool:
-    """Must others than the kernel see an eager call: may a gradient be asked for, does somebody listen in or stand in torch's place?"""
-    return is_grad_enabled() or overheard()
-
-
-def overheard() -> bool:
-    """As `watched`, of gradients only whether another than autograd's own asks for them."""
-    # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
-    return (
-        _compiling() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
-        or forward_ad._current_level >= 0 or _transformed()
-    )  # fmt: skip
-
 
 Values = tuple[Any, ...]
 Types = tuple[type, ...]

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from attnops.errors import NoGradient, NotCapturable, RegistrationError
 from attnops.kernel import Capture, Core, Kernel, generation, on_register
 from attnops.ops.layouts import refuse_others
+from attnops.ops.watched import direct
 from attnops.problem import Problem, Target, pretended
 from attnops.select import choose, parse_policy
 
@@ -87,7 +88,10 @@ def bind(kernel: Kernel) -> None:
     # The partitioner of CUDA graphs splits around what bears this tag.
     never = kernel.capture is Capture.NEVER
     tags = (torch.Tag.cudagraph_unsafe,) if never else ()
-    _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, check=None, tags=tags)
+    run = _outside_of_captures(kernel) if never else kernel.run
+    _define_overload(op, f"{op.name}.{kernel.name}", run, check=None, tags=tags)
+    overload = getattr(op.packet, kernel.name)
+    overload.run = direct(overload, run)
     if kernel.core is not None:
         # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
         _define_core(f"{op.name}__{kernel.name}", kernel.core, tags)

@@ -16,7 +16,8 @@ from torch import Tensor
 # Read where they lie: a function that hands one out costs more than the read.
 from attnops.kernel import _REGISTRY, Capture, Kernel
 from attnops.ops import dense
-from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, told, watched
+from attnops.ops._direct import KINDS, PLAIN, SHAPES, TensorGuards, told
+from attnops.ops.watched import watched
 from attnops.problem import _OVERRIDE, alike
 from attnops.select import _ACTIVE, choose, key_for
 

@@ -96,7 +96,7 @@ def kernel_calls(code: str) -> list[str]:
     for line in code.splitlines():
         if "Source Nodes: [" in line:
             within = re.findall(r"attnops\.(\w*attention\.\w+)", line.partition("Source Nodes: [")[2].partition("]")[0])
-        elif call := re.search(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default)?\(", line):
+        elif call := re.search(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default|\.run)?\(", line):
             found.append(".".join(call[1].removesuffix(".default").split("__")))
         elif within and re.search(r"torch\.ops\.aten\._scaled_dot_product\w+(\.default)?\(", line):
             found += within

@@ -21,6 +21,7 @@ for policy in {policies}:
     counters.clear()
     with torch.no_grad(), attnops.use(**policy):
         _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x))
+    assert ("attention.reference.run(" in code) == ("kernel" in policy or "attention.reference" in kernel_calls(code))
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     print(json.dumps([kernel_calls(code), bool(hits)]))
 """

@@ -556,7 +556,7 @@ def test_the_plan_enters_no_cuda_graph(sm90, monkeypatch):
             _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(x, (cache.k_pages, cache.v_pages), given))
     finally:
         inductor.set_customized_partition_wrappers(None)
-    runs = re.findall(r"paged_attention\.flashinfer(?:\.default)?\(.*, (\w+), max_seqlen_q=.*workspace=(\w+)\b", code)
+    runs = re.findall(r"paged_attention\.flashinfer\.run\(.*, (\w+), max_seqlen_q=.*workspace=(\w+)\b", code)
     inputs = re.findall(r"partition\d+_args = \[(.*)\]", code)
     assert len(runs) == 2 and len(inputs) == 3
     [buffers] = set(runs)

@@ -1,0 +1,96 @@
+"""Compiled code calls a kernel's Python function directly, and the dispatcher where anything else has to see the call."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnops
+from attnops.kernel import all_kernels
+from attnops.lowering.choose import as_dispatched
+from attnops.ops import OPS
+from attnops.ops.watched import direct
+from tests.lowering.models import PagedModel, compiled_code, decode
+
+KERNEL = "paged_attention:reference"
+
+
+def test_compiled_code_names_its_kernel_and_a_profiler_sees_it():
+    model, given = PagedModel(2).eval(), decode()
+    with torch.no_grad(), attnops.use(kernel=KERNEL):
+        want = model(*given)
+        compiled = torch.compile(model, fullgraph=True)
+        _, code = compiled_code(lambda: compiled(*given))
+        assert code.count("torch.ops.attnops.paged_attention.reference.run(") == 2
+        assert "sinks" not in code and "policy=" in code, "arguments at their defaults are left out"
+        torch.testing.assert_close(compiled(*given), want)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(*given)
+    assert [e.name for e in profile.events() or [] if e.name.startswith("attnops::")] == ["attnops::paged_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    "watcher",
+    [nullcontext, torch.enable_grad, TorchDispatchMode, lambda: torch.device("cpu"), forward_ad.dual_level, torch.profiler.profile],
+    ids=["none", "grad", "dispatch mode", "function mode", "forward mode", "profiler"],
+)
+def test_a_watched_call_takes_the_dispatcher(watcher):
+    call = direct(lambda x: "dispatcher", lambda x: "kernel")
+    with torch.no_grad(), watcher():
+        assert call(1) == ("kernel" if watcher is nullcontext else "dispatcher")
+
+
+def test_a_transformed_call_takes_the_dispatcher():
+    call = direct(lambda x: x + 1, lambda x: x)
+    with torch.no_grad():
+        assert torch.vmap(call)(torch.zeros(3)).tolist() == [1, 1, 1]
+
+
+def test_every_kernel_can_be_called_directly():
+    assert all(callable(getattr(OPS[k.op].packet, k.name).run) for k in all_kernels())
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("given", ["all", "required", "defaults"])
+def test_a_kernel_gets_the_arguments_that_the_dispatcher_would_give(name, given):
+    op, got = OPS[name], []
+    library = torch.library.Library("attnops_dispatched", "FRAGMENT")
+    library.define(f"{name}{op.schema}")
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        got.append((args, kwargs))
+        raise InterruptedError
+
+    library.impl(name, record, "CompositeExplicitAutograd")
+    overload = getattr(torch.ops.attnops_dispatched, name).default
+    values = {"Tensor": torch.zeros(1), "Optional[Tensor]": torch.zeros(1), "int": 3, "float": 7, "bool": None, "str": "x"}
+    kwargs: dict[str, Any] = {}
+    for a in overload._schema.arguments:
+        if given == "defaults" and a.has_default_value():
+            kwargs[a.name] = a.default_value
+        elif given == "all" or not a.has_default_value():
+            value = values[str(a.type)]
+            kwargs[a.name] = (not a.default_value) if value is None else value
+    with pytest.raises(InterruptedError):
+        overload(**kwargs)
+    args, named = as_dispatched(overload, (), kwargs)
+    assert (*args, *named.values()) == (*got[0][0], *got[0][1].values()) and [*named] == [*got[0][1]]
+    assert [*map(type, named.values())] == [*map(type, got[0][1].values())]
+
+
+def test_an_ir_node_that_has_no_such_name_keeps_the_dispatcher(monkeypatch):
+    from torch._inductor.ir import FallbackKernel
+
+    def set_name(self: Any, name: str | None) -> None:
+        self.python_kernel_name = f"(torch.ops.{self.op_overload})"
+
+    monkeypatch.setattr(FallbackKernel, "set_python_kernel_name", set_name)
+    model, given = PagedModel(1).eval(), decode()
+    with torch.no_grad(), attnops.use(kernel=KERNEL), torch._inductor.config.patch(force_disable_caches=True):
+        want = model(*given)
+        got, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(*given))
+    torch.testing.assert_close(got, want)
+    assert "(torch.ops.attnops.paged_attention.reference)(" in code and ".run(" not in code
