@@ -101,7 +101,7 @@ class Kernel:
 
     `run` names every feature that it knows among its parameters, one by one: calls with another are refused for it, though it may have
     `**kwargs`, which take in what they do not know. It need not take the promises `padded` (it is not told)
-    and `holes` (its tables have none).
+    and `holes` (its tables and lists have none).
     Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
     """
 
@@ -133,8 +133,8 @@ class Kernel:
     def __post_init__(self) -> None:
         if self.op in ("varlen_attention", "varlen_attention_backward", "paged_attention") and not takes(self.run, "padded"):
             object.__setattr__(self, "run", untold(self.run))
-        if self.op in ("paged_attention", "mla_attention") and not takes(self.run, "holes"):
-            object.__setattr__(self, "run", filled(self.run))
+        if self.op in ("paged_attention", "mla_attention", "sparse_mla_attention") and not takes(self.run, "holes"):
+            object.__setattr__(self, "run", filled(self.op, self.run))
             if self.settled is not None:
                 object.__setattr__(self, "settled", settled_of_whole(self.settled))
 

@@ -167,7 +167,7 @@ class Problem:
     `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
     multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
     `attention_chunk` is in keys, 0 is off. `temperature`: every query token has a factor for its logits. `padded`: there may be tokens
-    of no request (only packed and paged calls say no).
+    of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which every layer looks for itself.
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `capturing`: a CUDA graph is captured by hand around an eager call, and the call will be part of it.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
@@ -201,6 +201,7 @@ class Problem:
     lse_grad: bool = False
     plan: str = "none"
     padded: bool = True
+    holes: bool = False
     last_dim_contiguous: bool = True
     pages_packed: bool = True
     pages_alike: bool = True

@@ -224,7 +224,7 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     tokens, requests, longest, context = (Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096))
-    return replace(problem, padded=True, sizes_equal=False, tokens=tokens, batch=requests, queries=longest, context=context)
+    return replace(problem, padded=True, holes=False, sizes_equal=False, tokens=tokens, batch=requests, queries=longest, context=context)
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:

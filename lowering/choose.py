@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attnops.kernel import Kernel
+from attnops.lowering.once import made_before
 from attnops.ops import Op
 from attnops.select import choose, select
 
@@ -23,11 +24,17 @@ def lowering_of(op: Op) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
-        values = node_values(V.graph.current_node)
+        # Inductor drops a node's value after its last use.
+        node, made = V.graph.current_node, vars(V.graph).setdefault("attnops_made", {})
+        if (before := made_before(node)) is not None:
+            return made[before]
+        values = node_values(node)
         kernel = decide(op, *values)
         if kernel.inline or _in_place(op, kernel, *values):
-            return _inline(op, kernel, values, args, kwargs)
-        return _call(op, kernel, args, kwargs)
+            made[node] = _inline(op, kernel, values, args, kwargs)
+        else:
+            made[node] = _call(op, kernel, args, kwargs)
+        return made[node]
 
     return lower
 

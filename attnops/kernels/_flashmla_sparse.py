@@ -22,6 +22,7 @@ LATENT, ROPE = 512, 64
 HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
+LARGEST = 2**31 - 1
 
 PREFILL_LSE_BASE = 2.0
 """Of `sparse_prefill_fwd`, as its docstring says and an H200 showed; tests/gpu/test_sparse.py holds it to that."""
@@ -42,6 +43,7 @@ def sparse_mla_attention(
     plan: Tensor | None = None,
     *,
     scale: float,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,
@@ -70,7 +72,7 @@ def sparse_mla_attention(
     for start in range(0, query.shape[0], step):
         rows = slice(start, start + step)
         length = None if topk_length is None else topk_length[rows]
-        out, z = run(query[rows], latent_pages, indices[rows], length, padded, scale)
+        out, z = run(query[rows], latent_pages, indices[rows], length, padded, scale, holes)
         output[rows].copy_(out[:, :have])
         if lse is not None:
             natural = z[:, :have] if run is _packed else z[:, :have] * math.log(PREFILL_LSE_BASE)
@@ -100,28 +102,44 @@ def _beside(q_nope: Tensor, q_pe: Tensor) -> Tensor | None:
 
 
 def _packed(
-    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float
+    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
 ) -> tuple[Tensor, Tensor]:
     """(output `[T, heads, Dc]`, lse `[T, heads]`, +inf for none, without sinks). Every token is a request of one query."""
     _sgl.load("sparse_decode_fwd", LIBRARY)
     # The kernel asserts that it is given no lengths for this format: what lies past them is named none.
-    if length is not None:
-        indices = indices.masked_fill(torch.arange(indices.shape[1], device=indices.device) >= length[:, None], -1)
+    lists = _lists(indices, length, pages, PACKED_TILE, holes)
     out, z, _, _ = torch.ops.sgl_kernel.sparse_decode_fwd(
-        query[:, None], pages[:, :, None], _tiles(indices, PACKED_TILE)[:, None], None, sinks, None, None, None, None, None, LATENT, scale
+        query[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
     )
     return out[:, 0], z[:, :, 0]
 
 
 def _plain(
-    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float
+    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
 ) -> tuple[Tensor, Tensor]:
     """As `_packed`, but lse is to PREFILL_LSE_BASE."""
     _sgl.load("sparse_prefill_fwd", LIBRARY)
     length = None if length is None else length.contiguous()
-    keys = pages.flatten(0, 1)[:, None]
-    out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, _tiles(indices, PLAIN_TILE)[:, None], scale, LATENT, sinks, length)
+    keys, lists = pages.flatten(0, 1)[:, None], _lists(indices, None, pages, PLAIN_TILE, holes)
+    out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, lists[:, None], scale, LATENT, sinks, length)
     return out, z
+
+
+def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, holes: bool) -> Tensor:
+    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for what is no slot of the pages: one launch."""
+    if not holes and length is None:
+        return _tiles(indices, tile)
+    slots = min(pages.shape[0] * pages.shape[1], LARGEST) if holes else LARGEST
+    if indices.is_cuda:
+        from attnops.kernels._triton.data import make_lists
+
+        out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
+        make_lists(indices, length, slots, out)
+        return out
+    real = (indices >= 0) & (indices < slots)
+    if length is not None:
+        real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
+    return _tiles(torch.where(real, indices, -1), tile)
 
 
 def _tiles(indices: Tensor, tile: int) -> Tensor:

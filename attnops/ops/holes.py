@@ -93,3 +93,25 @@ def named_pages(
         policy=active_policy(),
     )  # fmt: skip
     return out
+
+
+def whole(
+    pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+) -> tuple[Tensor, Tensor, bool]:
+    """(page table, lengths, may there be holes) that a traced call of attention reads: `named_pages` where a compiler sees it.
+
+    Layers that ask the same get the same tensors: `attnops.lowering` and `attnops.graphs` make them once.
+    """
+    if not isinstance(pages, Tensor) or pages.dim() < 2:
+        return page_table, seq_lens, True  # the attention op says what is wrong
+    left, right = check.window(window)
+    rules = holes.how(mask=mask, causal=causal, window_left=left, window_right=right, attention_chunk=attention_chunk)
+    return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **rules), False

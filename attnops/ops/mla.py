@@ -11,9 +11,11 @@ from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
+from attnops.ops.holes import whole
 from attnops.ops.latent import STORED, check_pages, check_stored
 from attnops.ops.varlen import token_mask
 from attnops.problem import Extent, Problem
+from attnops.promises import refuse_plan_of_holes
 from attnops.reference import mla
 from attnops.select import key_for
 
@@ -56,6 +58,7 @@ def _check_mla(
         mask=mask, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     check.plan(q_nope.device, plan)
+    refuse_plan_of_holes(plan, holes)
     check.workspace(workspace)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
@@ -120,6 +123,7 @@ def _problem_mla(
         kv_scales=q_scale is not None or kv_scale is not None,
         lse=lse is not None,
         plan=check.plan_kind(plan),
+        holes=holes,
         last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
         pages_packed=latent_pages.stride() == (page_size * latent_pages.shape[2], latent_pages.shape[2], 1),
         workspace=check.workspace_bytes(workspace),
@@ -206,6 +210,10 @@ def mla_attention(
         output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
     if mask is not None:
         check.mask(mask)
+    if holes and plan is None and torch.compiler.is_compiling():
+        page_table, seq_lens, holes = whole(
+            latent_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=(window_left, -1)
+        )
     torch.ops.attnops.mla_attention.default(
         q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan,
         max_seqlen_q=max_seqlen_q, scale=scale, causal=causal, window_left=window_left, softcap=softcap, holes=holes,

@@ -11,8 +11,10 @@ from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import STATICS, _packed_last, default_scale
+from attnops.ops.holes import whole
 from attnops.ops.varlen import token_mask
 from attnops.problem import Extent, Problem
+from attnops.promises import refuse_plan_of_holes
 from attnops.reference import data, packed
 from attnops.select import key_for
 
@@ -57,6 +59,7 @@ def _check_paged(
         temperature=temperature,
     )  # fmt: skip
     check.plan(query.device, plan)
+    refuse_plan_of_holes(plan, holes)
     check.workspace(workspace)
     check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
     check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
@@ -142,6 +145,7 @@ def _problem_paged(
         per_head_scales=any(s is not None and s.shape[0] != 1 for s in (k_scale, v_scale)),
         lse=lse is not None,
         plan=check.plan_kind(plan),
+        holes=holes,
         padded=padded,
         last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
         pages_alike=_alike(k_pages, v_pages),
@@ -219,10 +223,11 @@ def paged_attention(
         padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others:
             fa3 clears the output first otherwise. Output is undefined where the promise is not kept.
         holes: False promises that every entry within a request's length is a page of the pool, as PagedCache keeps and `named_pages`
-            makes them, and that entries past it are pages or negative, so that no call need look.
+            makes them, and that entries past it are pages or negative, so that no call need look. Compiled code looks once a step for
+            all layers with the same rules, and an eager call looks each time.
         plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
             otherwise, or not at all, do not read it. A kernel may count in a device plan while it runs and leaves it as it was:
-            calls that share one must not run at the same time. A device plan is read only with `holes=False`.
+            calls that share one must not run at the same time. A device plan is taken only with `holes=False`.
         output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
         lse: float32 `[T, Hq]` to write into, or None.
         workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
@@ -240,6 +245,10 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=check.result_dtype(query), device=query.device)
+    if holes and plan is None and torch.compiler.is_compiling():
+        page_table, seq_lens, holes = whole(
+            k_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=window, attention_chunk=attention_chunk
+        )
     _paged(
         (
             query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, q_scale, output, lse,

@@ -38,6 +38,7 @@ def _check_sparse(
     plan: Tensor | None = None,
     *,
     scale: float,
+    holes: bool = True,
     output: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
@@ -90,6 +91,7 @@ def _problem_sparse(
     plan: Any = None,
     *,
     scale: float,
+    holes: bool = True,
     output: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -111,6 +113,7 @@ def _problem_sparse(
         kv_scales=q_scale is not None or kv_scale is not None,
         lse=lse is not None,
         plan=check.plan_kind(plan),
+        holes=holes,
         last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
         pages_packed=latent_pages.stride() == (latent_pages.shape[1] * latent_pages.shape[2], latent_pages.shape[2], 1),
         tokens=Extent.of(q_nope.shape[0]),
@@ -123,7 +126,7 @@ SPARSE = define(
         name="sparse_mla_attention",
         schema="(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor indices, Tensor? topk_length=None, Tensor? sinks=None, "
         "Tensor? q_scale=None, Tensor? kv_scale=None, Tensor? plan=None, *, float scale, "
-        'str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
+        'bool holes=True, str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
         check=_check_sparse,
         fake=lambda *_, **__: None,
         problem=_problem_sparse,
@@ -148,6 +151,7 @@ def sparse_mla_attention(
     output: Tensor | None = None,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    holes: bool = True,
     kernel: str | None = None,
 ) -> Tensor:
     """Attention of each token over the latents that a list names for it (MLA, absorbed form; DeepSeek Sparse Attention). No gradient.
@@ -162,7 +166,7 @@ def sparse_mla_attention(
         latent_pages: `[P, page, Dc + Dr]`, the query's dtype, or float8_e4m3fn/int8 with kv_scale; or packed, uint8
             `[P, page, Dc + Dc / 128 * 4 + 2 Dr]`, as `write_latent_packed` writes them (656 bytes for 512 + 64).
         indices: int32 `[T, topk]`, slots `page_id * page_size + offset`, in any order; -1: none. A slot listed twice counts twice.
-            Other negative values and slots past the pages are not allowed, and not looked for.
+            No other negative value is a slot, nor is one past the pages: they are not seen.
         scale: what the scores are multiplied by, as in `mla_attention`.
         topk_length: int32 `[T]`, 0 to topk: only this many of a token's entries are read; the rest may hold anything. None: all.
         sinks: `[H]`, float, a logit a head that takes its share of the softmax and gives nothing, as in `attention`; in lse too.
@@ -171,6 +175,7 @@ def sparse_mla_attention(
         output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised query; allocated when None
             (bfloat16 for a quantised query). lse: float32 `[T, H]`, natural log, to write into, or None.
         workspace: scratch for kernels that ask for one, owned by the caller.
+        holes: False promises that every entry that is read is a slot of the pages or -1, so that no call need look.
         kernel: force a kernel by name for this call.
 
     Returns:
@@ -183,7 +188,7 @@ def sparse_mla_attention(
     if output is None:
         output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
     torch.ops.attnops.sparse_mla_attention.default(
-        q_nope, q_pe, latent_pages, indices, topk_length, sinks, q_scale, kv_scale, plan, scale=scale,
+        q_nope, q_pe, latent_pages, indices, topk_length, sinks, q_scale, kv_scale, plan, scale=scale, holes=holes,
         policy=key_for("sparse_mla_attention", kernel), output=output, lse=lse, workspace=workspace,
     )  # fmt: skip
     return output

@@ -47,8 +47,8 @@ def named_pages(
 
 
 def how(
-    mask: Tensor | None = None,
     *,
+    mask: Tensor | None = None,
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,

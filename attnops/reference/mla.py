@@ -45,7 +45,7 @@ def mla_attention(
     """Reference of latent attention; see `attnops.ops.mla_attention`."""
     if holes:
         pages, size = latent_pages.shape[:2]
-        more = how(mask, window_left=window_left)
+        more = how(mask=mask, window_left=window_left)
         page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **more)
     # A quantised query says nothing of how finely to add up; the output does.
     like = torch.float64 if torch.float64 in (q_nope.dtype, output.dtype) else torch.float32

@@ -223,7 +223,7 @@ def paged_attention(
 ) -> None:
     """Paged reference; see `attnops.paged_attention`."""
     if holes:
-        rules_of = how(mask, causal=causal, window_left=window_left, window_right=window_right, attention_chunk=attention_chunk)
+        rules_of = how(mask=mask, causal=causal, window_left=window_left, window_right=window_right, attention_chunk=attention_chunk)
         pages, size = k_pages.shape[:2]
         page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **rules_of)
     rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)

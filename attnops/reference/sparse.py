@@ -28,6 +28,7 @@ def sparse_mla_attention(
     plan: Tensor | None = None,
     *,
     scale: float,
+    holes: bool = True,
     policy: str = "",
     output: Tensor,
     lse: Tensor | None = None,

@@ -3,6 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.kernel import kernels_of
+from attnops.kernel import Kernel, kernels_of, register
 from attnops.kernels import _sgl
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
@@ -170,6 +171,94 @@ def test_slots_outside_the_pages_are_not_written(name):
     kernel.run(t["key"], t["value"], *want.values(), torch.tensor([7, -1, 0, -1, -1]))
     kernel.run(t["key"], t["value"], *got.values(), far)
     assert all(torch.equal(got[n], want[n]) for n in got)
+
+
+@pytest.mark.parametrize("op", ["paged", "mla"])
+def test_a_device_plan_of_a_table_with_holes_is_refused(op):
+    build = builders.paged if op == "paged" else latent.mla
+    call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
+    overloads = getattr(torch.ops.attnops, f"{op}_attention")
+    for run in (overloads.default, overloads.sdpa if op == "paged" else overloads.fa3):
+        with torch.no_grad(), pytest.raises(InvalidInput, match=r"^holes: got True, want False, because a device plan"):
+            run(*call.args, **call.kwargs)
+
+
+class Layers(torch.nn.Module):
+    """Attention of layers that ask the same, and of one with a window."""
+
+    def forward(self, query, pools, *tables):
+        for window, (k_pages, v_pages) in zip([(-1, -1), (64, 0), (-1, -1), (-1, -1), (64, 0)], pools, strict=True):
+            query = query + attnops.paged_attention(query, k_pages, v_pages, *tables, max_seqlen_q=1, window=window)
+        return query
+
+
+@pytest.fixture
+def counted():
+    """Calls of `named_pages`, by a kernel that the compiler does not look into."""
+    calls, plain = [], kernels_of("named_pages")["reference"].run
+
+    def run(*args, **kwargs):
+        calls.append(kwargs.get("squeeze", True))
+        return plain(*args, **kwargs)
+
+    if "counts" not in kernels_of("named_pages"):
+        register(Kernel("counts", "named_pages", lambda *a, **k: COUNT[0](*a, **k), cost_us=lambda p: 1e9))
+    COUNT[:] = [run]
+    with torch.no_grad(), attnops.use(kernel={"named_pages": "counts"}):
+        yield calls
+
+
+COUNT: list[Any] = []
+
+
+def layers_call(pools=5):
+    calls = [holed(builders.paged(Source(i), (1, 1, 1), LENGTHS, 64, HALF, padding=0), HOLES["first"], "past") for i in range(pools)]
+    t = calls[0].arguments
+    pages = [tuple(c.arguments[n].nan_to_num() for n in ("k_pages", "v_pages")) for c in calls]
+    return t["query"], pages, t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers_with_the_same_rules_share_one_look(counted, dynamic):
+    given = layers_call()
+    want = Layers()(*given)
+    counted.clear()
+    got = torch.compile(Layers(), fullgraph=True, dynamic=dynamic)(*given)
+    assert sorted(counted) == [False, True]
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_results_that_a_model_returns_are_its_own(counted):
+    def twice(table, lengths, starts):
+        sizes = {"num_pages": 4, "page_size": 64}
+        return named_pages(table, lengths, starts, **sizes), named_pages(table, lengths, starts, **sizes)
+
+    _, _, *tables = layers_call(1)
+    a, b = torch.compile(twice, fullgraph=True)(*tables)
+    assert a[0].data_ptr() != b[0].data_ptr()
+    assert torch.equal(a[0], b[0])
+
+
+def test_a_table_written_between_two_layers_is_looked_at_again(counted):
+    query, pages, *tables = layers_call(2)
+
+    def model(query, table, lengths, starts):
+        rest = lengths, starts
+        one = attnops.paged_attention(query, *pages[0], table, *rest, max_seqlen_q=1)
+        table.fill_(2)
+        return one, attnops.paged_attention(query, *pages[1], table, *rest, max_seqlen_q=1)
+
+    want = model(query, tables[0].clone(), *tables[1:])
+    counted.clear()
+    got = torch.compile(model, fullgraph=True)(query, tables[0].clone(), *tables[1:])
+    assert len(counted) == 2
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_choice_says_that_the_table_may_have_holes():
+    call = builders.paged(Source(0), (1, 1), (9, 30), 64, HALF)
+    assert "holes=True" in call.problem.summary()
+    assert "holes" not in call.with_(holes=False).problem.summary()
 
 
 def test_a_promised_table_is_not_looked_at():

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
-from attnops.kernel import kernels_of
+from attnops.kernel import Kernel, kernels_of
 from attnops.kernels import _flashmla_sparse, _sgl
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
@@ -55,7 +55,7 @@ class Spy(TorchDispatchMode):
 
 def spied(a_call: Call) -> Spy:
     with pretend(SM90), torch.no_grad(), Spy() as spy:
-        KERNEL.run(*a_call.args, **a_call.kwargs)
+        KERNEL.run(*a_call.args, **a_call.kwargs, holes=False)
     return spy
 
 
@@ -178,6 +178,37 @@ def test_lengths_become_none_where_the_kernel_takes_no_lengths():
     spy = spied(call((5, 0), lengths=True))
     assert spy.given[0][6].tolist() == [5, 0]
     assert (spy.given[0][2][0, 0, 5:] == sparse.PAST).all()
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["reference", "flashmla", "another"])
+def test_what_is_no_slot_is_not_seen(name, packed, lengths):
+    """As if -1 stood there; the latents that nothing names are poisoned."""
+    a_call = call((128, 3, 0, 70), packed=packed, lengths=lengths)
+    pages, indices = a_call.arguments["latent_pages"], a_call.arguments["indices"].clone()
+    slots, free = pages.shape[0] * pages.shape[1], a_call.free["latent_pages"].clone().flatten()
+    for i, wrong in enumerate((slots, -2, slots + 7, 2**31 - 1, -(2**31), 2**30)):
+        token, place = (0, 20 * i) if i % 2 else (3, 11 * i)
+        if (at := int(indices[token, place])) >= 0:
+            free[at] = True
+        indices[token, place] = wrong
+    for token, place in (indices >= 0).logical_and(indices < slots).nonzero().tolist():
+        if not lengths or place < a_call.arguments["topk_length"][token]:
+            free[int(indices[token, place])] = False
+    holed = replace(a_call.with_(indices=indices), free={"latent_pages": free.view(a_call.free["latent_pages"].shape)})
+    # One of another project, which knows of no holes.
+    plain = next(k for n, k in kernels_of(OP).items() if n == "reference").run
+
+    def body(q_nope, q_pe, latent_pages, indices, topk_length=None, sinks=None, *, scale, output, lse=None, policy="", workspace=None):
+        assert ((indices >= -1) & (indices < slots)).all()
+        plain(q_nope, q_pe, latent_pages, indices, topk_length, sinks, scale=scale, output=output, lse=lse)
+
+    kernel = Kernel("another", OP, body) if name == "another" else kernels_of(OP)[name]
+    if name == "another" and lengths:
+        holed = holed.with_(indices=indices.masked_fill(indices == sparse.PAST, -1))
+    with pretend(SM90):
+        assert check_kernel(kernel, holed).worst <= 1.0
 
 
 def test_parts_that_lie_otherwise_are_joined():

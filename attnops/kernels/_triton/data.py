@@ -26,6 +26,7 @@ kv_indices: Any = tables.kv_indices
 by_token: Any = tables.by_token
 num_kv_splits: Any = tables.num_kv_splits
 named_pages: Any = tables.named_pages
+lists: Any = tables.lists
 
 INTERPRETED = (4, 0)
 """Multiprocessors and arch where there is no GPU: float8 is rounded by the device function itself."""
@@ -218,6 +219,19 @@ def make_named_pages(
         named_pages[(batch,)](
             table, lengths, starts, out, out_lengths, width, pages, left, *table.stride(), lengths.stride(0), starts.stride(0),
             PAGE=page, SQUEEZE=squeeze, BLOCK=max(64, min(COLUMNS, tiles.power(width))), num_warps=tiles.WARPS, **OPTIONS,
+        )  # fmt: skip
+
+
+def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor) -> None:
+    """Write `[T, width]` lists that name slots below `slots`, and -1 elsewhere, from those of `[T, topk]` within their lengths."""
+    if out.numel() == 0:
+        return
+    tokens, width = out.shape
+    block = max(64, min(COLUMNS, tiles.power(width)))
+    with torch.cuda.device_of(out):
+        lists[(tokens, -(-width // block))](
+            indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0),
+            LENGTHS=lengths is not None, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
         )  # fmt: skip
 
 

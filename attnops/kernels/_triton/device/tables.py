@@ -136,6 +136,20 @@ def named_pages(
             tl.store(out_ptr + request * width + column, tl.zeros([BLOCK], tl.int32) + own, mask=(column >= done) & (column < width))
 
 
+@triton.jit(do_not_specialize=["topk", "width", "slots"])
+def lists(
+    indices_ptr, lengths_ptr, out_ptr, topk, width, slots, indices_t, indices_k, lengths_t, LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots that a list names, and -1."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(indices_ptr + token * indices_t + column.to(tl.int64) * indices_k, mask=column < topk, other=-1)
+    real = (at >= 0) & (at < slots)
+    if LENGTHS:
+        real = real & (column < tl.load(lengths_ptr + token * lengths_t))
+    tl.store(out_ptr + token * width + column, tl.where(real, at, -1), mask=column < width)
+
+
 @triton.jit(do_not_specialize=["batch", "most", "tile", "fill", "blocks"])
 def num_kv_splits(
     lengths_ptr, out_ptr, lengths_b, batch, most, tile, fill, blocks, RULE: tl.constexpr, BLOCK: tl.constexpr,
