@@ -10,7 +10,9 @@ from attnops.problem import Problem
 from attnops.testing import Case, Source
 from tests.pairwise import cover
 
-ATTENTION = ("attention", "paged_attention", "varlen_attention", "mla_attention")
+ATTENTION = (
+    "attention", "paged_attention", "varlen_attention", "mla_attention", "attention_backward", "varlen_attention_backward",
+)  # fmt: skip
 COVERED = {"flex": 4, "triton": 3, "fa4": 4, "xqa": 1, "flashinfer": 1, "flashinfer_mla_fa2": 1, "flashinfer_mla_fa3": 1}
 """Kernels of the attention ops that compile or build for nearly every case, and over how many tests their cases are spread."""
 PAIRS = "every pair of its values ran in another case"
