@@ -11,14 +11,10 @@ import importlib
 from importlib.util import find_spec
 from typing import Any
 
-from attnops.kernel import Need, Package
-from attnops.problem import Problem, Refusal, Target
+from attnops.kernel import Package
+from attnops.problem import Refusal, Target
 
 ARCHS = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
-HEAD_DIMS = (64, 128, 256, 512)
-"""What its merging kernels are compiled for."""
-
-MAX_THREADS = 1024
 
 
 def package(at_least: str = "0.7.2") -> Package:
@@ -41,16 +37,3 @@ def module(name: str) -> Any:
     except OSError as error:
         hint = "flashinfer writes below $FLASHINFER_WORKSPACE_BASE, or the home folder, and cannot"
         raise OSError(f"{hint}: {error}") from error
-
-
-def one_block(heads: str, dim: str, dtype: str) -> Need:
-    """A token's heads, their number in the field `heads`, share a block of threads, each of which moves 16 bytes or more."""
-
-    def need(p: Problem) -> Refusal | None:
-        numbers = getattr(p, dim)
-        if numbers not in HEAD_DIMS:
-            return Refusal(dim, numbers, " | ".join(map(str, HEAD_DIMS)))
-        most = MAX_THREADS * max(16 // getattr(p, dtype).itemsize, numbers // 32) // numbers
-        return None if getattr(p, heads) <= most else Refusal(heads, getattr(p, heads), f"<= {most} of {numbers} numbers each")
-
-    return need

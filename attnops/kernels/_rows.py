@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
@@ -27,8 +26,3 @@ def countable(**given: Tensor) -> None:
     for field, x in given.items():
         if x.numel() >= OFFSETS:
             raise InvalidInput(field, f"{x.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits")
-
-
-def cleared(output: Tensor, lse: Tensor) -> Tensor:
-    """`output`, 0 where `lse` says that nothing was seen: a kernel that multiplies by 0 would spread NaN that stands there."""
-    return torch.where((lse == float("-inf"))[..., None], 0.0, output)

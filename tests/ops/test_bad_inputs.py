@@ -244,7 +244,7 @@ BAD = [
     Bad("merge_states", {"lses": f(3, 4, 2)}, "lses.shape[1]", "4", "5 (as outputs)"),
     Bad("merge_states", {"outputs": f(3, 0, 2, 4), "lses": f(3, 0, 2)}, "outputs.shape[1]", "0", ">= 1 part"),
     Bad("merge_states", {"lses": f(3, 5, 2).to("meta")}, "lses.device", "meta", "cpu"),
-    Bad("merge_states", {"kernel": "sgl_merge"}, "kernel", "'sgl_merge'", "op merge_states", UnknownKernel),
+    Bad("merge_states", {"kernel": "fa3"}, "kernel", "'fa3'", "op merge_states", UnknownKernel),
     # vertical-slash
     Bad("vertical_slash_indexes", {"q_lens": i(2, 70, dtype=I64)}, "q_lens.dtype", "int64", "int32"),
     Bad("vertical_slash_indexes", {"k_lens": i(3)}, "k_lens.shape[0]", "1", "2 (as many requests as q_lens)"),

@@ -55,7 +55,6 @@ METADATA = (
     "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, bool has_softcap = False, int num_splits = 0, "
     "bool? pack_gqa = None, int sm_margin = 0) -> Tensor"
 )
-MERGE = "merge_state_v2(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, Tensor! v_merged, Tensor! s_merged) -> ()"
 CUTLASS_DECODE = (
     "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
     "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
@@ -102,7 +101,6 @@ CONVERT_MERGEHEAD = (
 OPS = (
     Foreign(FLASH, FWD, since_schema="0.4.1.post1", until_schema="0.4.4"),
     Foreign(FLASH, METADATA, since="0.4.1", since_schema="0.4.1.post1", until_schema="0.4.4"),
-    Foreign(COMMON, MERGE),
     Foreign(COMMON, CUTLASS_DECODE, dropped="0.4.7"),
     Foreign(COMMON, CUTLASS_SIZE, dropped="0.4.7"),
     Foreign(FLASHMLA, DENSE_DECODE, since="0.4.3"),

@@ -1,11 +1,10 @@
-"""Stand-ins for the merge and the vertical-slash ops of the sgl_kernel wheel (sglang-kernel 0.4.3): not the kernels.
+"""Stand-ins for the vertical-slash ops of the sgl_kernel wheel (sglang-kernel 0.4.3): not the kernels.
 
-The wheel's schemas, argument checks and shape rules over plain bodies on the CPU. Kept from the real ones because the wrappers must
-cope with it: an empty side that holds NaN spoils the merge, and two empty sides give 0/0; the index's kernel writes nothing but
-counted entries, and reads its arguments as packed whatever their strides; the attention leaves rows of no request alone, takes
-head dim 128 only, says +inf of a query that sees no key, applies the causal mask to the last blocks and columns only, and writes
-its lse `[Hq, T]` as `[B, Hq, max_seqlen_q]`: past its end if that is larger, for which this one raises. That a tensor is on CUDA
-is the one thing not checked.
+The wheel's schemas, argument checks and shape rules over plain bodies on the CPU. Kept from the real ones because the wrappers must cope
+with it: the index's kernel writes nothing but counted entries, and reads its arguments as packed whatever their strides; the attention
+leaves rows of no request alone, takes head dim 128 only, says +inf of a query that sees no key, applies the causal mask to the last
+blocks and columns only, and writes its lse `[Hq, T]` as `[B, Hq, max_seqlen_q]`: past its end if that is larger, for which this one
+raises. That a tensor is on CUDA is the one thing not checked.
 """
 
 from __future__ import annotations
@@ -54,33 +53,6 @@ def installed() -> Iterator[Called]:
 def check(ok: bool, text: str) -> None:
     if not ok:
         raise RuntimeError(text)
-
-
-# merge_state_v2 -------------------------------------------------------------------------------------------------------
-
-
-def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, v_merged: Tensor, s_merged: Tensor) -> None:
-    given = {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
-    for name, x in given.items():
-        check(x.is_contiguous(), f"{name} must be contiguous")
-        check(x.dim() == (3 if name[0] == "v" else 2), f"{name} must be a {3 if name[0] == 'v' else 2}D tensor")
-    check(v_a.shape == v_b.shape, "v_a.size(i) == v_b.size(i)")
-    check(s_a.shape == s_b.shape, "s_a.size(i) == s_b.size(i)")
-    check(v_a.shape[0] == s_a.shape[0], "v_a.size(0) == s_a.size(0)")
-    check(v_a.shape[1] == s_b.shape[1], "v_a.size(1) == s_b.size(1)")
-    check(v_merged.dtype in (torch.float32, torch.float16, torch.bfloat16), f"Unsupported data type of O: {v_merged.dtype}")
-    pack = 16 // v_merged.dtype.itemsize
-    check(v_merged.shape[2] % pack == 0, f"headsize must be multiple of pack_size:{pack}")
-    check(v_a.numel() > 0, "CUDA error: invalid configuration argument")
-    # What the kernel takes on trust.
-    assert s_a.dtype == s_b.dtype == s_merged.dtype == torch.float32 and v_a.dtype == v_b.dtype == v_merged.dtype
-    assert v_merged.is_contiguous() and s_merged.is_contiguous()
-    a, b = (torch.where(s.isinf(), -INF, s) for s in (s_a, s_b))
-    most = torch.maximum(a, b)
-    wa, wb = torch.exp(a - most), torch.exp(b - most)
-    total = wa + wb
-    v_merged.copy_(v_a.float() * (wa / total)[..., None] + v_b.float() * (wb / total)[..., None])
-    s_merged.copy_(torch.log(total) + most)
 
 
 # convert_vertical_slash_indexes ---------------------------------------------------------------------------------------
@@ -198,7 +170,6 @@ def varlen_fwd_sparse(
 
 
 BODIES = {
-    schemas.MERGE: merge_state_v2,
     schemas.CONVERT: convert,
     schemas.CONVERT_MERGEHEAD: convert,
     schemas.VARLEN_FWD_SPARSE: varlen_fwd_sparse,

@@ -6,7 +6,6 @@ Over stand-ins: aten ops that a wrap calls are counted, those of the stand-ins a
 import sys
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _flashinfer_pkg, _sgl
+from attnops.kernels import _sgl
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Features, Source, builders, equip, with_device_plan
-from tests.standins import flashinfer_small, sgl_kernel_fa3, sgl_kernel_small, test_speculative
+from attnops.testing import Features, Source, builders, equip, with_device_plan
+from tests.standins import sgl_kernel_fa3, sgl_kernel_small, test_speculative
 
 BF16 = torch.bfloat16
 FREE = {
@@ -30,7 +29,6 @@ OWN_OUTPUT = "the foreign call returns a tensor of its own, and the op writes in
 JOINS = "the foreign call wants the query in one piece; callers whose parts are views of one tensor pay nothing"
 BLIND = "the kernel reads before its table for a row without keys, which is given one key and cleared afterwards"
 ROWS = "one query token a row, made once a step where a plan is brought"
-EMPTY = "the kernel multiplies an empty side by 0 or divides 0 by 0"
 EXTRA: dict[tuple[str, str, bool], tuple[dict[str, int], str]] = {
     ("attention", "fa3", False): ({}, ""),
     ("varlen_attention", "fa3", False): ({}, ""),
@@ -44,9 +42,6 @@ EXTRA: dict[tuple[str, str, bool], tuple[dict[str, int], str]] = {
     ),
     ("mla_attention", "flashinfer_mla_fa2", False): ({}, ""),
     ("mla_attention", "flashinfer_mla_fa3", False): ({}, ""),
-    ("merge_state", "sgl_merge", False): ({"clamp": 2, "eq": 1, "masked_fill_": 1}, EMPTY),
-    ("merge_state", "flashinfer_merge", False): ({"mul": 2, "mul_": 1}, "base 2 inside, base e outside"),
-    ("merge_states", "flashinfer_merge", False): ({"mul": 1, "mul_": 1}, "base 2 inside, base e outside"),
 }  # fmt: skip
 NOT_HERE = {
     "cutlass_mla": "SM100, never run on hardware: pads heads and tables, and clears rows without keys",
@@ -89,13 +84,7 @@ def a_call(op, name):
         return builders.dense(Source(0), 2, 5, 5, f)
     if op == "varlen_attention":
         return builders.varlen(Source(0), (5, 3), (5, 3), f, padding=(0, 0), promise=True)
-    if op == "paged_attention":
-        return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
-    sides = {n: torch.randn(4, 8, 64).to(BF16) for n in ("output_a", "output_b")} | {n: torch.randn(4, 8) for n in ("lse_a", "lse_b")}
-    if op == "merge_states":
-        sides = {n: torch.stack([sides[f"{n[:-1]}_a"], sides[f"{n[:-1]}_b"]], 1) for n in ("outputs", "lses")}
-    call = next(iter(CASES[op])).call()
-    return replace(call, arguments=sides | {"stale": False})
+    return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
 
 
 @pytest.mark.parametrize(("op", "name", "planned"), EXTRA, ids=str)
@@ -106,7 +95,6 @@ def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
             stack.enter_context(test_speculative.ready(name))
         else:
             stack.enter_context(pretend(Target("cuda", 90, assume=("flashinfer", "sgl_kernel"))))
-            stack.enter_context(patch.object(_flashinfer_pkg, "module", lambda _: flashinfer_small))
             stack.enter_context(patch.object(_sgl, "load", lambda op, pattern: None))
             stack.enter_context((sgl_kernel_fa3 if name == "fa3" else sgl_kernel_small).installed())
         call = equip(kernel, a_call(op, name))
@@ -121,7 +109,7 @@ def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
 
 
 def test_every_foreign_kernel_is_listed():
-    ops = ("attention", "varlen_attention", "paged_attention", "mla_attention", "merge_state", "merge_states")
+    ops = ("attention", "varlen_attention", "paged_attention", "mla_attention")
     foreign = {
         (op, k.name) for op in ops
         for k in kernels_of(op).values() if k.packages and "triton" not in {p.module for p in k.packages}
