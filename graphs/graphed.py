@@ -296,7 +296,7 @@ class Graphed:
         if self._inputs is None:
             width = 0 if self._cache is None else self._cache.page_table.shape[1]
             self._inputs = Inputs(self._roles, self.buckets, values, width)
-            pools = () if self._cache is None else self._cache._pools
+            pools = () if self._cache is None else self._cache.pools
             watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
             fixed = self._roles.fixed(values)
             self._guard = Guard(fixed, watched, len(values) - len(fixed))

@@ -93,15 +93,22 @@ class Pages:
             self.layers = tuple(found[number] for number in range(len(layers)))
             self.tables = tuple(torch.zeros((max_requests, width), dtype=torch.int32, device=device) for width in widths)
             self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
-            self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device) if workspace_bytes else None
         self.page_table = self.tables[0]
-        for pages in self._pools:
+        for pages in self.pools:
             fix_address(pages, static=tuple(range(1, pages.dim())))
-        if self.workspace is not None:
-            fix_address(self.workspace, static=(0,))
+        self.workspace: Tensor | None = None
+        if workspace_bytes:
+            self.add_workspace(workspace_bytes)
+
+    def add_workspace(self, nbytes: int) -> None:
+        """Give the batches a zeroed `workspace` of so many bytes."""
+        with ordinary():
+            self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self.page_table.device)
+        fix_address(self.workspace, static=(0,))
 
     @property
-    def _pools(self) -> tuple[Tensor, ...]:
+    def pools(self) -> tuple[Tensor, ...]:
+        """The pages of all layers, one tensor after the other."""
         return tuple(pages for layer in self.layers for pages in layer)
 
     @property

@@ -11,12 +11,12 @@ tells what it did.
 from __future__ import annotations
 
 from attnops.hf import supported as supported  # first: it says which transformers is wanted where the rest would fail  # isort: split
+from attnops.hf.cache import PagedKeyCache as PagedKeyCache
+from attnops.hf.cache import PagedLatentCache as PagedLatentCache
+from attnops.hf.cache import PagedModelCache as PagedModelCache
 from attnops.hf.decode import Decode as Decode
 from attnops.hf.interface import NAME as NAME
 from attnops.hf.interface import register as register
-from attnops.hf.key_cache import PagedKeyCache as PagedKeyCache
-from attnops.hf.latent_cache import PagedLatentCache as PagedLatentCache
-from attnops.hf.paged_cache import PagedModelCache as PagedModelCache
 from attnops.hf.patching import Patched as Patched
 from attnops.hf.patching import patch as patch
 from attnops.hf.report import Report as Report

@@ -12,25 +12,15 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.hf import descriptor, keyed, latent
-from attnops.hf.key_cache import PagedKeyCache
-from attnops.hf.routed import routed
+from attnops.hf import descriptor
+from attnops.hf import paged_attention as pages
+from attnops.hf.cache import PagedKeyCache
+from attnops.hf.match import HANDLED, HARMLESS, routed
 from attnops.kernel import own_kernel
 from attnops.ops import heads_first
 from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
-
-_MATHS = ("attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias")
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-HANDLED = frozenset((*_MATHS, *_PACKED))
-"""Arguments the attention function acts on."""
-
-_INPUTS = ("position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states")
-_LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
-_SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
-HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES))
-"""Arguments that models hand down to every layer and that do not change what attention computes."""
 
 # Whatever bears one of these in its name changes the result, be it a tensor or not.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
@@ -94,8 +84,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
                 and the mask says the rest.
-            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.keyed, or
-                latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`, see attnops.hf.latent.
+            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged_attention,
+                or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
 
         Returns:
@@ -123,17 +113,17 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             if key.dim() != 5:
                 raise InvalidInput("key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
             odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
-            return keyed.attend(
+            return pages.attend_keys(
                 module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,
                 odd, (dense_kernel, paged_kernel),
             ), None  # fmt: skip
         if key.dim() == 5:
             unknown = (("position_bias", position_bias), ("sinks", sinks), ("cu_seq_lens_q", cu_seq_lens_q))
-            step = latent.begin(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
-            if not latent.expands(step):
+            step = pages.write_latents(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
+            if not pages.expands(step):
                 factor = query.shape[3] ** -0.5 if scaling is None else scaling
                 cap = float(softcap or 0.0)
-                return latent.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
+                return pages.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
             key, value = type(module).expand_kv(module, key[0], value[0])
         causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left, start, end = -1, None, None

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.hf.attention import check_others
-from attnops.hf.match import usage_of
-from attnops.hf.routed import routed
+from attnops.hf.match import routed, usage_of
 from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
 from attnops.errors import InvalidInput
@@ -25,11 +25,14 @@ from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
+from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
-from attnops.hf.circumstances import circumstances
+from attnops.hf.cache import PagedModelCache, Rows, State
 from attnops.hf.generation import current_generation
-from attnops.hf.paged_cache import EMPTY, PagedModelCache, Rows, State
+from attnops.hf.pages import EMPTY
 from attnops.lowering import fuse_linears
+from attnops.nn.absorb import HELD, INTERNAL, PLAIN
+from attnops.select import active_policy
 
 _STOP = "attnops: a step of rows that the step before had not, or a cache that is full"
 _TAKEN = ("input_ids", "position_ids", "past_key_values")
@@ -188,7 +191,7 @@ class Decoder:
         if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
             return None
         if self._look or user is not state:
-            given = circumstances(self._model)
+            given = guarded_state(self._model)
             if given != self._given:
                 self._forget()
                 captured = None
@@ -204,7 +207,7 @@ class Decoder:
         cache, how = self._make(pages), self.how
         given: dict[str, Any] = {
             "batch": None, "tokens": (), "requests": ("input_ids", "position_ids", "live"), "returns": "requests",
-            "state": counters_of(pages), "budget_bytes": how.budget_bytes, "over_budget": how.over_budget,
+            "state": pages.counters, "budget_bytes": how.budget_bytes, "over_budget": how.over_budget,
             "check_every": how.check_every, "graphs": how.graphs,
         }  # fmt: skip
         buckets = Buckets(decode=decode_sizes(cache.max_batch))
@@ -225,11 +228,6 @@ def _state_of(cache: Any) -> State:
 
 def _told(given: Tensor) -> str:
     return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
-
-
-def counters_of(pages: Any) -> tuple[Tensor, ...]:
-    """What a step writes besides keys, values and latents."""
-    return tuple(x for name in ("seen", "pad", "high") if (x := getattr(pages, name, None)) is not None)
 
 
 def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -287,3 +285,40 @@ class Forward:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def guarded_state(model: nn.Module) -> tuple[Any, ...]:
+    """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
+
+    It is the policy, autocast, and for each module its identity, its number of hooks, its strings and flags (`training`, names of merged
+    adapters) and the addresses of its tensors. It takes some microseconds a module. Raises InvalidInput: a weight is on meta, where
+    accelerate offloads it.
+    """
+    found: list[Any] = [active_policy(), casting()]
+    for module in model.modules():
+        _add(module, found)
+    return tuple(found)
+
+
+def _add(module: nn.Module, found: list[Any]) -> None:
+    own = vars(module)
+    found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+    for name in own.keys() - INTERNAL:
+        value = own[name]
+        if isinstance(value, (bool, str)):
+            found += name, value
+        elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
+            found += name, tuple(value)
+    if (absorbed := own.get(HELD)) is not None:
+        # Made from the parameters, and kept until these are written.
+        found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
+    for held in (module._parameters, module._buffers):
+        found += [_place(module, name, t) for name, t in held.items() if t is not None]
+
+
+def _place(module: nn.Module, name: str, t: Tensor) -> Any:
+    if t.is_meta:
+        want = "weights that stay on the device; decode='hf' for a model that is offloaded"
+        raise InvalidInput("decode", f"graphs over {type(module).__name__}.{name}, which is on meta", want)
+    # Tensor subclasses keep their numbers in tensors of their own, and have no address.
+    return (t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t)

@@ -6,15 +6,26 @@ import ast
 import functools
 import gc
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnops.hf.attention import HANDLED, HARMLESS
+_MATHS = ("attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias")
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+HANDLED = frozenset((*_MATHS, *_PACKED))
+"""Arguments that the attention function acts on."""
+
+_INPUTS = ("position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states")
+_LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
+_SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
+HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES))
+"""Arguments that models hand down to every layer and that do not change what attention computes."""
 
 _KNOWN = HANDLED | HARMLESS | {"query", "key", "value", "output_attentions"}
 _SWITCH = "_attn_implementation_internal"
@@ -279,3 +290,22 @@ def _is_module_call(value: Any) -> bool:
 def _demands_masks(cls: Any) -> bool:
     """Does the class ask transformers for masks that are never left out? It does so when it computes with them."""
     return any(word in _source(cls) for word in ("allow_is_causal_skip", "allow_is_bidirectional_skip"))
+
+
+@functools.cache
+def _routed(cls: Any) -> bool:
+    defined = vars(sys.modules[cls.__module__]).values()
+    models = [m for m in defined if inspect.isclass(m) and issubclass(m, PreTrainedModel) and m.__module__ == cls.__module__]
+    if not models or any(m._supports_sdpa for m in models):
+        return True
+    # Sinks alone keep such a model from torch's sdpa.
+    return any(m._supports_flash_attn for m in models) and "s_aux" in inspect.getsource(cls)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def routed(cls: Any) -> bool:
+    """Does transformers itself route modules of this class through an attention without additive masks?
+
+    The models in the file that defines the class answer for it.
+    """
+    return _routed(cls)

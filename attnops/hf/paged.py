@@ -20,16 +20,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import keyed, latent, supported
+from attnops.hf import paged_models, supported
+from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
 from attnops.hf.decode import Decode, Decoder, Forward
 from attnops.hf.generation import running_generation
 from attnops.hf.interface import check_kernel
-from attnops.hf.key_cache import ALL, DRAFTS, KeyLayer, KeyPages, KeySizes, PagedKeyCache
-from attnops.hf.latent_cache import LatentPages, LatentSizes, PagedLatentCache
 from attnops.hf.match import Match, Site
-from attnops.hf.on_pages import hand_over, where
-from attnops.hf.other_layers import other_layers
-from attnops.hf.paged_cache import PagedModelCache, Returned, holds
+from attnops.hf.paged_attention import dims_of, hand_over
+from attnops.hf.pages import ALL, DRAFTS, KeyLayer, LatentLayer, ModelPages, Sizes
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 
@@ -42,9 +40,6 @@ MOST_FOR_BOTH = 2
 # Not of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
 
-AnyPages = LatentPages | KeyPages
-AnySizes = LatentSizes | KeySizes
-
 
 class PagedMode:
     """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
@@ -55,15 +50,15 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
         sites = [site for site in found.sites if site.reason is None]
         owned: Any = owner
-        self.latents = any(latent.is_latent(site.module) for site in sites)
+        self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if self.latents:
             _refuse_others(owner, sites)
             for site in sites:
-                latent.check_module(site.path, site.module)
+                paged_models.check_module(site.path, site.module)
         else:
             if getattr(owned.config, "is_encoder_decoder", False):
                 raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
-            sites = [site for site in sites if keyed.keeps_keys(site.module)]
+            sites = [site for site in sites if paged_models.keeps_keys(site.module)]
             if not sites:
                 raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
             if (editor := next((site.module for site in sites if site.usage and site.usage.edits_cached), None)) is not None:
@@ -84,17 +79,17 @@ class PagedMode:
         if len(set(self.layers)) != len(self.layers):
             got = f"layers {list(self.layers)} of {type(owner).__name__}"
             raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
-        self.blocks = not self.latents and keyed.sees_blocks(owner)
-        self._windows = (0,) * len(self.layers) if self.latents else keyed.windows_of(owner, self._config(), self.layers)
+        self.blocks = not self.latents and paged_models.sees_blocks(owner)
+        self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
         try:
-            other_layers(self._config(), self.layers)
+            layers_without_pages(self._config(), self.layers)
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {type(owner).__name__}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
             want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
             raise PatchError(f'patch: cache="paged" got {type(owner).__name__} without {want}')
         self.decode = decode
-        if decode.mode != "hf" and (others := other_layers(self._config(), self.layers)):
+        if decode.mode != "hf" and (others := layers_without_pages(self._config(), self.layers)):
             got = f"decode={decode.mode!r} for {type(owner).__name__}, whose layers {list(others)} have states that move"
             raise PatchError(f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
@@ -105,7 +100,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._hooks: list[RemovableHandle] = []
         self._own_prepare: Any = None
-        self._free: list[AnyPages] = []
+        self._free: list[ModelPages] = []
         self._kept: tuple[KeyLayer, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,23 +110,21 @@ class PagedMode:
         return self._owner.config.get_text_config(decoder=True)
 
     def form(self, module: nn.Module) -> str:
-        """How this module attends, in words for the report; nothing for one that has no pages."""
+        """The ways in which this module attends, for the report; empty without pages."""
         at = next((i for i, own in enumerate(self._modules) if own is module), None)
-        if at is None:
-            return ""
-        return latent.form(True) if self.latents else keyed.form(self._windows[at])
+        return "" if at is None else paged_models.form(module, True, self._windows[at])
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
         if self.decode.mode == "piecewise" and self.decode.pack:
             self.packed = pack_linears(self._owner)
         if self.blocks:
-            self._hooks.append(self._owner.register_forward_pre_hook(keyed.refuse_blocks, with_kwargs=True))
+            self._hooks.append(self._owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
-                module.__dict__["expand_kv"] = functools.partial(latent.let_through, module)
+                module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
         if hasattr(self._owner, "generate"):
             self._own_prepare = self._owner.__dict__.get(_PREPARE)
             self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
@@ -182,7 +175,7 @@ class PagedMode:
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
-        return self._over(_pages(self._sizes(rows, length), page_size))
+        return self._over(ModelPages(self._sizes(rows, length), page_size))
 
     def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
         """A cache on pages kept from earlier calls, if they are large enough and no cache uses them.
@@ -195,7 +188,7 @@ class PagedMode:
             pages = self._free.pop()  # in one step, because two threads may ask
         except IndexError:
             pages = None
-        if pages is None or not holds(pages.sizes, wanted):
+        if pages is None or not pages.sizes.serve(wanted):
             if pages is not None and pages.sizes[2:] == wanted[2:]:
                 both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(wanted.length, pages.sizes.length))
                 # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
@@ -204,37 +197,38 @@ class PagedMode:
             pages = None  # before the larger ones are made
             if self._decoder is not None:
                 self._decoder.let_go()
-            pages = _pages(wanted)
+            pages = ModelPages(wanted)
         cache = self._over(pages)
         dropped = weakref.finalize(cache.state, _keep, self._free, pages)
         dropped.atexit = False
         cache.state.give_back = dropped
         return cache
 
-    def _over(self, pages: AnyPages, filled: bool = False) -> PagedModelCache:
+    def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
-        cache = kind(pages, self.layers, functools.partial(other_layers, self._config(), self.layers), filled)
+        cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config(), self.layers), filled)
         if self.decode.mode != "hf":
             # transformers shall neither compile the step nor make the masks that a compiled one is given.
             for layer in cache.layers:
                 layer.is_compileable = False
         return cache
 
-    def _sizes(self, rows: int, length: int, back: int = 0) -> AnySizes:
+    def _sizes(self, rows: int, length: int, back: int = 0) -> Sizes:
         module = self._modules[0]
-        places = {where(module, self._owner) for module in self._modules}
+        places = {paged_models.where(module, self._owner) for module in self._modules}
         if len(places) > 1:
             got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
             raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
         fixed = self.decode.mode != "hf"
         if self.latents:
-            dims = latent.dims_of(module)
+            dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
-            return LatentSizes(rows, length, len(self.layers), dims.latent, dims.rope, heads, dtype, device, self.kernel, fixed)
+            layers = (LatentLayer(dims.latent, dims.rope, heads),) * len(self.layers)
+            return Sizes(rows, length, layers, dtype, device, self.kernel, fixed=fixed)
         if self._kept is None:
-            self._kept = keyed.look(self._owner, self._config(), self._modules, self._windows)
-        return KeySizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back), fixed)
+            self._kept = paged_models.probe(self._owner, self._config(), self._modules, self._windows)
+        return Sizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back), fixed)
 
 
 def _decoder_of(owner: Any) -> Decoder:
@@ -248,11 +242,7 @@ def _prompted(owner: Any) -> None:
         mode._decoder.prompted()
 
 
-def _pages(sizes: AnySizes, page_size: int | None = None) -> AnyPages:
-    return LatentPages(sizes, page_size) if isinstance(sizes, LatentSizes) else KeyPages(sizes, page_size)
-
-
-def _keep(free: list[AnyPages], pages: AnyPages) -> None:
+def _keep(free: list[ModelPages], pages: ModelPages) -> None:
     # One set is enough for one conversation at a time; what more there is was for threads.
     if not free:
         free.append(pages)
@@ -267,7 +257,7 @@ def give_back(cache: PagedModelCache) -> None:
 
 
 def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
-    others = [site for site in sites if not latent.is_latent(site.module)]
+    others = [site for site in sites if not paged_models.is_latent(site.module)]
     if others:
         names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
         more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
@@ -306,7 +296,7 @@ def _prepare(
     weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))
     if weights and given is None:
         warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
-    blocks = mode.blocks and keyed.has_blocks(model_kwargs)
+    blocks = mode.blocks and paged_models.has_blocks(model_kwargs)
     if blocks and given is None:
         warnings.warn("attnops: tokens of an image see each other both ways, so generate() uses transformers' own cache", stacklevel=3)
     other = generation_config.use_cache is False or named is not None or weights or blocks

@@ -15,18 +15,16 @@ from attnops.errors import InvalidInput, PatchError
 from attnops.graphs import Graphed
 from attnops.graphs import Report as GraphReport
 from attnops.graphs.graphed import Progress
-from attnops.hf import latent
+from attnops.hf import paged_models
+from attnops.hf.cache import PagedModelCache
 from attnops.hf.decode import Decode, Decoder
 from attnops.hf.generation import growing, unwatch, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.mask import Mode
-from attnops.hf.match import Match, Site, match
+from attnops.hf.match import Match, Site, match, routed
 from attnops.hf.paged import PagedMode, give_back
-from attnops.hf.paged_cache import PagedModelCache
 from attnops.hf.proof import prove
-from attnops.hf.report import PATCHED, Report, Row, Verification
-from attnops.hf.routed import routed
-from attnops.hf.verify import compare, output_of
+from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of
 
 _HANDLE = "_attnops"
 _OPTIONS = "_attnops_options"
@@ -194,18 +192,14 @@ class Patched:
             raise PatchError("verify: the model is not patched any more")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            with torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
+            try:
                 name, ours = output_of(self.model, inputs)
                 ours = ours.clone()
                 self._set("eager")
                 _, eager = output_of(self.model, inputs)
-        finally:
-            self._set(self.implementation)
-            for module, training in modes:
-                module.training = training
+            finally:
+                self._set(self.implementation)
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
         figures = replace(compare(ours, eager, visible, name, tolerance), dtype=str(eager.dtype).removeprefix("torch."))
         if strict and not figures.passed:
@@ -345,4 +339,4 @@ def _form(site: Site, paged: PagedMode | None) -> str:
         return ""
     if paged is not None:
         return paged.form(site.module)
-    return latent.form(False) if latent.is_latent(site.module) else ""
+    return paged_models.form(site.module, False, 0)

@@ -20,7 +20,7 @@ from attnops.hf import twin
 from attnops.hf.interface import Options, implementation
 from attnops.hf.mask import Mode
 from attnops.hf.match import Match, match
-from attnops.hf.verify import TOLERANCES, compare, outputs_of
+from attnops.hf.report import TOLERANCES, compare, evaluating, outputs_of
 from attnops.problem import pretend
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
@@ -76,15 +76,12 @@ def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
 @contextmanager
 def _as_it_was(model: nn.Module, configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """In eval mode within the block; modes and attention implementations are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for config, before in configs:
-            config._attn_implementation_internal = before
-        for module, training in modes:
-            module.training = training
+    with evaluating(model):
+        try:
+            yield
+        finally:
+            for config, before in configs:
+                config._attn_implementation_internal = before
 
 
 def _fails(subject: Subject, mode: Mode) -> str | None:

@@ -1,16 +1,28 @@
-"""What patching did, and how far the patched model's numbers are from eager's: data first, tables on demand."""
+"""The report of a patch, and the comparison of a patched model's numbers with eager's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.errors import PatchError
 
 PATCHED = "patched"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention module. status: "patched" or "skipped: reason". form: how it attends in which phase, if there are several ways."""
+    """One attention module.
+
+    path, cls: its name in the model, and its class.
+    status: "patched" or "skipped: reason".
+    form: how it attends in each phase, if there are several ways.
+    """
 
     path: str
     cls: str
@@ -23,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Every attention module of a model with its status, the options in force, and what a user should know besides."""
+    """Every attention module of a model with its status, the options in force, and notes for the user."""
 
     model: str
     implementation: str
@@ -40,7 +52,7 @@ class Report:
 
     @property
     def skipped(self) -> tuple[Row, ...]:
-        """The rows of the modules that are left alone."""
+        """The rows of the modules that keep their own attention."""
         return tuple(row for row in self.rows if row.status != PATCHED)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,8 +82,11 @@ class Report:
 class Verification:
     """Patched output against eager's, over positions that are not padding.
 
-    max_abs: largest difference. max_rel: that over the largest eager value. tolerance: what max_rel may be.
-    same_argmax: share of positions where the largest entry is the same one. finite: no NaN or infinity anywhere, padding included.
+    max_abs: the largest difference.
+    max_rel: max_abs over the largest eager value.
+    tolerance: the limit of max_rel.
+    same_argmax: share of positions where the largest entry is the same one.
+    finite: no NaN or infinity anywhere, padding included.
     """
 
     output: str
@@ -98,3 +113,50 @@ class Verification:
             f"max abs {self.max_abs:.2e}, relative {self.max_rel:.2e} (limit {self.tolerance:.0e}), "
             f"same argmax {self.same_argmax:.1%}, finite {'yes' if self.finite else 'NO'}"
         )
+
+
+# Of the largest logit. Rounding differs at every layer, so this is tens of units in the last place, not one.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+_MAIN = ("logits", "last_hidden_state")
+
+
+def compare(ours: Tensor, eager: Tensor, visible: Tensor | None, name: str, tolerance: float | None) -> Verification:
+    """The figures of two outputs `[B, S, ...]`. visible: 2-D mask `[B, S]` of the positions that count."""
+    limit = TOLERANCES.get(eager.dtype, TOLERANCES[torch.float32]) if tolerance is None else tolerance
+    finite = bool(torch.isfinite(ours).all())
+    if visible is not None and visible.dim() == 2 and visible.shape == eager.shape[:2]:
+        seen = visible.to(eager.device).bool()
+        ours, eager = ours[seen], eager[seen]
+    ours, eager = ours.double(), eager.double()
+    off = float((ours - eager).abs().max()) if eager.numel() else 0.0
+    top = float(eager.abs().max()) if eager.numel() else 0.0
+    same = float((ours.argmax(-1) == eager.argmax(-1)).double().mean()) if eager.numel() else 1.0
+    return Verification(name, "", eager[..., 0].numel(), off, off / top if top else off, limit, same, finite)
+
+
+def outputs_of(result: Any) -> dict[str, Tensor]:
+    """The floating-point tensors `[B, ...]` of a model's output by name, the main one first."""
+    items = result.items() if isinstance(result, dict) else ()
+    found = {name: x for name, x in items if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
+    return {name: found[name] for name in sorted(found, key=lambda name: _MAIN.index(name) if name in _MAIN else len(_MAIN))}
+
+
+def output_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Tensor]:
+    """The name and value of the model's main output: logits, the last hidden state, or another tensor. Raises PatchError without one."""
+    result = model(**inputs)
+    for name, value in outputs_of(result).items():
+        return name, value
+    raise PatchError(f"verify: got {type(result).__name__}, want an output with a tensor, as logits or last_hidden_state")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is in eval mode; the mode of each module is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -37,7 +37,7 @@ def test_generate_over_pages_equals_eager(family: str, found: dict[str, Any]) ->
             ids, more = asked(rows, length, new)
             cache = handle.new_cache(rows + 1, length + new, page_size=16 if family != "deepseek_v3" else 64)
             pages = cache.state.pages
-            for pool in pages.latent_pages if family == "deepseek_v3" else (*pages.k_pages, *pages.v_pages):
+            for pool in pages.pools:
                 pool[1 + rows * ((pool.shape[0] - 1) // (rows + 1)) :] = float("nan")  # those of the row that is not there
             got = model.generate(ids, past_key_values=cache, **more)
             assert torch.equal(got, want[CALLS.index((rows, length, new))]), (rows, length, new)
@@ -105,16 +105,16 @@ def test_decode_in_graphs_equals_eager(family: str, mode: Any, found: dict[str, 
     torch._dynamo.reset()
     model = tiny.model(family).cuda().eval()
     want = [model.generate(ids, **more) for ids, more in (asked(*call) for call in CALLS)]
-    real = paged._pages
+    real: Any = paged.ModelPages  # type: ignore[attr-defined]
 
     def made(sizes: Any, page_size: int | None = None) -> Any:
         pages: Any = real(sizes, page_size)
-        for pool in pages.latent_pages if family == "deepseek_v3" else (*pages.k_pages, *pages.v_pages):
+        for pool in pages.pools:
             pool.fill_(float("nan"))
         return pages
 
     with pytest.MonkeyPatch.context() as patched, attnops.patch(model, cache="paged", decode=mode) as handle:
-        patched.setattr(paged, "_pages", made)
+        patched.setattr(paged, "ModelPages", made)
         for call, tokens in zip(CALLS, want, strict=True):
             ids, more = asked(*call)
             assert torch.equal(model.generate(ids, **more), tokens), call

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from attnops.hf import attention as attention_module
-from attnops.hf import keyed, latent, tiny
+from attnops.hf import paged_attention, tiny
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)
@@ -139,7 +139,7 @@ def eager_logits(name):
 def counted():
     """Within the block: how often a patched layer attended in each form."""
     calls = {"absorbed": 0, "expanded": 0}
-    absorbed, expands = latent.absorbed, latent.expands
+    absorbed, expands = paged_attention.absorbed, paged_attention.expands
 
     def attend(*args, **kwargs):
         calls["absorbed"] += 1
@@ -149,11 +149,11 @@ def counted():
         calls["expanded"] += expands(step)
         return expands(step)
 
-    latent.absorbed, latent.expands = attend, decide
+    paged_attention.absorbed, paged_attention.expands = attend, decide
     try:
         yield calls
     finally:
-        latent.absorbed, latent.expands = absorbed, expands
+        paged_attention.absorbed, paged_attention.expands = absorbed, expands
 
 
 # Models of ordinary attention over pages -------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ KEYED = tuple(n for n in DECODERS if n not in (*LATENT, *UNPAGED))
 def over_pages():
     """Within the block: how often a patched layer attended over pages, to its step's own tokens, and to copies beside them."""
     calls = {"paged": 0, "alone": 0, "beside": 0}
-    paged, dense = keyed.paged_attention, keyed.dense_attention
+    paged, dense = paged_attention.paged_attention, paged_attention.dense_attention
 
     def count_paged(*args, **kwargs):
         calls["paged"] += 1
@@ -179,11 +179,11 @@ def over_pages():
         calls["alone" if query.shape[1] == key.shape[1] else "beside"] += 1
         return dense(query, key, *args, **kwargs)
 
-    keyed.paged_attention, keyed.dense_attention = count_paged, count_dense
+    paged_attention.paged_attention, paged_attention.dense_attention = count_paged, count_dense
     try:
         yield calls
     finally:
-        keyed.paged_attention, keyed.dense_attention = paged, dense
+        paged_attention.paged_attention, paged_attention.dense_attention = paged, dense
 
 
 def allocated(code):
@@ -195,7 +195,7 @@ def allocated(code):
 
 def poison(cache):
     """NaN wherever nothing is stored yet."""
-    for pages in (*cache.state.pages.k_pages, *cache.state.pages.v_pages):
+    for pages in cache.state.pages.pools:
         pages.fill_(float("nan"))
 
 

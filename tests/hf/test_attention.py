@@ -11,8 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnops.hf
 from attnops.errors import InvalidInput, UnknownKernel
 from attnops.hf import tiny
-from attnops.hf.attention import HARMLESS, attention_function
+from attnops.hf.attention import attention_function
 from attnops.hf.interface import Options, implementation
+from attnops.hf.match import HARMLESS
 from tests.hf.helpers import LIMIT, relative, tokens
 
 attend = attention_function(None)

@@ -12,7 +12,7 @@ import torch
 import attnops
 from attnops.errors import InvalidInput, PatchError
 from attnops.hf import Decode, paged, tiny
-from attnops.hf.paged_cache import EMPTY
+from attnops.hf.pages import EMPTY
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 
@@ -43,16 +43,16 @@ def replays(handle):
 @pytest.fixture
 def nan_pages(monkeypatch):
     """Pages hold NaN until something is stored, and are of 4 tokens, so that windows of 8 are shorter than the text."""
-    real = paged._pages
+    real = paged.ModelPages
 
     def made(sizes, page_size=None):
-        keyed = not isinstance(sizes, paged.LatentSizes)
+        keyed = not isinstance(sizes.layers[0], paged.LatentLayer)
         pages = real(sizes, 4 if keyed and page_size is None else page_size)
-        for pool in (*pages.k_pages, *pages.v_pages) if keyed else pages.latent_pages:
+        for pool in pages.pools:
             pool.fill_(float("nan"))
         return pages
 
-    monkeypatch.setattr(paged, "_pages", made)
+    monkeypatch.setattr(paged, "ModelPages", made)
 
 
 KINDS = ("llama", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "phi3")
@@ -148,7 +148,7 @@ def test_a_capture_leaves_the_cache_as_it_was(nan_pages):
             want = model(ids[:, at : at + 1], past_key_values=other).logits
             got = handle.step(ids[:, at : at + 1], ours)
             assert relative(got, want) < LIMIT
-        for mine, theirs in zip(ours.state.pages.k_pages, other.state.pages.k_pages, strict=True):
+        for mine, theirs in zip(ours.state.pages.pools, other.state.pages.pools, strict=True):
             assert torch.equal(mine.isnan(), theirs.isnan()) and relative(mine.nan_to_num(), theirs.nan_to_num()) < LIMIT
         assert int(ours.get_seq_length()) == 12
         assert ours.state.pages.pad.tolist() == [0, 0, 0, EMPTY]
@@ -256,15 +256,15 @@ def test_larger_pages_do_not_lie_beside_the_old_ones():
         generated(model, 1, 9, 3)
         decoder = handle._paged.decoder()
         before = torch.utils.weak.WeakTensorKeyDictionary()
-        before[decoder._over.cache.state.pages.k_pages[0]] = 1
+        before[decoder._over.cache.state.pages.pools[0]] = 1
         sizes = []
-        real = paged._pages
-        paged._pages = lambda *given: sizes.append(len(before)) or real(*given)
+        real = paged.ModelPages
+        paged.ModelPages = lambda *given: sizes.append(len(before)) or real(*given)
         try:
             gc.collect()
             generated(model, 4, 20, 3)
         finally:
-            paged._pages = real
+            paged.ModelPages = real
         assert sizes == [0], "freed before the larger ones were made"
 
 

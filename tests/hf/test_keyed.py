@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedKeyCache, keyed, paged, tiny
-from attnops.hf.key_cache import DRAFTS
+from attnops.hf import PagedKeyCache, paged, paged_attention, tiny
+from attnops.hf.pages import DRAFTS
 from tests.hf.helpers import (
     KEYED,
     LIMIT,
@@ -37,15 +37,15 @@ TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (9
 def small_pages(monkeypatch):
     """generate() makes pages of 4 tokens, so that windows of 8 are shorter than the text."""
     made = []
-    real = paged._pages
+    real = paged.ModelPages
 
     def small(sizes, page_size=None):
         made.append(real(sizes, 4 if page_size is None else page_size))
-        for pages in (*made[-1].k_pages, *made[-1].v_pages):
+        for pages in made[-1].pools:
             pages.fill_(float("nan"))
         return made[-1]
 
-    monkeypatch.setattr(paged, "_pages", small)
+    monkeypatch.setattr(paged, "ModelPages", small)
     return made
 
 
@@ -74,7 +74,7 @@ def test_logits_of_long_texts(name):
         poison(cache)
         with over_pages() as calls:
             assert relative(by_hand(model, cache, ids, mask, TURNS), want) < LIMIT
-        windowed = sum(cache.state.pages.windows[kind] > 0 for kind in cache.state.pages.kind)
+        windowed = sum(cache.state.pages.windows[table] > 0 for table in cache.state.pages.table_of)
         assert calls["beside"] == windowed, "the step of 52 tokens, where the window is shorter than the text"
         assert bool(windowed) == (name in SLIDING)
         with over_pages() as calls:
@@ -102,22 +102,22 @@ def test_pages_behind_the_window_are_used_again():
     model = tiny.model("gemma3")
     with attnops.patch(model, cache="paged") as handle:
         short, long = (handle.new_cache(2, length, page_size=4).state.pages for length in (100, 1000))
-    assert short.windows == long.windows == (8, 0) and short.kind == (0, 0, 1)
+    assert short.windows == long.windows == (8, 0) and short.table_of == (0, 0, 1)
     assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [11, 250]
     assert 8 - 1 + DRAFTS <= (11 - 1) * 4 + 1, "wherever in a page the window begins"
-    assert [k.shape[0] for k in long.k_pages] == [23, 23, 501]
+    assert [keys.shape[0] for keys, _ in long.layers] == [23, 23, 501]
 
 
 def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
     """Which of them would stay is not said: of a step longer than a window's pages the first tokens are not written."""
     model, given = tiny.model("mistral"), []
-    real = keyed.write_kv
+    real = paged_attention.write_kv
 
     def spy(key, value, k_pages, v_pages, slots):
         given.append(slots[slots >= 0])
         real(key, value, k_pages, v_pages, slots)
 
-    monkeypatch.setattr(keyed, "write_kv", spy)
+    monkeypatch.setattr(paged_attention, "write_kv", spy)
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(3, LONG, page_size=4)
         by_hand(model, cache, tokens(3, LONG), left_padded(3, LONG), ((0, 60), (60, LONG)))

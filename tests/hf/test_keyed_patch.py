@@ -16,7 +16,7 @@ from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchErro
 from attnops.hf import PagedKeyCache, descriptor, tiny
 from attnops.hf import mask as masks
 from attnops.hf.match import usage_of
-from attnops.hf.on_pages import where
+from attnops.hf.paged_models import where
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
 from tests.hf.helpers import (

@@ -73,10 +73,10 @@ def test_pages_of_others_do_not_matter():
     model = tiny.model("deepseek_v3")
     with attnops.patch(model, cache="paged") as handle:
         cache = handle.new_cache(5, 40, page_size=4)
-        for pages in cache.state.pages.latent_pages:
+        for pages in cache.state.pages.pools:
             pages.fill_(float("nan"))
         assert torch.equal(generated(model, past_key_values=cache), eager_tokens("deepseek_v3"))
-        for pages in cache.state.pages.latent_pages:
+        for pages in cache.state.pages.pools:
             lengths = (cache.get_seq_length() - cache.state.pages.pad[:3]).tolist()
             stored = torch.isfinite(pages).all(-1).sum()
             assert stored == sum(lengths), "padding is not stored"

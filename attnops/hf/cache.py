@@ -1,0 +1,322 @@
+"""`PagedModelCache`: a cache in pages that attnops owns, with the interface of transformers' caches.
+
+It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and values: `update` returns the new ones as
+they came, and the attention function writes and reads the pages (see `attnops.hf.paged_attention`). `update` adds one dimension, so that a
+consumer which does not know of this cache fails instead of computing nonsense.
+
+A row is a request, and has the same pages as long as the cache lives. Padding on the left is not stored: the token of row b at position p
+of the padded batch is token `p - pad[b]` of its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from attnops.cache.step import Tokens
+from attnops.errors import InvalidInput, fail
+from attnops.hf.pages import EMPTY, ModelPages, View
+
+
+class Step(NamedTuple):
+    """A forward, as its layers share it. views: one a page table. fresh: the cache was empty before it."""
+
+    views: tuple[View, ...]
+    fresh: bool
+
+
+class Rows(NamedTuple):
+    """The rows of a captured step of one token each. start: int64 `[B]`, the padding. real: bool `[B]`, is the row stored?"""
+
+    start: Tensor
+    real: Tensor
+
+
+class Returned:
+    """In place of the pages after `generate()` took them back: any use raises InvalidInput."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
+        raise InvalidInput("past_key_values", "the cache of a generate() call that has ended", want)
+
+
+class State:
+    """The pages while one cache uses them, shared by the cache and its layers: when all of these are gone, the pages are free again.
+
+    give_back: of pages that are lent, the function that frees them now.
+    step: the step under way.
+    filled: are there tokens? A Python bool, because the form of a step depends on it.
+    unfinished: positions of a step that counts as seen, and that not all layers have written. It stays when a layer raises.
+    rows: set while a step in graphs is traced or captured (attnops.hf.decode).
+    """
+
+    def __init__(self, pages: ModelPages) -> None:
+        self.pages: Any = pages
+        self.give_back: Any = None
+        self.step: Step | None = None
+        self.filled = False
+        self.unfinished = 0
+        self.rows: Rows | None = None
+
+    def end_step(self) -> None:
+        """End the step under way: its last layer has written, or it does not count."""
+        self.step, self.rows, self.unfinished = None, None, 0
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of the cache. number: of its pages. All layers share one length, which the first one keeps."""
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, state: State, number: int) -> None:
+        super().__init__()
+        self.state, self.number = state, number
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No effect: the pages exist."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet."""
+        return key_states[None], value_states[None]
+
+    def get_seq_length(self) -> Any:
+        """int64 `[]`, positions so far, padding included: a tensor, as of a static cache."""
+        return self.state.pages.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """(room in tokens, padding `[rows]`), for the mask function of attnops, which knows this cache by the tensor.
+
+        `[B, 1]` in a captured step, which makes no check of the mask.
+        """
+        rows = self.state.rows
+        return self.state.pages.sizes.length, self.state.pages.pad if rows is None else rows.start[:, None]
+
+    def get_max_length(self) -> int:
+        """Positions there is room for."""
+        room: int = self.state.pages.sizes.length
+        return room
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.state.pages.clear()
+        self.state.step, self.state.filled, self.state.unfinished = None, False, 0
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Forget the last `-tokens_to_remove` positions. A positive number, as transformers once had it, is the length to keep.
+
+        Raises InvalidInput, and forgets no token, when a sliding window needs tokens whose pages have been used again.
+        """
+        if self.number == 0:
+            self.keep(self.left(tokens_to_remove))
+
+    def left(self, tokens_to_remove: Any) -> Tensor:
+        """int64 `[]`, positions that `crop` would keep. Raises as it would."""
+        pages = self.state.pages
+        seen: Tensor = pages.seen
+        if isinstance(tokens_to_remove, Tensor):
+            asked = tokens_to_remove.to(seen).reshape(())
+            left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
+        elif tokens_to_remove > 0:
+            left = seen.clamp(max=tokens_to_remove)
+        else:
+            left = (seen + tokens_to_remove).clamp(min=0)
+        pages.check_length(left)
+        return left
+
+    def keep(self, length: Tensor) -> None:
+        """Forget all but the first `length` `[]` positions."""
+        seen, unfinished = self.state.pages.seen, self.state.unfinished
+        if unfinished:
+            self.state.unfinished = max(0, unfinished - int(seen - length))
+        seen.copy_(length)
+
+    def offload(self) -> None:
+        """No effect: pages stay on their device."""
+
+    def prefetch(self) -> None:
+        """No effect: pages stay on their device."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Raises InvalidInput: rows keep their pages."""
+        want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
+        raise InvalidInput("past_key_values", "a cache of pages", want)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raises InvalidInput: rows keep their pages."""
+        self.reorder_cache(torch.empty(0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Raises InvalidInput: rows keep their pages."""
+        self.reorder_cache(indices)
+
+
+class PagedModelCache(Cache):
+    """A batch in pages, for `past_key_values=` of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
+
+    It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the model brings as many new positions to
+    every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes the cache as new.
+    `crop(-n)` takes back the last n positions.
+    """
+
+    def __init__(self, pages: ModelPages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]], filled: bool = False) -> None:
+        """A cache over `pages`.
+
+        Args:
+            pages: the pages.
+            paged_layers: numbers, rising, of the model's layers that have pages.
+            others: makes the caches of the other layers, by number.
+            filled: the pages keep their tokens.
+        """
+        self.state = State(pages)
+        if filled:
+            self.state.filled = True
+        else:
+            pages.clear()
+        at = {layer: number for number, layer in enumerate(paged_layers)}
+        self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
+        self._others = others
+        rest = others()
+        count = max((*paged_layers, *rest)) + 1
+        super().__init__(layers=[PagedLayer(self.state, at[i]) if i in at else rest[i] for i in range(count)])
+
+    def reset(self) -> None:
+        """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
+        super().reset()
+        for layer, states in self._others().items():
+            self.layers[layer] = states
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Forget the last `-tokens_to_remove` positions of all layers, or of none. A positive number is the length to keep.
+
+        Raises InvalidInput when a sliding window needs tokens that are gone. States of linear attention that cannot go back raise
+        transformers' own RuntimeError.
+        """
+        first: Any = self.layers[self.first_layer]
+        left = first.left(tokens_to_remove)
+        others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        for layer in others:
+            layer.crop(tokens_to_remove)
+        first.keep(left)
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of the cache."""
+        rows: int = self.state.pages.sizes.rows
+        return rows
+
+    @property
+    def max_length(self) -> int:
+        """Positions each row has room for, padding included."""
+        room: int = self.state.pages.sizes.length
+        return room
+
+    def pages_of(self, layer: int) -> Any:
+        """The pages of the model's layer `layer`: a tensor of latents, or one of keys and one of values."""
+        raise NotImplementedError
+
+    def number_of(self, layer: int) -> int:
+        """The number of the model's layer `layer` among those with pages."""
+        own: Any = self.layers[layer]
+        number: int = own.number
+        return number
+
+    def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
+        """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.
+
+        Args:
+            layer: the model's layer.
+            start: int64 `[B]`, the padding of each row.
+            count: new positions of each row.
+            heads: query heads of the layer.
+
+        Raises:
+            InvalidInput: an earlier layer has not run, or the step before this one ended in an error half way.
+        """
+        if layer == self.first_layer:
+            self.state.step = self._begin(start, count, heads)
+        step = self.state.step
+        if step is None:
+            fail(InvalidInput, "layer_idx", layer, f"layer {self.first_layer} before it: the first layer begins a step of this cache")
+        return step
+
+    def wrote(self, layer: int) -> None:
+        """Note that `layer` has written its part of the step. With the last layer's part the step is whole."""
+        if layer == self.last_layer:
+            self.state.step, self.state.unfinished = None, 0
+
+    def _begin(self, start: Tensor, count: int, heads: int) -> Step:
+        pages, rows, unfinished = self.state.pages, start.shape[0], self.state.unfinished
+        if unfinished:
+            got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
+            fail(InvalidInput, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
+        device = pages.seen.device
+        before = pages.seen - start
+        positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
+        if self.state.rows is not None:
+            positions = torch.where(self.state.rows.real, positions, -1)
+        owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
+        cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
+        fresh = not self.state.filled
+        views = pages.views(Tokens(positions, owner, cu_seqlens_q, count), before, heads, fresh)
+        # A run on fake tensors, as of `explain`, stores no token.
+        if torch.compiler.is_compiling() or not isinstance(positions, FakeTensor):
+            pages.advance(start if self.state.rows is None else torch.where(self.state.rows.real, start, EMPTY), count)
+            self.state.filled, self.state.unfinished = True, count
+        return Step(views, fresh)
+
+
+class PagedLatentCache(PagedModelCache):
+    """A `PagedModelCache` of latents."""
+
+    def pages_of(self, layer: int) -> Tensor:
+        """`[P, page, Dc + Dr]`: the pages of the model's layer `layer`."""
+        pages: Tensor = self.state.pages.layers[self.number_of(layer)][0]
+        return pages
+
+
+class PagedKeyCache(PagedModelCache):
+    """A `PagedModelCache` of keys and values."""
+
+    def pages_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """`[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`: the pages of the model's layer `layer`."""
+        pages: tuple[Tensor, Tensor] = self.state.pages.layers[self.number_of(layer)]
+        return pages
+
+
+def default_layers(config: Any) -> list[Any]:
+    """Empty caches of all layers, as transformers makes them."""
+    from transformers.cache_utils import DynamicCache
+
+    made: list[Any] = DynamicCache(config=config).layers
+    return made
+
+
+def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
+    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them.
+
+    Raises InvalidInput for a layer that keeps keys and values, which would need pages.
+    """
+    kinds = getattr(config, "layer_types", None)
+    count = max(max(paged_layers) + 1, len(kinds) if kinds is not None else 0)
+    missing = [i for i in range(count) if i not in set(paged_layers)]
+    if not missing:
+        return {}
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    made = default_layers(config)
+    for i in missing:
+        if i >= len(made) or not isinstance(made[i], LinearAttentionCacheLayerMixin) or isinstance(made[i], CacheLayerMixin):
+            kind = type(made[i]).__name__ if i < len(made) else "none"
+            raise InvalidInput(f"cache of layer {i}", kind, "one of pages, or the states of linear attention")
+    return {i: made[i] for i in missing}

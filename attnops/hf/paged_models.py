@@ -1,0 +1,205 @@
+"""The models that `cache="paged"` serves, and the sizes of their pages.
+
+An MLA model (DeepSeek-V2 and its kin in transformers, from 5.15) compresses keys and values into a latent, hands that to the cache, and
+unfolds the latents that the cache returns in its method `expand_kv`. While a model is patched, a method of the instance lets latents for
+pages through, and hands all others on to the method of the class. All other models keep keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from attnops.errors import InvalidInput, PatchError
+from attnops.hf.cache import PagedKeyCache, default_layers
+from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
+from attnops.hf.pages import KeyLayer
+from attnops.hf.report import evaluating
+from attnops.nn.absorb import absorbed_weights
+from attnops.problem import pretend
+
+ROUNDING = 0.05
+"""Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more."""
+
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx")
+
+
+def form(module: nn.Module, paged: bool, window: int) -> str:
+    """The ways in which a layer attends, for the report. window: of its cache; 0: none."""
+    if is_latent(module):
+        pages = f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
+        return pages if paged else "expanded in prefill and decode"
+    if not paged:
+        return ""
+    phases = "prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages"
+    return f"{phases}; pages behind the window of {window} are used again" if window else phases
+
+
+def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
+    """(device, dtype) of a module's computation. Weights that accelerate offloads are on meta until they are used.
+
+    Args:
+        module: the module.
+        model: gives the dtype where all weights of the module are quantised, and the device where it has none.
+    """
+    parts = [part for part in (module, model) if part is not None]
+    placed = next((p for part in parts for p in part.parameters()), None)
+    # A module with weights of one byte also has their scales, often float32 in any layer.
+    owners = (list(m.parameters(recurse=False)) for part in parts for m in part.modules())
+    weights = (p for own in owners if all(p.dtype.itemsize > 1 for p in own) for p in own)
+    found = next((p for p in weights if p.dtype.is_floating_point), None)
+    dtype = torch.get_default_dtype() if found is None else found.dtype
+    device = torch.device("cpu") if placed is None else placed.device
+    if device.type == "meta":
+        hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
+        runs_on = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), device)
+        device = torch.device("cuda", runs_on) if isinstance(runs_on, int) else torch.device(runs_on)
+    return device, dtype
+
+
+# Models of latents ----------------------------------------------------------------------------------------------------
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Does this attention module hand latents to its cache?"""
+    return hasattr(type(module), "expand_kv")
+
+
+def let_through(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """`expand_kv` of a patched module: latents of a PagedLatentCache stay as they are."""
+    if kv_nope.dim() == 5:
+        return kv_nope, k_rot
+    expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, kv_nope, k_rot)
+    return expanded
+
+
+def check_module(path: str, module: Any) -> None:
+    """Raise PatchError unless this MLA module unfolds latents as attnops does.
+
+    The check runs the module on random numbers, for there are many such classes: keys must be W_UK c and the rotated key, values W_UV c.
+    """
+    name = f"{path} ({type(module).__name__})"
+    missing = [part for part in (*_LATENT_SIZES, "kv_b_proj") if not hasattr(module, part)]
+    if missing:
+        raise PatchError(f'patch: cache="paged" got {name} without {", ".join(missing)}, want a module as DeepSeek-V3\'s')
+    dims = dims_of(module)
+    device, dtype = where(module)
+    if device.type == "meta" or any(isinstance(p, FakeTensor) for p in module.parameters()):
+        return
+    some = torch.Generator().manual_seed(0)
+    latent, rotated = (torch.randn(1, 1, 3, n, generator=some).to(device, dtype) for n in (dims.latent, dims.rope))
+    try:
+        with torch.no_grad():
+            key, value = type(module).expand_kv(module, latent, rotated)
+            w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, latent)
+            c = latent[0].to(w_uk.dtype)
+            ours = torch.cat([c @ w_uk.mT, rotated[0].to(c.dtype).expand(w_uk.shape[0], -1, -1), c @ w_uv.mT], -1).double()
+            want = torch.cat([key, value], -1)[0].double()
+            same = bool((ours - want).abs().max() <= ROUNDING * want.abs().max())
+    except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
+        raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
+    if not same:
+        raise PatchError(f'patch: cache="paged" got {name}, whose expand_kv does more than unfold latents by its kv_b_proj')
+
+
+# Models of keys and values --------------------------------------------------------------------------------------------
+
+
+def keeps_keys(module: Any) -> bool:
+    """Does this attention module take a cache and know its layer number? Encoders make no use of theirs."""
+    if not isinstance(getattr(module, "layer_idx", None), int) or getattr(module, "is_causal", True) is False:
+        return False
+    return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
+
+
+def sees_blocks(owner: Any) -> bool:
+    """Has the model masks under which blocks of tokens (of an image) see each other both ways? Its code then names them."""
+    return "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
+
+
+def has_blocks(inputs: dict[str, Any]) -> bool:
+    """Do the inputs of such a model give the kind of each token?"""
+    return any(name.endswith("token_type_ids") and value is not None for name, value in inputs.items())
+
+
+def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
+    if isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs):
+        want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
+        raise InvalidInput("token_type_ids", f"a kind for each token of {type(model).__name__}", want)
+
+
+def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
+    """For each of `layers` the tokens that a query sees, its own included; 0: all. They follow from transformers' own cache of the model.
+
+    Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed, compressed.
+    """
+    name = type(owner).__name__
+    if getattr(config, "num_kv_shared_layers", None):
+        got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
+        raise PatchError(f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
+    made = default_layers(config)
+    kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
+    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:
+        raise PatchError(f'patch: cache="paged" got chunked attention in {name}; pages are read whole or through a sliding window')
+    found = []
+    for layer in layers:
+        kind = made[layer] if layer < len(made) else None
+        if type(kind).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not isinstance(kind, CacheLayerMixin):
+            got = f"layer {layer} ({type(kind).__name__}) of {name}, which pages here cannot hold"
+            raise PatchError(f'patch: cache="paged" got {got}; want plain keys and values, all or those of a sliding window')
+        window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
+        found.append(int(window or 0))
+    if any(found) and not _masks_slide(owner):
+        got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
+        raise PatchError(f'patch: cache="paged" got {got}; want a model whose masks slide as its cache does')
+    return tuple(found)
+
+
+def _masks_slide(owner: nn.Module) -> bool:
+    """Does the code of the model ask for a mask with a window, or pass the window to attention? Some use it for their caches only."""
+    files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
+    words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
+    return any(word in inspect.getsource(file) for file in files for word in words)
+
+
+# The compiler's stance belongs to the process: two threads that set and restore it in turns would leave it set.
+_PROBING = threading.Lock()
+
+
+@torch.no_grad()
+def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int]) -> tuple[KeyLayer, ...]:
+    """The sizes of each module's keys and values, from one step of one token over a cache of transformers' own.
+
+    No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
+    Raises InvalidInput when a layer keeps no keys and values.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=config)
+    device = owner.get_input_embeddings().weight.device
+    token = torch.zeros((1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device)
+    # Eager, so that compiled code is not recompiled for this, and on this machine even where another is pretended.
+    with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
+        owner(input_ids=token, past_key_values=cache, use_cache=True)
+    found = []
+    for module, window in zip(modules, windows, strict=True):
+        kept: Any = cache.layers[module.layer_idx]
+        key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
+        if key is None or value is None or key.dim() != 4 or value.dim() != 4:
+            raise InvalidInput(f"cache of layer {module.layer_idx}", "no tensors", "keys [B, H, S, D] and values [B, H, S, Dv]")
+        heads = key.shape[1] * int(getattr(module, "num_key_value_groups", 0) or max(1, config.num_attention_heads // key.shape[1]))
+        capped = bool(getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None))
+        sinks = getattr(module, "sinks", None)
+        dtype = sinks.dtype if isinstance(sinks, Tensor) else None
+        found.append(KeyLayer(window, heads, key.shape[1], key.shape[3], value.shape[3], capped, dtype))
+    return tuple(found)
