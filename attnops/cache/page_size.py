@@ -167,11 +167,7 @@ def _step(max_requests: int, max_tokens_per_request: int, max_new_tokens: int, w
 
 
 def _negotiate(
-    op: str,
-    asked: Callable[[Target, int], list[Problem]],
-    device: torch.device | str,
-    page_size: int | None,
-    kernels: Sequence[str] | None,
+    op: str, asked: Callable[[Target, int], list[Problem]], device: torch.device | str, page_size: int | None, kernels: Sequence[str] | None
 ) -> PageSizeChoice:
     """asked: the decode step at a page size, in each way a kernel may be called."""
     named = None if kernels is None else _kernels(kernels, op)

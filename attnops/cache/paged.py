@@ -78,7 +78,7 @@ class Pages:
         self._sizes = [(min(num_pages, 1 + max_requests * n) if w else num_pages, n) for n, w in zip(widths, self.windows, strict=True)]
         self._ledger_arguments = page_size, max_requests, limit, limited_by
         self._ledger = self._new_ledger()
-        alike: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for number, (table, layer) in enumerate(zip(self.table_of, layers, strict=True)):
             alike.setdefault((table, layer.shapes), []).append(number)
         self._allocations: list[tuple[int, tuple[Tensor, ...]]] = []
@@ -145,9 +145,7 @@ class Pages:
             stop: the token after the last one; None: the request's length.
             layer: the layer to write to. With a window, tokens whose pages hold later tokens have slot -1, which is not stored.
 
-        Raises:
-            UnknownRequest: no live request has this id.
-            InvalidInput: `start` or `stop` is out of range.
+        Raises UnknownRequest, InvalidInput.
         """
         length = self.length(request)
         end = length if stop is None else count("stop", stop, 0, "tokens")
@@ -298,12 +296,8 @@ class PagedCache(Pages):
         seq_lens: int32 `[max_requests]`, in tokens.
         tables: the page tables of all windows. A layer reads table `table_of[layer]`, and its batch is `batch.of(table_of[layer])`.
 
-    All tensors are written in place and keep their addresses. A call that raises leaves the cache as it was.
-
-    Raises:
-        InvalidInput: an argument is out of its range.
-        OutOfPages, TooManyRequests, RequestTooLong, UnknownRequest: from the methods that say so. An id is unknown once it is freed, and
-            in every other cache.
+    All tensors are written in place and keep their addresses. A call that raises leaves the cache as it was. The constructor raises
+    InvalidInput; methods raise what they list, and UnknownRequest for an id that was freed or belongs to another cache.
     """
 
     def __init__(
@@ -365,10 +359,7 @@ class PagedCache(Pages):
 def fix_address(*tensors: Tensor, static: tuple[int, ...] = (), dynamic: tuple[int, ...] = ()) -> None:
     """Tell the compiler that these tensors never move, so that a CUDA graph writes them in place.
 
-    Args:
-        tensors: the tensors.
-        static: dims to specialise on (page size, heads, head dims).
-        dynamic: dims that differ between caches of one model, for which nothing need be recompiled.
+    static: dims to specialise on (page size, heads, head dims). dynamic: dims in which caches of one model may differ.
     """
     # Imported late: it takes a second, and a process without a cache need not pay it.
     from torch._dynamo import mark_static, mark_static_address, maybe_mark_dynamic

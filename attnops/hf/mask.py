@@ -120,13 +120,7 @@ def _says_nothing(call: Call, local_size: int | None) -> bool:
 
 
 def pattern_of(
-    call: Call,
-    rule: Callable[..., Any],
-    local_size: int | None,
-    causal_skip: bool,
-    bidirectional_skip: bool,
-    use_vmap: bool,
-    config: Any,
+    call: Call, rule: Callable[..., Any], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, use_vmap: bool, config: Any
 ) -> Pattern | None:
     """The pattern of HuggingFace's `rule`, None for one that a descriptor cannot say. The other arguments are those of a mask function."""
     if use_vmap:

@@ -205,15 +205,7 @@ def expands(step: Step) -> bool:
 
 
 def absorbed(
-    module: Any,
-    query: Tensor,
-    latent: Tensor,
-    mask: Any,
-    cache: Any,
-    step: Step,
-    scale: float,
-    softcap: float,
-    kernel: str | None,
+    module: Any, query: Tensor, latent: Tensor, mask: Any, cache: Any, step: Step, scale: float, softcap: float, kernel: str | None
 ) -> Tensor:
     """`[B, S, H, v]`: attention of the step's tokens to the pages. query: `[B, H, S, nope + Dr]`, latent: `[B, 1, S, Dc]`."""
     batch, heads, queries, _ = query.shape

@@ -160,10 +160,7 @@ _OWN_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
             **_TIED,
         },
     ),
-    "gpt_neox": (
-        "GPTNeoXConfig",
-        {k: v for k, v in _BASE.items() if k not in ("num_key_value_heads", "pad_token_id")},
-    ),
+    "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k not in ("num_key_value_heads", "pad_token_id")}),
     "falcon": (
         "FalconConfig",
         {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False, **_TIED},
@@ -208,11 +205,7 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "eos_token_id": None,
         },
     ),
-    "bart": (
-        "BartConfig",
-        "BartForConditionalGeneration",
-        {**_SEQ2SEQ, "max_position_embeddings": 64, "forced_eos_token_id": None},
-    ),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {**_SEQ2SEQ, "max_position_embeddings": 64, "forced_eos_token_id": None}),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
