@@ -57,8 +57,10 @@ attnops.cu_seqlens.default
 attnops.token_rows.default
 attnops.slot_mapping.default
 attnops.write_kv.default
+attnops.named_pages.default
 attnops.paged_attention.default
 attnops.write_kv.default
+attnops.named_pages.default
 attnops.paged_attention.default""",
     )
 
