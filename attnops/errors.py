@@ -106,6 +106,14 @@ class UnsupportedVersion(AttnopsError, ImportError):
         self.package, self.got, self.want = package, got, want
 
 
+class MissingExtra(AttnopsError, ImportError):
+    """Packages are not installed. `packages` are absent; `extra` is the extra of attnops that installs them."""
+
+    def __init__(self, packages: tuple[str, ...], extra: str) -> None:
+        super().__init__(f"packages: got no {', '.join(packages)}, want them installed: pip install 'attnops[{extra}]'")
+        self.packages, self.extra = packages, extra
+
+
 class UnknownKernel(AttnopsError, ValueError):
     """A kernel was asked for by a name that no registered kernel bears."""
 

@@ -8,7 +8,7 @@ import importlib.util
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
-from attnops.errors import RegistrationError
+from attnops.errors import MissingExtra, RegistrationError
 from attnops.problem import Refusal, Target
 from attnops.versions import parse, within
 
@@ -83,3 +83,10 @@ def _version(dist: str) -> str | None:
         return importlib.metadata.version(dist)
     except Exception:  # damaged metadata raise anything, and name no version either
         return None
+
+
+def require(packages: tuple[str, ...], extra: str) -> None:
+    """Raise MissingExtra unless every package can be found. Nothing is imported."""
+    absent = tuple(p for p in packages if importlib.util.find_spec(p) is None)
+    if absent:
+        raise MissingExtra(absent, extra)

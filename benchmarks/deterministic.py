@@ -22,10 +22,10 @@ import torch
 from common import default_device, environment, write
 
 import attnops
+from attnops.inputs import equip_as_used
 from attnops.ops import OPS
 from attnops.select import choose
 from attnops.testing import Call, Features, Source, builders, latent
-from attnops.testing.equip import equip_as_used
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune.clock import GraphClock
 
@@ -129,7 +129,7 @@ def times(runs: Runs, device: str) -> dict[str, float]:
     """Microseconds of each run."""
     if device == "cpu":
         return {name: timeit(run, number=1) * 1e6 for name, run in runs.items()}
-    return {name: median(us) for name, us in GraphClock(device).in_turn(runs, 15).items()}
+    return {name: median(us) for name, us in GraphClock(device).in_turn(runs).items()}
 
 
 def measured(call: Call, training: bool, device: str) -> Row:

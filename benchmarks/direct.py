@@ -27,15 +27,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import default_device, environment, interleaved_us, spread, write
+from common import default_device, environment, host_us, spread, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.bench import vendors
+from attnops.inputs import Pool, build
 from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.measured import Shape
 from attnops.ops import OPS
 from attnops.testing import Call, equip, with_device_plan
-from attnops.tune import Pool, Stopwatch, build
+from attnops.tune import Stopwatch
 from attnops.tune.clock import GraphClock
 from attnops.tune.shapes import DENSE, MLA, PAGED
 from attnops.tune.timing import runner
@@ -249,7 +250,7 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
         runs[f"overload.{name}"] = lambda o=overload, a=args, k=kwargs: o(*a, **k)
         runs[f"kernel_run.{name}"] = lambda r=kernel.run, a=args, k=kwargs: r(*a, **k)
     host = {n: r for n, r in runs.items() if not n.startswith("op.")}
-    return {"left_out": left_out, "host": interleaved_us(host, repeats=25, inner=20, wait=False)}
+    return {"left_out": left_out, "host": host_us(host, repeats=25, inner=20, wait=False)}
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import a_pass, default_device, environment, interleaved_us, spread, text_of, write
+from common import default_device, environment, host_us, memory_pass, spread, text_of, write
 from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class Bench:
         """Median and spread of each, in turn."""
         if self.device == "cuda":
             return {name: spread(us) for name, us in self.clock.in_turn(runs).items()}
-        return interleaved_us(runs, repeats=3, inner=1)
+        return host_us(runs, repeats=3, inner=1)
 
     def latents(self, size: Size) -> tuple[Tensor, Tensor]:
         """Random (hidden `[B, E]`, latents `[B, K, Dc + Dr]`)."""
@@ -86,7 +86,7 @@ class Bench:
         side = 8192 if self.device == "cuda" else 512
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         x = torch.randn(side, side, device=self.device, dtype=dtype)
-        us = {n: t["median_us"] for n, t in self.times({"copy": a_pass(self.device, nbytes), "matrix": lambda: x @ x}).items()}
+        us = {n: t["median_us"] for n, t in self.times({"copy": memory_pass(self.device, nbytes), "matrix": lambda: x @ x}).items()}
         return {"copy_tb_s": 2 * nbytes / us["copy"] / 1e6, "matrix_tflop_s": 2 * side**3 / us["matrix"] / 1e6}
 
 

@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from common import default_device, environment, text_of, write
 
+from attnops.inputs import Pool, build, problem_of
 from attnops.kernel import Kernel, kernels_of
 from attnops.measured import MEASURED, Shape, Sizes, Table, costs, from_json, in_force
 from attnops.problem import Problem, Target
 from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel
-from attnops.tune import Pool, Stopwatch, build, clock_for
-from attnops.tune.calls import problem_of
+from attnops.tune import Stopwatch, clock_for
 from attnops.tune.clock import Clock, GraphClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
@@ -323,7 +323,7 @@ def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed
     if device.type == "cuda":
         torch.cuda.set_device(device)
         pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-        clock = GraphClock(device, repeats=31)
+        clock = GraphClock(device)
     stopwatch, rows = Stopwatch(clock, first_calls_s=budget_s / 4), []
     for held in calls:
         if time.monotonic() - start > budget_s:

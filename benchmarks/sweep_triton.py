@@ -28,10 +28,11 @@ from common import environment, write
 from direct import why
 from triton_cases import CASES, FEATURES, NEAR, error_of, expected_of, is_vendor, vendors_of
 
+from attnops.inputs import Pool
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels._triton.plan import Choice, Tile
 from attnops.testing import Call, check_kernel
-from attnops.tune import Pool, Stopwatch
+from attnops.tune import Stopwatch
 from attnops.tune.clock import GraphClock
 from attnops.tune.timing import runner
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from direct import Run, fa3_paged, flashinfer_decode, flashinfer_mla, flashinfer_prefill, flashmla, why
 
+from attnops.inputs import Pool, build
 from attnops.measured import Shape
 from attnops.testing import Call
-from attnops.tune import Pool, Stopwatch, build
+from attnops.tune import Stopwatch
 from attnops.tune.shapes import FP8, MLA, PAGED
 from attnops.tune.timing import runner
 

@@ -27,10 +27,11 @@ from common import default_device, environment, spread, write
 from direct import why
 from triton_cases import CASES, NEAR, Case, error_of, expected_of, is_vendor, vendors_of
 
+from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
 from attnops.testing import CASES as CALLS
 from attnops.testing import Call, Features, Source, builders, check_kernel
-from attnops.tune import Pool, Stopwatch, build
+from attnops.tune import Stopwatch
 from attnops.tune.clock import GraphClock
 from attnops.tune.timing import runner
 

@@ -234,7 +234,7 @@ def stale(check: bool) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    from attnops.cli.explain import quiet_transformers
+    from attnops.configs import quiet_transformers
 
     check = "--check" in arguments
     with quiet_transformers():

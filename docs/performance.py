@@ -9,8 +9,8 @@ from typing import Any
 from results import ROOT, machines, stamp, table
 
 from attnops.bench.plots import digest, svg
+from attnops.bench.rows import further as rest
 from attnops.bench.suites import SUITES, Picture
-from attnops.cli.bench import rest
 
 NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
 PLOTS = Path("docs") / "plots"

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnops.inputs import planned
 from attnops.kernel import Kernel
 from attnops.select import Policy, select
 from attnops.testing import Call, Source
-from attnops.testing.plans import planned
 
 POLICY = "deterministic"
 BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 
 from attnops import kernel as registry
 from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, plots, suites, vendors
-from attnops.bench.compare import compare
-from attnops.bench.report import bad, environment, joined, measured, read, text_of
-from attnops.bench.timing import Timed, spread, steps_us
-from attnops.bench.verdict import judged, largest_error, ratio_to, relative_error
+from attnops.bench.files import bad, compare, environment, read, text_of
+from attnops.bench.rows import largest_error, relative_error, time_if_right, with_ratios
+from attnops.bench.run import joined, outcome_of
 from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.errors import InvalidInput
+from attnops.inputs import Pool
 from attnops.kernel import kernels_of
-from attnops.tune import Pool
+from attnops.tune.clock import Timed, spread, steps_us
 from tests.graphs.standin import StandIn
 from tests.helpers import ROOT
 
@@ -98,7 +98,7 @@ def test_only_the_ways_asked_for():
 
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
-    found = joined((), {name: measured(TOY, name, case) for name, case in graphs.cases(TOY, StandIn()).items()})
+    found = joined({}, {name: outcome_of(case) for name, case in graphs.cases(TOY, StandIn()).items()})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
     assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
@@ -166,7 +166,7 @@ def test_vendors_are_called_where_they_answer():
     pool = Pool("cpu")
     by_case = {}
     for case in (case.sized("toy") for case in kernels.CASES):
-        call = kernels.build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool).with_(**dict(case.more))
+        call = case.call(pool)
         by_case[f"{case.kind} {case.remark}".strip()] = {name.partition(".")[2] for name in vendors.vendors_of(call)}
     assert by_case == {
         "decode": {"fa3", "flashinfer_tensor_cores"}, "prefill": {"fa3"}, "extend": {"fa3", "flashinfer_fa2"},
@@ -260,17 +260,17 @@ def test_errors_are_measured_as_said():
     off = want + torch.tensor([[0.0, 0.0], [0.1, 0.0]])
     assert relative_error(off, want) == pytest.approx(0.1) and relative_error(off, want, 0.5) == 0.0
     both = {"a": Way(Timed(lambda: want)), "b": Way(Timed(lambda: off))}
-    rows = judged("case", both, want, 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps})
+    rows = time_if_right("case", both, want, 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps})
     assert [row.way for row in rows if row.median_us] == ["a"] and rows[1].error == 0.1
-    rows = ratio_to([Row("c", "a", 2.0), Row("c", "b", 4.0), Row("d", "b", 4.0)], "a", "of")
-    assert [row.more.get("of") for row in rows] == [None, 0.5, None]
+    rows = with_ratios([Row("c", "a", 2.0), Row("c", "b", 4.0), Row("d", "b", 4.0)], "a")
+    assert [row.more.get("of_a") for row in rows] == [None, 0.5, None]
 
 
 def test_nothing_is_right_beside_what_is_no_number():
     want = torch.ones(2, 3)
     with pytest.raises(RuntimeError, match="nothing can be compared"):
         decode.models.budget(decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want))
-    rows = judged("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
+    rows = time_if_right("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
     assert rows[0].wrong and rows[0].median_us is None
 
 
@@ -328,7 +328,7 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
         Row("e", "x", wrong="wrong: off"), Row("f", "x", more={"recompiles": 2}), Row("h", "x", 1.0, 0.1), Row("i", "x", 1.0, 0.1),
     )  # fmt: skip
     changes = {c.case: c for c in compare(before, after)}
-    assert {case: c.verdict for case, c in changes.items()} == {
+    assert {case: c.change for case, c in changes.items()} == {
         "a": "same", "b": "slower", "c": "faster", "d": "unknown", "e": "wrong", "f": "more", "g": "gone", "h": "right", "i": "new",
     }  # fmt: skip
     assert {case for case, c in changes.items() if c.worse} == {"b", "e", "f"} and changes["b"].ratio == 1.11
@@ -349,9 +349,9 @@ def test_what_cannot_be_compared(tmp_path):
     with pytest.raises(InvalidInput, match="1 and 1 rows, of which none"):
         compare({"rows": rows}, {"rows": [{**rows[0], "way": "y"}]})
     [change] = compare({"rows": rows}, {"rows": [{**rows[0], "layers": 32, "median_us": 9.0}]})
-    assert change.verdict == "unlike" and not change.worse
+    assert change.change == "unlike" and not change.worse
     lost = compare({"rows": rows}, {"rows": [], "failed": {"a": "RuntimeError: lost"}})
-    assert [(c.verdict, c.worse) for c in lost] == [("failed", True), ("gone", False)]
+    assert [(c.change, c.worse) for c in lost] == [("failed", True), ("gone", False)]
     for row, said in ((1, "row 0 has no case and way"), ({"case": "a", "way": "x", "median_us": "1"}, "row 0 has no number for median_us")):
         path = tmp_path / "bad.json"
         path.write_text(json.dumps({"rows": [row]}))
@@ -371,7 +371,7 @@ def test_what_cannot_be_compared(tmp_path):
         (["decode", "--layers", -1], "layers: got -1"),
         (["decode", "--model", "t5", "--device", "cpu"], "model: got 't5', a T5Config, want a decoder"),
         (["decode", "--ways", "nope", "--device", "cpu"], "ways: got 'nope', want some of hf_eager"),
-        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want decode, whose ways were named"),
+        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want decode, for --ways"),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", "--device", "cpu", "--out", __file__], "want a folder"),
         pytest.param(["overhead", "--device", "cpu", "--plots", __file__], "want a folder", marks=needs_matplotlib),

@@ -15,8 +15,8 @@ GIB = 1 << 30
 
 def test_free_memory_is_that_of_the_machine_and_of_the_group(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
-    assert memory._available(str(tmp_path / "meminfo")) == 2048 * 1024
-    assert memory._available(str(tmp_path / "absent")) is None
+    assert memory._field(str(tmp_path / "meminfo"), "MemAvailable:", 1024) == 2048 * 1024
+    assert memory._field(str(tmp_path / "absent"), "MemAvailable:") is None
     for name, text in (("max", "1000"), ("current", "400"), ("stat", "anon 1\ninactive_file 100\n"), ("none", "max")):
         (tmp_path / name).write_text(text)
     files = [str(tmp_path / name) for name in ("max", "current", "stat", "none")]

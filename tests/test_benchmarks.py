@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from attnops import kernel as registry
+from attnops.inputs import Pool, build, lengths, problem_of
 from attnops.kernel import Capture, Kernel, Package, kernels_of
 from attnops.measured import MEASURED, Grid, Table, costs, from_json
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.testing import Source
-from attnops.tune import Pool, Stopwatch, build
-from attnops.tune.calls import problem_of
-from attnops.tune.run import lengths
+from attnops.tune import Stopwatch
 from attnops.tune.shapes import DENSE, FULL, MLA
 from tests.helpers import ROOT
 
@@ -215,14 +214,17 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
         asked.append([p.rpartition("/")[2] for p in command[1:]])
         if "direct.py" in command[1]:
             raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 3 if "bench.py" in command[1] else 0)
+        return subprocess.CompletedProcess(command, 3 if "bench" in command else 0)
 
     monkeypatch.setattr(run.subprocess, "run", fake)
     monkeypatch.setattr(sys, "argv", ["run.py", "--device", "cpu", "--suite", "overhead,direct,tune,regret"])
     monkeypatch.setenv("OUT", "/somewhere")
+    monkeypatch.setenv("COMMIT", "c0ffee")
     assert run.main() == 1
-    assert [a[0] for a in asked] == ["bench.py", "direct.py", "tune.py", "regret.py"] and asked[0][-2:] == ["--suites", "overhead"]
-    assert asked[3][-2:] == ["--table", "table.json"], "a fresh table is what the choice goes by"
+    overhead, direct, tune, regret = asked
+    assert overhead[:4] == ["-m", "attnops", "bench", "overhead"] and overhead[-2:] == ["--commit", "c0ffee"]
+    assert direct[0] == "direct.py" and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
+    assert tune[-2:] == ["--output", "table.json"] and regret[-2:] == ["--table", "table.json"], "a fresh table is what the choice goes by"
     printed = capsys.readouterr().out
     assert "overhead: FAILED (3)" in printed and "direct: FAILED (over" in printed and "regret: done" in printed
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
@@ -325,15 +327,6 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
 )  # fmt: skip
 def test_folders_are_named_by_the_model(suites, gpu, word):
     assert import_module("common").word_of(gpu) == word
-
-
-def test_tune_writes_a_table(suites, monkeypatch, tmp_path):
-    tune = import_module("tune")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["tune.py", "--device", "cpu", "--grid", "tiny", "--ops", "paged_attention"])
-    tune.main()
-    written = json.loads((tmp_path / "table.json").read_text())
-    assert written["format"] == 1 and written["made"]["bandwidth_tb_s"] > 0 and written["made"]["matmul_tflop_s"] > 0
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ pytest.importorskip("transformers", reason="explain and demo build transformers 
 from rich.console import Console
 from typer.testing import CliRunner
 
+from attnops import configs as models
 from attnops import problem
-from attnops.cli import features, models
+from attnops.cli import features
 from attnops.cli.app import app
-from attnops.cli.shapes import SHAPES
 from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
+from attnops.shapes import SHAPES
 from attnops.testing.check import OPAQUE
 from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process

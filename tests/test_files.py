@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnops.bench.report import read
-from attnops.cli import models
+from attnops import configs as models
+from attnops.bench.files import read
 from attnops.cli.explain import explain_model
 from attnops.cli.tune import run as tune
 from attnops.errors import AttnopsError, BadTable, InvalidInput

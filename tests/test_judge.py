@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from attnops.bench import judge
-from attnops.bench.report import COUNTS
+from attnops.bench import reference_calls
+from attnops.bench.files import COUNTS
 from attnops.problem import Target
 from tests.helpers import fresh_process
 
@@ -33,7 +33,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def left():
-    return judge.left_to_reference()
+    return reference_calls.left_to_reference()
 
 
 def test_what_an_h200_leaves_to_the_reference(left):
@@ -44,7 +44,7 @@ def test_what_an_h200_leaves_to_the_reference(left):
 
 
 def test_the_row_of_the_suite(left):
-    row = judge.row()
+    row = reference_calls.row()
     counts = sorted(Counter(name.partition(":")[0] for name in left[1]).items())
     ops = ", ".join(f"{op} {count}" for op, count in counts)
     assert row.way == "NVIDIA H200" and row.more == {"calls": left[0], "at_reference": len(left[1]), "by_op": ops}
@@ -52,6 +52,6 @@ def test_the_row_of_the_suite(left):
 
 
 def test_a_grid_of_another_gpu_is_answered_anywhere():
-    found = judge.problems(Target("cuda", 80, assume=()))
+    found = reference_calls.problems(Target("cuda", 80, assume=()))
     assert {p.target.arch for p in found.values()} == {80}
-    assert fresh_process("import attnops.bench.judge, torch; print(torch.cuda.is_initialized())").strip() == "False"
+    assert fresh_process("import attnops.bench.reference_calls, torch; print(torch.cuda.is_initialized())").strip() == "False"

@@ -31,10 +31,13 @@ RANKS = {
     "attnops.graphs": 4,
     "attnops.nn": 4,
     "attnops.cache": 4,
+    "attnops.inputs": 4,
     "attnops.testing": 4,
     "attnops.hf": 5,
+    "attnops.shapes": 5,
+    "attnops.configs": 5,
     "attnops.tune": 5,
-    "attnops.bench": 6,
+    "attnops.bench": 5,
     "attnops.cli": 6,
     "attnops.__main__": 6,
 }
@@ -43,6 +46,7 @@ DYNAMIC = ("import_module", "__import__")
 
 # Same rank or below, and still forbidden: (who, whom).
 STRANGERS = [
+    ("attnops.tune", "attnops.testing"),
     ("attnops.lowering", "attnops.graphs"),
     ("attnops.graphs", "attnops.lowering"),
     ("attnops.kernels", "attnops.select"),

@@ -1,19 +1,64 @@
 """What kernels estimate of themselves against what was measured: the choice where no table covers a call."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import median
 
 import pytest
 import torch
 
-from attnops.bench.judge import H200
+from attnops.bench.reference_calls import H200
+from attnops.inputs import lengths, problem_of
 from attnops.kernel import kernels_of
 from attnops.measured import Roofline, Shape, from_json, scaled, sizes_of
 from attnops.measured.rates import BY_ARCH, RATES, rates_of
 from attnops.problem import Extent, Problem, Target
-from attnops.tune.calls import problem_of
-from attnops.tune.ranks import rankings, timed
 from tests.helpers import ROOT
+
+ALIKE = 1.05
+"""Times closer than this are in no order."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Over points, in percent: the time of the kernel that estimates choose over the best one's, less 1, and the pairs in wrong order."""
+
+    points: int
+    mean_regret: float
+    worst_regret: float
+    wrong_pairs: float
+
+
+def timed(table, target):
+    """Every measured point with two times at least: its grid, its sizes, its Problem as the kernels were given it, the times by kernel."""
+    for grid in table.grids:
+        for i, at in enumerate(grid.points()):
+            us = {name: t for name, times in grid.us.items() if (t := times[i]) is not None}
+            if len(us) > 1:
+                bare = problem_of(grid.shape, *lengths(grid.shape, at), target)
+                yield grid, at, replace(bare, plan="host", workspace=1 << 62), us
+
+
+def rankings(table, target, without=()):
+    """By op, and "all". without: kernels, as `op.name`, whose times are not of today's code."""
+    regrets = {}
+    pairs = {}
+    for _, _, problem, us in timed(table, target):
+        kernels = kernels_of(problem.op)
+        guess = {name: kernels[name].cost_us(problem) for name in us if not kernels[name].judge and f"{problem.op}.{name}" not in without}
+        if len(guess) < 2:
+            continue
+        best = min(us[name] for name in guess)
+        for op in (problem.op, "all"):
+            regrets.setdefault(op, []).append(100 * (us[min(guess, key=guess.__getitem__)] / best - 1))
+            pairs.setdefault(op, []).extend(
+                (us[a] < us[b]) != (guess[a] < guess[b]) for a, b in combinations(guess, 2) if max(us[a], us[b]) > ALIKE * min(us[a], us[b])
+            )
+    return {
+        op: Ranking(len(found), sum(found) / len(found), max(found), 100 * sum(pairs[op]) / max(len(pairs[op]), 1))
+        for op, found in regrets.items()
+    }
+
 
 TABLE = from_json((ROOT / "attnops" / "tables" / "h200.json").read_text())
 STALE = ("attention.aten_flash",)

@@ -1,11 +1,11 @@
-"""Measurements beside what one would use instead, in one run: what `attnops bench` runs.
+"""`attnops bench`: suites that measure attnops beside its alternatives, in one run.
 
-A result that is further from its reference than its budget has no time. Figures are medians of calls made in turn, with their spread;
-ceilings are measured in the same run. All suites write one form of file (`attnops.bench.verdict.Row`), so that any two compare.
+A result whose error exceeds its budget gets no time. Times are medians of interleaved calls, with their spread; bandwidth and matmul
+ceilings come from the same run. All suites write rows of one form (`attnops.bench.rows.Row`), so that any two files compare.
 """
 
+from attnops.bench.rows import Row as Row
+from attnops.bench.rows import Way as Way
 from attnops.bench.setup import Point as Point
 from attnops.bench.setup import Setup as Setup
 from attnops.bench.setup import device_of as device_of
-from attnops.bench.verdict import Row as Row
-from attnops.bench.verdict import Way as Way

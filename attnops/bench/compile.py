@@ -1,8 +1,8 @@
-"""Suite `compile`: what compiling a decode step costs, with an empty cache folder and with a full one, and how often it happens.
+"""Suite `compile`: the time to compile a decode step, with an empty compile cache and a full one, and the number of compilations.
 
-Rows `..., cold` and `..., warm`: the first call, compilation included; warm is after all compiled code was forgotten, its folder kept.
-Rows `generate ...`: graphs that a scripted run of `generate()` of other batches and lengths gives to a backend that only counts, and how
-many of them come after the first call. Row `pieces`: parts of a piecewise model that differ, which are compiled once.
+Rows `..., cold` and `..., warm`: the first call, compilation included; warm after `torch._dynamo.reset()`, with the cache on disk.
+Rows `generate ...`: the graphs that a scripted run of `generate()` with several batch sizes and lengths compiles, and how many of them
+after the first call. Row `pieces`: the pieces of a piecewise model, and the unique ones, which are compiled.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import attnops.hf
-from attnops.bench import decoder, models
-from attnops.bench.report import Case
+from attnops.bench import memory, models
+from attnops.bench.rows import Case, Row
 from attnops.bench.setup import Setup
-from attnops.bench.timing import spread, synchronize
-from attnops.bench.verdict import Row
+from attnops.cache import PagedCache
 from attnops.graphs import Bucket, Buckets
 from attnops.graphs.inputs import Roles
 from attnops.graphs.modes import Compiled
 from attnops.graphs.pieces import INNER
+from attnops.nn import RotaryEmbedding, SelfAttention
+from attnops.tune.clock import spread, synchronize
 
 MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))
-"""Rows, prompt and new tokens of the calls of a scripted run."""
+"""Rows, prompt tokens and new tokens of the calls of a scripted run."""
 
 CONTEXT = 32
 WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
 ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
-"""What one would choose there: CUDA graphs by Inductor, over transformers' static cache and over pages, and those of `decode=`."""
+"""The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`."""
 
 LAYERS = 8
-"""Of the models on a GPU, where the suite has not been told: whole models' first calls are in the suite `decode`."""
+"""Default on a GPU; the suite `decode` has the first calls of whole models."""
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Of the suite."""
+    """Counts, pieces and times."""
     name = models.asked(setup, MODELS[setup.size])
     kept = models.Kept(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
     counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
@@ -50,7 +51,7 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 class Counter:
-    """A backend that runs graphs as they are, and counts them."""
+    """A backend that counts graphs and runs them eagerly."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -60,11 +61,11 @@ class Counter:
         return graph.forward
 
     def __deepcopy__(self, memo: Any) -> Counter:
-        return self  # transformers copies its CompileConfig, and a copy would count for itself
+        return self  # transformers copies its CompileConfig
 
 
 def way_of(model: Any, way: str) -> tuple[Any, Callable[[int, int], Any], dict[str, Any]]:
-    """A model of its own for one of WAYS: the model, what makes its cache of so many rows and positions, and what `generate` is told."""
+    """(a model for one of WAYS, a function that makes its cache for rows and positions, options of `generate`)."""
     from transformers import StaticCache
 
     one = models.twin(model)
@@ -94,7 +95,7 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
 
 
 def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
-    """Microseconds of the first step of a model that is patched anew."""
+    """Microseconds of the first step of a newly patched model."""
     torch._dynamo.reset()
     if way == "attnops_piecewise":
         one = models.twin(model)
@@ -115,39 +116,76 @@ def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
 
 
 def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
-    """Graphs of a scripted run. Nothing is timed."""
+    """The graphs of a scripted run, untimed."""
+    from transformers import CompileConfig
+
     model, _, more = way_of(kept(name), way)
     script = SCRIPT[:2] if setup.size == "toy" else SCRIPT
     counter, first = Counter(), 0
     torch._dynamo.reset()
-    for call in script:
-        _generate(setup, model, *call, counter, more)
+    for batch, length, new in script:
+        config = CompileConfig(fullgraph=False, backend=counter, mode=None)  # type: ignore[arg-type]
+        setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
+        prompt = models.tokens(setup, model, batch, length)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, "compile_config": config, **more}
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         first = first or counter.graphs
-    found = {"graphs": counter.graphs, "recompiles": counter.graphs - first, "calls": len(script)}
-    return [Row(f"{name}, generate", way, more=found)]
+    return [Row(f"{name}, generate", way, more={"graphs": counter.graphs, "recompiles": counter.graphs - first, "calls": len(script)})]
 
 
-def _generate(setup: Setup, model: Any, batch: int, length: int, new: int, counter: Counter, more: dict[str, Any]) -> None:
-    from transformers import CompileConfig
+TINY, LLAMA_8B = (64, 4, 2, 96, 128), (4096, 32, 8, 14336, 128256)
+"""Widths of the residual stream, heads, key heads, width of the MLP, vocabulary."""
 
-    config = CompileConfig(fullgraph=False, backend=counter, mode=None)  # type: ignore[arg-type]
-    setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
-    prompt = models.tokens(setup, model, batch, length)
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, "compile_config": config, **more}
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+class Decoder(nn.Module):
+    """A Llama of `attnops.nn` over a `PagedCache`."""
+
+    def __init__(self, layers: int, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        hidden, heads, kv_heads, inner, vocab = dims
+        rope = RotaryEmbedding(hidden // heads)
+        self.embed, self.norm, self.head = nn.Embedding(vocab, hidden), nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            block = nn.Module()
+            block.before, block.after = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+            block.attention = SelfAttention(hidden, heads, kv_heads, rope=rope)
+            block.gate_up, block.down = nn.Linear(hidden, 2 * inner, bias=False), nn.Linear(inner, hidden, bias=False)
+            self.layers.append(block)
+
+    def forward(self, tokens: Tensor, batch: Any, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Tensor:
+        """Logits `[T, vocab]` of tokens int64 `[T]`; pages of every layer."""
+        x = self.embed(tokens)
+        layers: Any = self.layers
+        for layer, keys, values in zip(layers, k_pages, v_pages, strict=True):
+            x = x + layer.attention(layer.before(x), batch=batch, k_pages=keys, v_pages=values)
+            gate, up = layer.gate_up(layer.after(x)).chunk(2, -1)
+            x = x + layer.down(nn.functional.silu(gate) * up)
+        out: Tensor = self.head(self.norm(x))
+        return out
 
 
 def pieces(setup: Setup) -> list[Row]:
-    """Of a decode step of `attnops.nn`, cut for the compiler at every attention call: how many parts there are and how many differ."""
-    dims, layers = (decoder.TINY, 4) if not setup.on_gpu else (decoder.LLAMA_8B, setup.layers or LAYERS)
-    model = decoder.built(layers, dims, setup.device, setup.dtype)
-    values = decoder.step_values(layers, dims, 2, CONTEXT, setup.device, setup.dtype)
-    values.pop("cache")
+    """A decode step of `attnops.nn`, split at every attention call: the number of pieces, and of unique ones."""
+    dims, layers, requests = (TINY, 4, 2) if not setup.on_gpu else (LLAMA_8B, setup.layers or LAYERS, 2)
+    with torch.device("meta"):
+        need = memory.needed(Decoder(layers, dims).to(setup.dtype))
+    if (there := memory.free(setup.device)) is not None:
+        memory.refuse(f"{layers} layers of a decoder of {dims[0]}", need, there)
+    with setup.device:
+        model = Decoder(layers, dims).to(setup.dtype).eval().requires_grad_(False)
+    cache = PagedCache(
+        layers, requests * 2 + 1, CONTEXT // 2, num_kv_heads=dims[2], head_dim=dims[0] // dims[1], max_requests=requests,
+        max_pages_per_request=2, dtype=setup.dtype, device=setup.device,
+    )  # fmt: skip
+    batch = cache.batch([cache.alloc(CONTEXT - 1) for _ in range(requests)])
+    tokens = torch.zeros(requests, dtype=torch.int64, device=setup.device)
+    values = {"tokens": tokens, "batch": batch, "k_pages": cache.k_pages, "v_pages": cache.v_pages}
     inner = INNER["inductor" if setup.backend == "inductor" else "eager"]
-    method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(2,)), inner, {})
+    method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(requests,)), inner, {})
     start = time.perf_counter()
     with torch.no_grad():
-        method.prepare(Bucket(2, 2, "decode"), values)
+        method.prepare(Bucket(requests, requests, "decode"), values)
     synchronize()
     unique, parts = method.pieces()["decode"]
     us = round((time.perf_counter() - start) * 1e6)

@@ -1,22 +1,23 @@
-"""Suite `decode`: a step of one new token a request, over a cache that is full already, of whole Hugging Face models.
+"""Suite `decode`: a step of one new token a request over a full cache, of whole Hugging Face models.
 
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
-`attnops_piecewise`, `attnops_breakable`: over pages, in graphs (`attnops.patch(..., decode=)`), where there is a GPU. `hf_tuned` and
-`attnops_tuned` are `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. What takes long to compile is measured when
-it is asked for (`--ways`): those two, and in a full run on a GPU `attnops_hf` and `attnops_paged`, too.
-All are fed the same random tokens. The logits of two rows are compared with the same model's in a wider dtype, from which they may be half
-as far again as those of `hf_eager`, and those of other rows with `hf_eager`'s, from which they may be twice as far.
+`attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
+`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them:
+the tuned ones, and in a full run on a GPU `attnops_hf` and `attnops_paged`.
+All ways get the same random tokens. The logits of two rows are compared with the same model's in a wider dtype, with 1.5 times the error
+of `hf_eager` as the budget; those of other rows with `hf_eager`'s, with twice the budget.
 
-`first_s`: the first steps, compilation and capture among them, every way with an empty folder for what is compiled. `of_bandwidth`: bytes a
-step has to read, weights without the embedding and cached keys and values, over its time, as a share of the rate of a pass
-over a large tensor in the same run. `us_...`: where the time goes, see `attnops.bench.profile`.
+`first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read
+(weights without the embedding, cached keys and values) over its time, as a share of the bandwidth measured in the same run. `us_...`:
+GPU time by kind of kernel, see `attnops.bench.profile`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -28,19 +29,18 @@ from torch import Tensor
 import attnops.hf
 from attnops.bench import models
 from attnops.bench.profile import profiled
-from attnops.bench.report import Case
+from attnops.bench.rows import Case, Row, Way, time_if_right, with_ratios
 from attnops.bench.setup import Point, Setup
-from attnops.bench.timing import Timed, steps_us, synchronize
-from attnops.bench.verdict import Row, Way, judged, ratio_to
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
+from attnops.tune.clock import Timed, steps_us, synchronize
 
 NEW, NEW_ON_GPU = 4, 16
-"""Tokens of a run. On a GPU the host is ahead after the first, whose launch weighs the less the more there are. Fewer than 32: no more may
-be taken back from pages of a window."""
+"""Tokens of a run. On a GPU the host is ahead after the first launch, whose weight falls with their number. Pages of a window can be
+rewound by fewer than 32."""
 
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-"""What torch.compile is told for `hf_tuned`: CUDA graphs as in reduce-overhead, and what `Decode(inner="tuned")` turns on."""
+"""Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and what `Decode(inner="tuned")` turns on."""
 
 ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {
@@ -59,7 +59,7 @@ ON_GPU = ("attnops_piecewise", "attnops_breakable", *TUNED_WAYS)
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Of the suite. Raises InvalidInput: it has no such way on this device."""
+    """Every model at its points. Raises InvalidInput for a way that this device does not have."""
     known = WAYS + ON_GPU if setup.on_gpu else WAYS
     if unknown := [way for way in setup.ways if way not in known]:
         raise InvalidInput("ways", ", ".join(map(repr, unknown)), f"some of {', '.join(known)}")
@@ -71,37 +71,28 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
-    base = ways["hf_eager"]
-    assert base.result is not None
+    eager = ways["hf_eager"].result
+    assert eager is not None
     with torch.no_grad():
-        want, eager = models.exactly(model, prompt[: models.EXACT], new[: models.EXACT]), base.result()
-        distance = models.distance(model, eager)
-        allowed = models.budget(model, distance(eager, want))
-    rates = partial(_rates, setup, model.config.num_hidden_layers, read, point)
-    rows = judged(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
-    if setup.on_gpu:
-        rows = [_with_profile(row, ways[row.way]) for row in rows]
-    return ratio_to(ratio_to(rows, "hf_eager", "of_hf_eager"), "hf_compiled", "of_hf_compiled")
+        want, distance, allowed = models.expected(model, eager(), prompt, new)
 
+    def rates(us: float) -> dict[str, float]:
+        found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+        rate = setup.ceilings.get("bandwidth_tb_s")
+        return found | ({"of_bandwidth": round(read / us * 1e-6 / rate, 4)} if read and rate else {})
 
-def _rates(setup: Setup, layers: int, read: int, point: Point, us: float) -> dict[str, float]:
-    found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": layers}
-    if read and (rate := setup.ceilings.get("bandwidth_tb_s")):
-        found["of_bandwidth"] = round(read / us * 1e-6 / rate, 4)
-    return found
-
-
-def _with_profile(row: Row, way: Way) -> Row:
-    if row.median_us is None or row.way == "hf_eager":
-        return row
-    with torch.no_grad():
-        return replace(row, more={**row.more, **profiled(way.timed)})
+    rows = time_if_right(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
+    for i, row in enumerate(rows):
+        if setup.on_gpu and row.median_us is not None and row.way != "hf_eager":
+            with torch.no_grad():
+                rows[i] = replace(row, more={**row.more, **profiled(ways[row.way].timed)})
+    return with_ratios(rows, "hf_eager", "hf_compiled")
 
 
 def bytes_of(model: Any, point: Point) -> int:
-    """What a step has to read: weights without the embedding, and what is cached of `point.context` tokens of each request.
+    """The bytes a step must read: weights without the embedding, and cached keys and values of `point.context` tokens a request.
 
-    A window's layers have no more than the window. Of a mixture of experts a token reads some: not counted, so 0, which is no share.
+    Layers with a window read no more than the window. 0 for a mixture of experts, of which a token reads some experts.
     """
     config = model.config
     if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None):
@@ -118,11 +109,10 @@ def bytes_of(model: Any, point: Point) -> int:
 
 
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Way]:
-    """Every way of making the step, its cache full."""
+    """Every implementation of the step, over a full cache."""
     from transformers import DynamicCache, StaticCache
 
     length = prompt.shape[1] + new.shape[1] + 1
-    mode = "reduce-overhead" if setup.on_gpu else ""
     ours, paged = models.twin(model), models.twin(model)
     attnops.hf.patch(ours)
     handle = attnops.hf.patch(paged, cache="paged")
@@ -131,7 +121,7 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         return StaticCache(config=of.config, max_cache_len=length)
 
     def compiled(of: Any) -> Callable[..., Any]:
-        return setup.compiled(of.forward, mode=mode)
+        return setup.compiled(of.forward, mode="reduce-overhead" if setup.on_gpu else "")
 
     makers: dict[str, Callable[[], Way]] = {
         "hf_eager": lambda: stepping(model, model, DynamicCache(config=model.config), prompt, new),
@@ -141,10 +131,10 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         "attnops_paged": lambda: stepping(paged, compiled(paged), handle.new_cache(prompt.shape[0], length), prompt, new),
     }
     if setup.on_gpu:
-        of_graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
-        makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in of_graphs.items()}
+        graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
+        makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in graphs.items()}
         makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
-    left = set(TUNED_WAYS)  # tuning takes a minute a way
+    left = set(TUNED_WAYS)  # tuning takes a minute each
     if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
         left |= {"attnops_hf", "attnops_paged"}
     chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left
@@ -156,16 +146,16 @@ def _in_graphs(model: Any, how: Decode, length: int, prompt: Tensor, new: Tensor
     handle = attnops.hf.patch(one, cache="paged", decode=how)
     cache = handle.new_cache(prompt.shape[0], length)
 
-    def told() -> dict[str, Any]:
+    def pieces() -> dict[str, Any]:
         assert handle.graphs is not None
         report = handle.graphs.report()
         return {"pieces": report.parts.get("decode", 0), "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"]}
 
-    return stepping(one, lambda tokens, **_: SimpleNamespace(logits=handle.step(tokens, cache)), cache, prompt, new, told)
+    return stepping(one, lambda tokens, **_: SimpleNamespace(logits=handle.step(tokens, cache)), cache, prompt, new, pieces)
 
 
 def _made(make: Callable[[], Way]) -> Way:
-    """The way, or one that raises what making it raised."""
+    """The way, or one whose call raises the error of making it."""
     try:
         with torch.no_grad():
             return make()
@@ -179,9 +169,11 @@ def _made(make: Callable[[], Way]) -> Way:
 
 
 def stepping(
-    model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, new: Tensor, told: Callable[[], dict[str, Any]] = dict
+    model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, new: Tensor, more_of: Callable[[], dict[str, Any]] = dict
 ) -> Way:  # fmt: skip
-    """The tokens of `new` one after the other behind `prompt`, from the same place each time. told: what there is to say afterwards."""
+    """Steps for the tokens of `new`, one after the other, after `prompt`. more_of: figures for the row, read after the first steps."""
+    from torch._inductor.utils import fresh_cache
+
     more: dict[str, Any] = {}
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     rewind = _rewind(cache)
@@ -196,31 +188,19 @@ def stepping(
             one(at)
 
     def logits() -> Tensor:
-        # The first times compile and capture: what is timed later is what is compared.
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(3):
-            rewind()
-            found = [one(at).clone() for at in range(new.shape[1])]
+        # The first runs compile and capture; the comparison sees the code that is timed.
+        with nullcontext() if new.device.type == "cpu" else fresh_cache():
             synchronize()
-            more.setdefault("first_s", round(time.perf_counter() - began, 2))
-        more.update(told())
-        return torch.cat(found, 1)
+            began = time.perf_counter()
+            for _ in range(3):
+                rewind()
+                found = [one(at).clone() for at in range(new.shape[1])]
+                synchronize()
+                more.setdefault("first_s", round(time.perf_counter() - began, 2))
+            more.update(more_of())
+            return torch.cat(found, 1)
 
-    with_own_folder = logits if new.device.type == "cpu" else _from_empty(logits)
-    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), with_own_folder, more=more)
-
-
-def _from_empty(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Nothing that was compiled before is found again."""
-
-    def inside() -> Tensor:
-        from torch._inductor.utils import fresh_cache
-
-        with fresh_cache():
-            return run()
-
-    return inside
+    return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits, more=more)
 
 
 def _rewind(cache: Any) -> Callable[[], None]:

@@ -1,7 +1,7 @@
-"""Suite `graphs`: what it takes to capture decode steps of a Hugging Face model in all default buckets, and what a step costs the host.
+"""Suite `graphs`: capture of the decode steps of a Hugging Face model in all default buckets, and the host time of a step.
 
-Row `..., buckets`: the time of capture, after compilation, and the bytes of all graphs. Row `..., host`: a step's time on the host, which
-need not wait for the device. There are no graphs on a CPU, so there the suite has no rows.
+Row `..., buckets`: the time of capture without compilation, and the memory of all graphs. Row `..., host`: the host time of a step. A CPU
+has no graphs, and the suite no rows there.
 """
 
 from __future__ import annotations
@@ -14,41 +14,37 @@ import torch
 
 import attnops.hf
 from attnops.bench import models
-from attnops.bench.report import Case, LeftOut
+from attnops.bench.rows import Case, LeftOut, Row
 from attnops.bench.setup import Setup
-from attnops.bench.timing import interleaved_us, synchronize
-from attnops.bench.verdict import Row
+from attnops.tune.clock import host_us, synchronize
 
 ROWS = 256
-"""Of the largest bucket: 35 of them by default."""
+"""Of the largest bucket; there are 35 buckets by default."""
 
 LENGTH = 128
-"""Of a row's pages: there are more steps than tokens of the prompt."""
+"""Positions of a row: a run has more steps than the prompt tokens."""
 
 MODES = ("piecewise", "breakable")
 MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 
 
 def cases(setup: Setup, device: Any = None) -> dict[str, Case]:
-    """Of the suite. device: what captures, where it is not CUDA."""
+    """One case a mode. device: the device that captures, unless CUDA."""
     name, kept = models.asked(setup, MODELS[setup.size]), models.Kept(setup)
     return {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES}
 
 
 @torch.no_grad()
 def measure(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) -> list[Row]:
-    """One mode. Raises LeftOut on a CPU, where no device is given."""
+    """One mode. Raises LeftOut on a CPU without a `device`."""
     from torch._inductor.utils import fresh_cache
 
     if not setup.on_gpu and device is None:
         raise LeftOut("there are no CUDA graphs on a CPU")
-    model = models.twin(kept(name))
-    rows = ROWS if setup.on_gpu else 4
-    inner = "inductor" if setup.backend == "inductor" else "eager"
+    model, inner = models.twin(kept(name)), "inductor" if setup.backend == "inductor" else "eager"
     handle = attnops.hf.patch(model, cache="paged", decode=attnops.hf.Decode(mode, inner=inner, graphs=device))
-    cache = handle.new_cache(rows, LENGTH)
+    cache = handle.new_cache(ROWS if setup.on_gpu else 4, LENGTH)
     synchronize()
-    # Nothing that another suite has compiled is found again.
     with fresh_cache():
         began = time.perf_counter()
         report = handle.capture(cache)
@@ -62,9 +58,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
     }  # fmt: skip
     prompt = models.tokens(setup, model, 2, 8)
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    one = prompt[:, :1].contiguous()
-    host = interleaved_us({"step": lambda: handle.step(one, cache)}, repeats=5, inner=4, wait=False)["step"]
+    token = prompt[:, :1].contiguous()
+    host = host_us({"step": lambda: handle.step(token, cache)}, repeats=5, inner=4, wait=False)["step"]
     handle.unpatch()
     way = f"attnops_{mode}"
-    buckets = Row(f"{name}, buckets", way, round(captured * 1e6), more=more)
-    return [buckets, Row(f"{name}, host", way, host["median_us"], host["spread_us"])]
+    return [Row(f"{name}, buckets", way, round(captured * 1e6), more=more), Row(f"{name}, host", way, host["median_us"], host["spread_us"])]

@@ -1,10 +1,10 @@
-"""Suite `kernels`: every kernel that can answer a call, the one chosen by itself, and what else torch has, over kinds of calls.
+"""Suite `kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls.
 
-`automatic` is the op as it is called; `kernel` in its row names what it ran. `torch.*` are SDPA, flex_attention compiled and varlen_attn;
+`automatic` is the plain op; `kernel` in its row names the chosen kernel. `torch.*` are SDPA, compiled flex_attention and varlen_attn;
 `direct.*` the vendors' own calls of their kernels (`attnops.bench.vendors`).
-`of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, of the bytes that must be moved and the operations that
-must be done. Of every result the last rows of the first requests are compared with the exact ones; all of it has to be finite.
-The last row counts the calls of a grid that the GPU (off one, an H200) leaves to the reference, see `attnops.bench.judge`.
+`of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
+The last rows of the first requests are compared with exact ones; the whole result must be finite.
+The last row counts the calls of a grid that the GPU (without one, an H200) leaves to the reference, see `attnops.bench.reference_calls`.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import judge, peers, report, vendors
+from attnops.bench import peers, reference_calls, rows, vendors
+from attnops.bench.rows import Row, Way, one_line, time_if_right
 from attnops.bench.setup import Setup
-from attnops.bench.timing import Timed, kernels_us
-from attnops.bench.verdict import Row, Way, judged, why
+from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
-from attnops.measured import Shape
-from attnops.measured.shape import Sizes
+from attnops.measured import Shape, Sizes
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.select import select
-from attnops.testing import Call, allowance, oracle
-from attnops.tune import COMPILED, Pool, Stopwatch, build
-from attnops.tune.clock import HostClock
+from attnops.testing import allowance, oracle
+from attnops.tune.ahead import COMPILED
+from attnops.tune.clock import Timed, host_clock, kernels_us
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
-from attnops.tune.timing import runner
+from attnops.tune.timing import Stopwatch, runner
 
-ROWS = 32
-REQUESTS = 3
-"""What is compared: the last queries of the first requests. All of them would be more work than what is timed."""
+ROWS, REQUESTS = 32, 3
+"""The last queries of the first requests are compared. All of them would take longer than the measurement."""
 
 PAGES = ("k_pages", "v_pages", "latent_pages")
 SLOW = ("reference", "flex")
-"""Not on a GPU, where a plain body needs the scores of all pairs at once; nor is what compiles for seconds timed at toy size."""
+"""Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its shape, `batch` requests of `queries` new tokens with `keys` keys each. kind, remark: words of its name.
+    """A call: its shape, `batch` requests of `queries` new tokens with `keys` keys each.
 
-    more: arguments that a Shape has no field for.
+    Args:
+        kind, remark: words of its name.
+        more: arguments that a Shape does not have.
     """
 
     kind: str
@@ -64,8 +64,12 @@ class Case:
         remark = f"{self.shape.q_heads} heads" if self.shape.rope_dim else self.remark
         return f"{self.kind} {self.batch}x{sizes}" + (f", {remark}" if remark else "")
 
+    def call(self, pool: Pool) -> Call:
+        """The call itself."""
+        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
+
     def sized(self, size: str) -> Case:
-        """At the size of the run: shorter on a CPU, and in float32."""
+        """At the size of the run: shorter and float32 on a CPU."""
         if size in ("full", "quick"):
             return self
         toy, s = size == "toy", self.shape
@@ -100,26 +104,26 @@ CASES = (
 COUNT = {"toy": 4, "small": 4, "quick": 6, "full": len(CASES)}
 
 
-def cases(setup: Setup) -> dict[str, report.Case]:
-    """Of the suite."""
+def cases(setup: Setup) -> dict[str, rows.Case]:
+    """The calls, and the count of those left to the reference."""
     pool = Pool(setup.device)
     chosen = [case.sized(setup.size) for case in CASES[: COUNT[setup.size]]]
-    found: dict[str, report.Case] = {case.name: partial(measure, setup, pool, case) for case in chosen}
-    return found | {"calls left to the reference": lambda: [judge.row(Target.of(setup.device) if setup.on_gpu else judge.H200)]}
+    found: dict[str, rows.Case] = {case.name: partial(measure, setup, pool, case) for case in chosen}
+    target = Target.of(setup.device) if setup.on_gpu else reference_calls.H200
+    return found | {"calls left to the reference": lambda: [reference_calls.row(target)]}
 
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     """One case."""
-    call = build(case.shape, [case.queries] * case.batch, [case.keys] * case.batch, pool).with_(**dict(case.more))
+    call = case.call(pool)
     want, allowed, part = exact(call)
     ways: dict[str, Way] = {}
     slow = SLOW if setup.on_gpu else SLOW[1:] if setup.size == "toy" else ()
     names = tuple(n for n in kernels_of(call.op) if n not in slow)
-    for kernel, mine, _ in Stopwatch(HostClock(), names=names).candidates(call):
+    for kernel, mine, _ in Stopwatch(host_clock, names=names).candidates(call):
         if not (setup.size == "toy" and kernel.name in COMPILED):
             ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance)
-    chosen = select(call.problem).kernel
-    if chosen is not None:
+    if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
         ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance), more={"kernel": chosen.name})
     some = {n: make for n, make in peers.PEERS.items() if setup.size != "toy" or n == "torch.sdpa"}
@@ -130,11 +134,11 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     for name, make in others.items():
         try:
             run_it = make(call)
-        except Exception as error:  # what this torch or machine lacks is said
-            broken.append(Row(case.name, name, wrong=why(error)))
+        except Exception as error:  # a package may be missing, or refuse the machine
+            broken.append(Row(case.name, name, wrong=one_line(error)))
             continue
         if run_it is not None:
-            # They may round weights to the dtype where ours do not; a factor of two is what the budget has for block-wise rescaling.
+            # Peers may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
             ways[name] = Way(Timed(run_it), partial(_rows_of, run_it, part), budget=2 * allowed)
     work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
 
@@ -145,24 +149,24 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         moved, done = work.bytes / us / 1e6 / setup.ceilings["bandwidth_tb_s"], work.flops / us / 1e6 / setup.ceilings["matmul_tflop_s"]
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
-    return judged(case.name, ways, want, allowed, clock, more=shares) + broken
+    return time_if_right(case.name, ways, want, allowed, clock, more=shares) + broken
 
 
 def _rows_of(run: Callable[[], Any], part: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a peer's result, which may come with an lse, and as `[B, 1, Hq, D]`."""
+    """The compared rows of a peer's result, which may be (output, lse), or `[B, 1, Hq, D]`."""
     returned = run()
     out: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return _compared(out, lambda whole: part(whole.flatten(0, -3)))
 
 
 def _compared(out: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """The part that is compared; NaN, where anything else of the result is not finite."""
-    rows = part(out)
-    return rows if bool(torch.isfinite(out).all()) else torch.full_like(rows, float("nan"))
+    """The compared rows; NaN if any number of the result is not finite."""
+    found = part(out)
+    return found if bool(torch.isfinite(out).all()) else torch.full_like(found, float("nan"))
 
 
 def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:
-    """A call of ours. What it does not write stays NaN, which is wrong."""
+    """A call of one of our kernels. The output is filled with NaN first, so that unwritten rows are wrong."""
 
     def result() -> Tensor:
         written = call.arguments.get("output")
@@ -176,7 +180,7 @@ def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], al
 
 
 def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
-    """Some rows of the result in float64, how far a kernel's may be, and what takes the same rows of a whole result."""
+    """(rows of the result in float64, the error allowed to a kernel, a function that takes these rows of a whole result)."""
     small, part = _some(call)
     found = oracle(small)
     budget = allowance(small, found)["output"]
@@ -184,7 +188,7 @@ def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
 
 
 def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
-    """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and those rows."""
+    """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and their rows."""
     a = call.arguments
     if call.op == "attention":
         batch, queries = min(REQUESTS, a["query"].shape[0]), min(ROWS, a["query"].shape[1])
@@ -195,15 +199,15 @@ def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
     batch, queries = min(REQUESTS, a["cu_seqlens_q"].shape[0] - 1), min(ROWS, new)
 
     def part(out: Tensor) -> Tensor:
-        rows: Tensor = out.unflatten(0, (-1, new))[:batch, -queries:].flatten(0, 1)
-        return rows
+        taken: Tensor = out.unflatten(0, (-1, new))[:batch, -queries:].flatten(0, 1)
+        return taken
 
     given: dict[str, Any] = {n: part(a[n]) for n in ("query", "q_nope", "q_pe", "output") if n in a}
     ends = torch.arange(batch + 1, device=a["cu_seqlens_q"].device, dtype=torch.int32)
     given |= {"cu_seqlens_q": ends * queries, "max_seqlen_q": queries}
     if "page_table" in a:
         table = a["page_table"][:batch]
-        # As bytes: not every torch picks rows of float8 numbers.
+        # As bytes: older torch cannot index float8 tensors.
         given |= {n: a[n].view(torch.uint8)[table.flatten().long()].view(a[n].dtype) for n in PAGES if n in a}
         order = torch.arange(table.numel(), device=table.device, dtype=table.dtype)
         given |= {"page_table": order.view(table.shape), "seq_lens": a["seq_lens"][:batch]}

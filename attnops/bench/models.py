@@ -1,4 +1,4 @@
-"""Hugging Face models with random weights, built on the device, and the caches they are measured over."""
+"""Hugging Face models with random weights, their exact logits, and the caches they are measured over."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from attnops.bench import memory
-from attnops.bench.report import Case
+from attnops.bench.rows import Case, Row, relative_error
 from attnops.bench.setup import Point, Setup
-from attnops.bench.verdict import Row, relative_error
-from attnops.cli.models import config_of
-from attnops.cli.shapes import SHAPES
+from attnops.configs import config_of
 from attnops.errors import InvalidInput
+from attnops.shapes import SHAPES
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 
 EXACT = 2
-"""Rows that are compared with what is exact, which takes its time; the others are compared with transformers' eager model."""
+"""Rows that are compared with exact logits, which are slow; the other rows are compared with transformers' eager model."""
 
 LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
@@ -30,33 +29,34 @@ LAYERS = {
     "quick": dict.fromkeys(SHAPES, 4),
     "full": {"gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
 }
-"""By size of the run: how many layers are built, where not all are. One of a published shape is what a laptop's memory holds."""
+"""By size of the run: the layers of models that are not built whole. A laptop's memory holds one layer of a published shape."""
+
+CACHES = 5
+"""Of one point, held at a time."""
 
 
 def asked(setup: Setup, default: str) -> str:
-    """The model that the setup asks for by its own name, so that results of it are found beside others'; else `default`."""
+    """The model of the setup under its own name, which results files share; else `default`."""
     return ALIASES.get(setup.model, setup.model) or default
 
 
 def config(setup: Setup, name: str) -> Any:
-    """The config of a bundled name, with as many layers as the setup has. Raises InvalidInput for an unknown name."""
+    """The config of a bundled name, with the layers of the setup. Raises InvalidInput for an unknown name."""
     name = ALIASES.get(name, name)
     found = config_of(name)
-    layers = setup.layers or LAYERS.get(setup.size, {}).get(name, 0)
-    if layers:
+    if layers := setup.layers or LAYERS.get(setup.size, {}).get(name, 0):
         _set_layers(found, layers)
     return found
 
 
 def _set_layers(config: Any, layers: int) -> None:
-    kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = layers
-    if kinds is not None:
+    if (kinds := getattr(config, "layer_types", None)) is not None:
         config.layer_types = (kinds * layers)[:layers]
 
 
 def checked(name: str) -> None:
-    """Raises InvalidInput: no such model, or none that gives a next token."""
+    """Raise InvalidInput unless `name` is a bundled decoder."""
     import transformers
 
     if type(found := config_of(ALIASES.get(name, name))) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -64,9 +64,9 @@ def checked(name: str) -> None:
 
 
 def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
-    """As `config`, with fewer layers where the memory that is free does not hold them, its caches at `point`, and what it is compared with.
+    """As `config`, with layers halved until free memory holds the model, its caches at `point` and its widened modules.
 
-    The rows say how many. Raises InvalidInput: one layer is too many, or the setup asks for more than fit.
+    Raises InvalidInput: one layer is too many, or the setup names more layers than fit.
     """
     made, there = config(setup, name), memory.free(setup.device)
     if there is None:
@@ -85,7 +85,7 @@ def _needed(setup: Setup, made: Any, point: Point | None) -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
     cached = 0
-    # Of a model whose layers differ transformers has no one head dim to give, and raises; its caches are small beside its weights.
+    # A config whose layers differ has no single head dim, and raises; its caches are small beside its weights.
     with contextlib.suppress(Exception):
         heads = getattr(made, "num_key_value_heads", None) or made.num_attention_heads
         dim = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
@@ -94,38 +94,25 @@ def _needed(setup: Setup, made: Any, point: Point | None) -> int:
     return memory.needed(model, _wide(setup.dtype), cached)
 
 
-CACHES = 5
-"""Of one point, that ways of making a step hold at a time."""
-
-
 def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) -> Any:
-    """The model in evaluation mode, in the setup's dtype, with the weights of `seed`; sinks are random, too.
-
-    It has as many layers as memory holds, see `fitted`.
-    """
+    """The model in evaluation mode and the setup's dtype, with the random weights (and sinks) of `seed`, as large as `fitted` says."""
     import transformers
 
     made = fitted(setup, name, point)
     with torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []), torch.device(setup.device):
         torch.manual_seed(seed)
-        attention = "sdpa" if _sdpa(made) else "eager"
+        # Models with sinks have no SDPA attention.
+        sdpa = getattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], "_supports_sdpa", False)
+        attention = "sdpa" if sdpa else "eager"
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype, attn_implementation=attention)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("sinks"):  # at zero they are the same for every head
+            if parameter_name.endswith("sinks"):  # initialised to zero, alike for all heads
                 torch.nn.init.normal_(parameter)
     return model.eval().requires_grad_(False)
 
 
-def _sdpa(made: Any) -> bool:
-    """Does transformers offer its SDPA attention for this model? It has no sinks."""
-    import transformers
-
-    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
-    return bool(getattr(cls, "_supports_sdpa", False))
-
-
 class Kept:
-    """The model last asked for, so that the cases of a suite share it and no two lie in memory."""
+    """The model of the last call, so that the cases of a suite share it and only one is in memory."""
 
     def __init__(self, setup: Setup, point: Point | None = None) -> None:
         self._setup, self._point, self._name, self._model = setup, point, "", None
@@ -139,11 +126,11 @@ class Kept:
 
 
 Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
-"""By size of the run: the models of a suite, and at which points each is measured."""
+"""By size of the run: the models of a suite, and the points of each."""
 
 
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
-    """Cases of a suite: every model at its points. A model that the setup asks for has those of the first, if none of its own."""
+    """Every model at its points. A model named by the setup takes the first model's points if it has none of its own."""
     here = places[setup.size]
     names = [asked(setup, "")] if setup.model else list(here)
     points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
@@ -153,9 +140,8 @@ def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Poin
 
 
 def twin(model: Any) -> Any:
-    """The model once more over the same weights, so that one can be patched and the other not."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
+    """A copy of the model with the same weights, to patch one of the two."""
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
@@ -164,10 +150,14 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(setup.device)
 
 
-def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """Of logits from exact ones of the first rows, and half that of the other rows from `eager`, which are off as far themselves.
+Distance = Callable[[Tensor, Tensor], float]
 
-    Of a model with experts that of the median row: where two experts are all but equal, rounding chooses.
+
+def distance(model: Any, eager: Tensor) -> Distance:
+    """The error of logits: relative to exact ones in the first rows, and half the error relative to `eager` in the other rows.
+
+    `eager` has an error of its own, as large as the one allowed. Of a model with experts the median row counts: where two experts tie,
+    rounding chooses between them.
     """
     experts = any(getattr(model.config, n, 0) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
     quantile = 0.5 if experts else 1.0
@@ -182,19 +172,19 @@ def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
 
 
 MORE = 1.5
-"""Times the error of the base: another order of sums, or fewer roundings where kernels are fused, may be so much further off by chance."""
+"""Budget over the error of transformers' eager model: another order of sums, or fewer roundings, may be that much worse by chance."""
 
 MOST = 1 / MORE
-"""Of the base's error, so that zeros, which are off by 1, are wrong."""
+"""Upper bound of that error, so that zeros, whose error is 1, exceed the budget."""
 
 
 def budget(model: Any, base: float) -> float:
-    """How far logits may lie from those of `exactly`, as `distance` has it. base: how far those of transformers' eager model do.
+    """The largest allowed `distance` of logits. base: that of transformers' eager model.
 
-    MORE * base + gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of float32, and of the float32 in
-    which products are added up. 4 + sqrt(L): the roundings of a layer, and one more of the residual stream a layer, which add up as
-    random ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so does what they are off by.
-    Raises RuntimeError: the base is no number, or more than MOST, and nothing can be compared with it.
+    MORE * base + gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of float32, and of the float32
+    in which products are summed. 4 + sqrt(L): the roundings of a layer, and one of the residual stream a layer, which add up as random
+    ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so do their errors.
+    Raises RuntimeError: the base is NaN or more than MOST.
     """
     if not base <= MOST:
         raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST:.3g}: nothing can be compared")
@@ -204,8 +194,16 @@ def budget(model: Any, base: float) -> float:
     return float(MORE * base + gain**2 * (u + u * (width**0.5 + 4)) * (4 + layers**0.5))
 
 
+@torch.no_grad()
+def expected(model: Any, eager: Tensor, prompt: Tensor, new: Tensor | None = None) -> tuple[Tensor, Distance, float]:
+    """(exact logits of the first EXACT rows, the distance, its budget). eager: logits of transformers' eager model, all rows."""
+    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT])
+    off = distance(model, eager)
+    return want, off, budget(model, off(eager, want))
+
+
 LARGE = 1 << 20
-"""Numbers of a weight that is not copied."""
+"""Numbers of a weight from which on it is not copied."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -213,14 +211,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(model: Any, large: int = LARGE) -> Any:
-    """The model in a wider dtype. Small weights are copies; a module's large ones are widened when it is called, dropped when it returns.
+    """The model in a wider dtype. Small weights are copies; large ones are widened while their module runs.
 
-    Of a large embedding the rows that it picks are widened.
+    A large embedding stays narrow, and the rows it returns are widened.
     """
     wide, one = _wide(model.dtype), twin(model)
-
-    def widen(x: Tensor | None) -> Tensor | None:
-        return x.to(wide) if x is not None and x.dtype.is_floating_point else x
 
     def wider(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         return torch.nn.Parameter(parameter.to(wide), requires_grad=False)
@@ -237,24 +232,23 @@ def widened(model: Any, large: int = LARGE) -> Any:
 
     for module in list(one.modules()):
         for name, buffer in module._buffers.items():
-            module._buffers[name] = widen(buffer)
+            module._buffers[name] = buffer.to(wide) if buffer is not None and buffer.dtype.is_floating_point else buffer
         here = {name: p for name, p in module._parameters.items() if p is not None}
         module._parameters.update({name: wider(p) for name, p in here.items() if p.numel() <= large})
-        if not (narrow := {name: p for name, p in here.items() if p.numel() > large}):
-            continue
-        if isinstance(module, torch.nn.Embedding):
+        narrow = {name: p for name, p in here.items() if p.numel() > large}
+        if narrow and isinstance(module, torch.nn.Embedding):
             module.register_forward_hook(lambda module, given, returned: returned.to(wide))
-        else:
+        elif narrow:
             around(module, narrow)
     return one
 
 
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
-    """Logits of a step for every token of `new` `[B, N]` behind `prompt`; None: of the prompt's last token. `[B, N or 1, V]`.
+    """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token.
 
-    By transformers' own model in float64, where this one is of float32, else in float32, each module widened while it runs: a whole copy
-    of a large model is more than a machine may have.
+    Computed by transformers in float64 for a float32 model, else in float32, one widened module at a time: a machine may not have the
+    memory for a wide copy of a large model.
     """
     from transformers import DynamicCache
 
@@ -262,38 +256,35 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
     if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
         choose("eager")
     cache = DynamicCache(config=wide.config)
-    found = [wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
+    last: Tensor = wide(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     if new is None:
-        only: Tensor = found[0]
-        return only
+        return last
     return torch.cat([wide(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(new.shape[1])], 1)
 
 
 class Rewound:
-    """A transformers cache that is put back to where it stood when this was made, without being copied.
+    """Restores a transformers cache to its state at construction, mostly without copies.
 
-    Dynamic layers make new tensors, so that the old are kept. Static ones are written in place behind the position that is put back;
-    those of a window are a ring, and are copied.
+    Dynamic layers replace their tensors, so the old ones are kept. Static layers write in place past the restored position; ring
+    buffers of windows are copied.
     """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.kept = [{n: self._saved(layer, n, v) for n, v in vars(layer).items()} for layer in cache.layers]
+        self.kept = [{n: self._saved(layer, v) for n, v in vars(layer).items()} for layer in cache.layers]
 
     @staticmethod
-    def _saved(layer: Any, name: str, value: Any) -> Any:
-        fixed = bool(getattr(layer, "is_compileable", False))
-        ring = fixed and bool(getattr(layer, "is_sliding", False))
-        if isinstance(value, Tensor) and (ring or (fixed and value.dim() == 0)):
-            return value.clone()
-        return value
+    def _saved(layer: Any, value: Any) -> Any:
+        static = bool(getattr(layer, "is_compileable", False))
+        ring = static and bool(getattr(layer, "is_sliding", False))
+        return value.clone() if isinstance(value, Tensor) and (ring or (static and value.dim() == 0)) else value
 
     def __call__(self) -> None:
         for layer, kept in zip(self.cache.layers, self.kept, strict=True):
             for name, value in kept.items():
                 now = getattr(layer, name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor) and getattr(layer, "is_compileable", False):
-                    if now is not value:  # its address is known to graphs
+                    if now is not value:  # graphs hold its address
                         now.copy_(value)
                 else:
                     setattr(layer, name, value)

@@ -1,4 +1,4 @@
-"""What torch itself has for a call, beside which our kernels are measured. Each is None where it cannot answer the call."""
+"""torch's own attention for a call. Each function returns None if it cannot answer the call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.bench.setup import Setup
-from attnops.testing import Call
+from attnops.inputs import Call
 
 Run = Callable[[], Any]
 
 
 def _heads_first(call: Call) -> tuple[Tensor, Tensor, Tensor] | None:
-    """query, key and value `[B, H, S, D]`; of pages, what they hold as a contiguous cache, for requests of one length."""
+    """query, key, value `[B, H, S, D]`; pages of requests of one length are copied into a contiguous cache."""
     a = call.arguments
     if "q_nope" in a or "sinks" in a:
         return None
@@ -28,8 +28,7 @@ def _heads_first(call: Call) -> tuple[Tensor, Tensor, Tensor] | None:
     if call.op == "varlen_attention":
         return query, *(a[n].unflatten(0, (batch, -1)).transpose(1, 2) for n in ("key", "value"))
     table = a["page_table"].long()
-    length = table.shape[1] * a["k_pages"].shape[1]
-    if a["k_pages"].dtype != query.dtype or not bool((a["seq_lens"] == length).all()):
+    if a["k_pages"].dtype != query.dtype or not bool((a["seq_lens"] == table.shape[1] * a["k_pages"].shape[1]).all()):
         return None
     key, value = (a[n][table].flatten(1, 2).transpose(1, 2).contiguous() for n in ("k_pages", "v_pages"))
     return query, key, value
@@ -40,7 +39,7 @@ def _tokens_first(out: Tensor) -> Tensor:
 
 
 def sdpa(setup: Setup, call: Call) -> Run | None:
-    """`scaled_dot_product_attention`: whole causal prompts, and decode over a contiguous cache of the same bytes."""
+    """`scaled_dot_product_attention`: whole causal prompts, and decode over a contiguous cache of as many bytes."""
     a, given = call.arguments, _heads_first(call)
     if given is None or "softcap" in a or "window_left" in a:
         return None
@@ -53,7 +52,7 @@ def sdpa(setup: Setup, call: Call) -> Run | None:
 
 
 def flex(setup: Setup, call: Call) -> Run | None:
-    """`flex_attention`, compiled, with a block mask made beforehand. Not for decode, where it has to be told of splits."""
+    """`flex_attention`, compiled, with a block mask made beforehand. Not for decode, where it needs options for splits."""
     a, given = call.arguments, _heads_first(call)
     if given is None or a["query"].shape[-3] == 1 or call.op == "paged_attention":
         return None
@@ -75,7 +74,7 @@ def flex(setup: Setup, call: Call) -> Run | None:
 
 
 def varlen(setup: Setup, call: Call) -> Run | None:
-    """`torch.nn.attention.varlen_attn` of a torch that has it and takes grouped heads: causal prompts on CUDA."""
+    """`torch.nn.attention.varlen_attn`, if this torch has it with grouped heads: causal prompts on CUDA."""
     a = call.arguments
     if not setup.on_gpu or call.op not in ("attention", "varlen_attention") or {"softcap", "sinks"} & a.keys() or not a["causal"]:
         return None
@@ -88,11 +87,10 @@ def varlen(setup: Setup, call: Call) -> Run | None:
         lengths: tuple[Any, ...] = (count * queries, count * keys, queries, keys)
     else:
         lengths = tuple(a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
-    window, grouped = (a.get("window_left", -1), 0), query.shape[1] != key.shape[1]
-    more: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    more: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if not more.keys() <= inspect.signature(varlen_attn).parameters.keys():
         return None
-    return lambda: varlen_attn(query, key, value, *lengths, scale=a["scale"], window_size=window, **more)
+    return lambda: varlen_attn(query, key, value, *lengths, scale=a["scale"], window_size=(a.get("window_left", -1), 0), **more)
 
 
 PEERS: dict[str, Callable[[Setup, Call], Run | None]] = {"torch.sdpa": sdpa, "torch.flex": flex, "torch.varlen": varlen}

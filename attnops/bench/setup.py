@@ -1,8 +1,7 @@
-"""`Setup`: what a run of suites was asked for. A suite is a function of it."""
+"""`Setup`: the options of a run, as every suite receives them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,11 +11,11 @@ import torch
 from attnops.errors import InvalidInput
 
 SIZES = ("toy", "small", "quick", "full")
-"""A CPU in a hurry, a CPU, a GPU in a hurry, a GPU."""
+"""Of a run: CPU with --quick, CPU, GPU with --quick, GPU."""
 
 
 class Point(NamedTuple):
-    """A size of a step: requests, and tokens of each that are there before."""
+    """The size of a decode step or prompt: requests, and tokens of each."""
 
     batch: int
     context: int
@@ -29,24 +28,25 @@ class Point(NamedTuple):
     def parse(cls, text: str) -> Point:
         """`8x1k` or `8x1024`. Raises InvalidInput."""
         batch, _, context = text.strip().lower().partition("x")
-        scale = 1024 if context.endswith("k") else 1
         digits = context.removesuffix("k")
         if not (batch.isascii() and batch.isdigit() and digits.isascii() and digits.isdigit() and int(batch) and int(digits)):
             raise InvalidInput("points", repr(text), "BATCHxCONTEXT, both at least 1, as 8x1k or 8x1024, with commas between them")
-        return cls(int(batch), int(digits) * scale)
-
-
-def _silent(what: str) -> None: ...
+        return cls(int(batch), int(digits) * (1024 if context.endswith("k") else 1))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a suite measures, and how long it may take.
+    """The options of a run.
 
-    device: where. quick: smaller sizes, fewer cases. model: a bundled shape or tiny model, "" for those of the suite. layers: of the
-    models, 0 for as many as the suite takes. points: sizes of steps, ways: of doing them, () for those of the suite. until_s: of
-    `time.monotonic`, when no further case is begun. tell: is told what is being measured. backend: of torch.compile; another than
-    Inductor measures nothing of use. ceilings: as `attnops.bench.ceilings.measure` found them.
+    Args:
+        device: the device to measure.
+        quick: fewer and smaller cases.
+        model: a bundled shape or tiny model; "" takes the suite's.
+        layers: layers of the models; 0 takes the suite's.
+        points: sizes of steps; () takes the suite's.
+        ways: implementations to measure; () takes the suite's.
+        backend: of torch.compile. Any other than Inductor is for tests.
+        ceilings: bandwidth and matmul rate of the device, see `attnops.tune.clock.ceilings`.
     """
 
     device: torch.device
@@ -55,14 +55,12 @@ class Setup:
     layers: int = 0
     points: tuple[Point, ...] = ()
     ways: tuple[str, ...] = ()
-    until_s: float = float("inf")
     backend: str = "inductor"
     ceilings: Mapping[str, float] = field(default_factory=dict)
-    tell: Callable[[str], None] = field(default=_silent, compare=False)
 
     @property
     def on_gpu(self) -> bool:
-        """Is it a CUDA device?"""
+        """True on CUDA."""
         return self.device.type == "cuda"
 
     @property
@@ -76,23 +74,18 @@ class Setup:
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def compiled(self, function: Callable[..., Any], *, mode: str = "", **more: Any) -> Callable[..., Any]:
-        """`function` through torch.compile with the backend of the run. mode: of Inductor."""
+        """`function` through torch.compile with the run's backend. mode: Inductor's."""
         options: dict[str, Any] = {"mode": mode} if mode and self.backend == "inductor" else {}
         if self.backend != "inductor":
             more.pop("options", None)
         made: Callable[..., Any] = torch.compile(function, backend=self.backend, **options, **more)
         return made
 
-    @property
-    def late(self) -> bool:
-        """Is the time spent?"""
-        return time.monotonic() > self.until_s
-
 
 def device_of(name: str) -> torch.device:
-    """The device of `cpu`, `cuda` or "", which is CUDA where there is one. Raises InvalidInput."""
+    """The device called `cpu` or `cuda`; "" is CUDA if available. Raises InvalidInput."""
     here = torch.cuda.is_available()
     if name not in ("", "cpu", "cuda") or (name == "cuda" and not here):
         raise InvalidInput("device", repr(name), "cpu or cuda" if here else "cpu: torch finds no CUDA device")
-    kind = name or ("cuda" if here else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    cuda = name == "cuda" or (not name and here)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from attnops.bench import compile, decode, graphs, kernels, overhead, prefill
-from attnops.bench.report import Case
+from attnops.bench.rows import Case
 from attnops.bench.setup import Setup
 from attnops.errors import InvalidInput
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What a plot of a suite shows: a figure of its rows times `scale`, in `unit`. log: its axis. more: is more better?"""
+    """The plot of a suite: figure `figure` of its rows times `scale`, in `unit`. log: its axis. more: higher is better."""
 
     figure: str
     unit: str
@@ -25,9 +25,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Suite:
-    """A part of the measurements. cases: by name, each makes its rows (`attnops.bench.verdict.Row`). file: a results file's stem.
+    """A part of the measurements.
 
-    picture: what is plotted. needs: modules it cannot do without, which the extra `hf` brings. share: of the time, beside the others'.
+    Args:
+        cases: the cases by name for a Setup; each makes its rows.
+        picture: the plot.
+        file: stem of the results file; "" is the name.
+        needs: modules that the extra `hf` installs.
+        share: of the time, relative to the other suites.
     """
 
     name: str
@@ -35,7 +40,7 @@ class Suite:
     cases: Callable[[Setup], Mapping[str, Case]]
     picture: Picture
     file: str = ""
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("transformers",)
     share: float = 1.0
 
     @property
@@ -47,23 +52,22 @@ class Suite:
 SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
 FIRST = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Time to the first token")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
-
 COLD = Picture("median_us", "s", "First call of a decode step", scale=1e-6, log=True, more=False)
 CAPTURE = Picture("median_us", "s", "Capture of all buckets", scale=1e-6, log=True, more=False)
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
 SUITES: tuple[Suite, ...] = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", share=2.0),
-    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, needs=("transformers",), share=8.0),
-    Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, needs=("transformers",), share=2.0),
-    Suite("compile", "cold and warm compilation, graphs and pieces", compile.cases, COLD, needs=("transformers",), share=2.0),
-    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, CAPTURE, needs=("transformers",), share=1.0),
-    Suite("overhead", "what a call through attnops costs on the host", overhead.cases, HOST),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", (), 2.0),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, share=8.0),
+    Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, share=2.0),
+    Suite("compile", "cold and warm compilation, graphs and pieces", compile.cases, COLD, share=2.0),
+    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, CAPTURE),
+    Suite("overhead", "what a call through attnops costs on the host", overhead.cases, HOST, needs=()),
 )
 
 
 def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
-    """The suites of these names, all for (), in their own order. Raises InvalidInput for another name."""
+    """The suites of these names in their own order; () is all. Raises InvalidInput for an unknown name."""
     known = {suite.name: suite for suite in SUITES}
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput("suites", ", ".join(map(repr, unknown)), " | ".join(known))

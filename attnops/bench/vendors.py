@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import attnops.ops
-from attnops.testing import Call
+from attnops.inputs import Call
 
 Run = Callable[[], Any]
 Make = Callable[[Call], Run]

@@ -145,7 +145,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine beside what one would use instead. Exit code 1: a result is wrong, a case failed, or a figure became worse."""
-    from attnops.bench.report import bad
+    from attnops.bench.files import bad
     from attnops.cli import bench as command
 
     if compare:

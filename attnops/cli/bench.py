@@ -8,18 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from attnops.bench.compare import compare
-from attnops.bench.report import read
-from attnops.bench.running import make_folder
-from attnops.bench.running import run as run_suites
+from attnops.bench.files import compare, read
+from attnops.bench.rows import further
+from attnops.bench.run import make_folder
+from attnops.bench.run import run as run_suites
 from attnops.bench.setup import Point, Setup, device_of
 from attnops.bench.suites import Suite, named
-from attnops.cli import require
-from attnops.cli.explain import quiet_transformers
-from attnops.cli.tables import SIMPLE
+from attnops.cli.tables import new_table
+from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
+from attnops.package import require
 
 
 def run(
@@ -41,11 +40,22 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Measure, with progress and tables on `console`. Returns the reports by suite.
 
-    suites: names, () for all. model: a bundled name. device: cpu, cuda or "". layers: 0 for the suite's. points: `1x1k,8x1k`. ways: names
-    in a suite's results, with commas, "" for all. budget_s: in all. out: a folder for a results file of each suite, plots: for a picture
-    of each. commit: of the code. gpus: that share the cases. backend: as Setup has it.
-    Raises InvalidInput: no such suite, device, model, way or point, none that a suite asked for has, not so many GPUs, no number that makes
-    sense, or no folder. MissingExtra: a suite's package is missing.
+    Args:
+        suites: names; () is all.
+        model: bundled name.
+        quick: fewer and smaller cases.
+        device: cpu, cuda or "".
+        layers: of the models; 0 is the suite's.
+        points: such as `1x1k,8x1k`; "" is the suite's.
+        ways: of the suite decode, with commas; "" is all.
+        budget_s: seconds in all.
+        out: folder for a results file of each suite.
+        plots: folder for a plot of each suite.
+        commit: of the code.
+        gpus: number of GPUs that share the cases.
+        backend: of torch.compile.
+
+    Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine. MissingExtra: a package is missing.
     """
     if not 0 < budget_s < float("inf"):
         raise InvalidInput("budget_s", budget_s, "a finite number > 0 of seconds")
@@ -57,16 +67,17 @@ def run(
     if plots is not None:
         require(("matplotlib",), "bench")
         make_folder("plots", plots)
-    names = tuple(suite.name for suite in chosen)
+    names = ", ".join(suite.name for suite in chosen)
     if (model or layers or points) and not any(suite.needs for suite in chosen):
-        raise InvalidInput("suites", ", ".join(names), "one that measures models: neither a model, nor layers, nor points are of others")
-    if ways and "decode" not in names:
-        raise InvalidInput("suites", ", ".join(names), "decode, whose ways were named")
+        raise InvalidInput("suites", names, "one that measures models, for --model, --layers and --points")
+    if ways and "decode" not in (suite.name for suite in chosen):
+        raise InvalidInput("suites", names, "decode, for --ways")
     if model:
         from attnops.bench.models import checked
 
         checked(model)
     places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
+    setup = Setup(device_of(device), quick, model, layers, places, tuple(filter(None, ways.split(","))), backend)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, quiet_transformers():
         task = progress.add_task("measuring")
@@ -74,8 +85,7 @@ def run(
         def tell(what: str) -> None:
             progress.update(task, description=escape(what))
 
-        setup = Setup(device_of(device), quick, model, layers, places, tuple(filter(None, ways.split(","))), backend=backend, tell=tell)
-        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus)
+        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus, tell=tell)
     for report in reports.values():
         show(report, console)
     written = [str(out / f"{suite.stem}.json") for suite in chosen] if out is not None else []
@@ -87,7 +97,7 @@ def run(
 
 
 def draw(report: dict[str, Any], suite: Suite, path: Path) -> Path | None:
-    """Write the picture of a report; None where it has nothing to show."""
+    """Write the plot of a report; None if no row has its figure."""
     from attnops.bench.plots import svg
 
     text = svg(report, suite.picture)
@@ -97,18 +107,16 @@ def draw(report: dict[str, Any], suite: Suite, path: Path) -> Path | None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """One table of a report: what was found of every case and way, and what was not."""
+    """Print one table: a row for every case and way, then the cases that were left out or failed."""
     ceilings = ", ".join(f"{name} {value:g}" for name, value in report.get("ceilings", {}).items())
     console.print(f"\n[bold]{report['suite']}[/] on {escape(report['device'])}, torch {report['torch']}, {report['seconds']:.0f} s", end="")
     console.print(f"; measured ceilings: {ceilings}" if ceilings else "", style="dim")
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("case", "way", "us", "spread", "of budget", ""):
-        table.add_column(column, overflow="fold", justify="right" if column in ("us", "spread", "of budget") else "left")
+    table = new_table("case", "way", "us", "spread", "of budget", "", numbers=("us", "spread", "of budget"))
     before = ""
     for row in report["rows"]:
         us, spread = ("" if (x := row.get(n)) is None else f"{x:,.1f}" for n in ("median_us", "spread_us"))
         share = f"{row['error'] / row['budget']:.0%}" if row.get("budget") and "error" in row else ""
-        more = f"[red]{escape(row['wrong'])}[/]" if "wrong" in row else escape(", ".join(f"{k} {v}" for k, v in rest(row).items()))
+        more = f"[red]{escape(row['wrong'])}[/]" if "wrong" in row else escape(", ".join(f"{k} {v}" for k, v in further(row).items()))
         table.add_row(escape(row["case"]) if row["case"] != before else "", row["way"], us, spread, share, more)
         before = row["case"]
     console.print(table)
@@ -123,29 +131,15 @@ def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
     """
     old, new = read(before), read(after)
     changes = compare(old, new)
-    for name, report in ((str(before), old), (str(after), new)):
-        console.print(f"{escape(name)}: {escape(stamp(report))}", soft_wrap=True)
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("case", "way", "figure", "before", "after", "after / before", ""):
-        table.add_column(column, overflow="fold", justify="right" if column in ("before", "after", "after / before") else "left")
+    for path, report in ((before, old), (after, new)):
+        stamp = ", ".join(f"{name} {str(report.get(name, '?'))[:40]}" for name in ("device", "torch", "commit", "date"))
+        console.print(f"{escape(str(path))}: {escape(stamp)}", soft_wrap=True)
+    table = new_table("case", "way", "figure", "before", "after", "after / before", "", numbers=("before", "after", "after / before"))
     for change in changes:
         values = ["" if x is None else f"{x:,g}" for x in (change.before, change.after, change.ratio)]
-        color = "red" if change.worse else "green" if change.verdict in ("faster", "fewer", "right") else "dim"
-        table.add_row(escape(change.case), escape(change.way), change.figure, *values, f"[{color}]{change.verdict}[/]")
+        color = "red" if change.worse else "green" if change.change in ("faster", "fewer", "right") else "dim"
+        table.add_row(escape(change.case), escape(change.way), change.figure, *values, f"[{color}]{change.change}[/]")
     console.print(table)
-    worse = [change for change in changes if change.worse]
-    console.print(f"{len(worse)} of {len(changes)} figures are worse by more than the spread of both")
-    return {"changes": [change.as_dict() for change in changes], "regressions": len(worse)}
-
-
-def stamp(report: dict[str, Any]) -> str:
-    """What a report was made with."""
-    return ", ".join(f"{name} {str(report.get(name, '?'))[:40]}" for name in ("device", "torch", "commit", "date"))
-
-
-FORM = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
-
-
-def rest(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row has besides what all rows have."""
-    return {name: value for name, value in row.items() if name not in FORM}
+    worse = sum(change.worse for change in changes)
+    console.print(f"{worse} of {len(changes)} figures are worse by more than the spread of both")
+    return {"changes": [change.as_dict() for change in changes], "regressions": worse}

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attnops.cli import require
-from attnops.cli.explain import explain_config, quiet_transformers
+from attnops.cli.explain import explain_config
 from attnops.cli.tables import show_explanation
+from attnops.configs import quiet_transformers
+from attnops.package import require
 
 MODELS = ("llama-small", "gpt-oss-small")
 # "" is this machine. The dtypes are what one would use there.

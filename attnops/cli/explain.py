@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from attnops.cli import models
+from attnops import configs
 from attnops.errors import AttnopsError, InvalidInput
 from attnops.lowering.explain import Explanation, explain
 from attnops.problem import Target
@@ -40,7 +35,7 @@ def explain_model(
 ) -> dict[str, Explanation]:
     """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
 
-    model: as `models.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
+    model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
     be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
 
     Raises InvalidInput: a model, target, phase, dtype or number that is none. CannotExplain: see there.
@@ -54,9 +49,9 @@ def explain_model(
         Target.parse(target)
     elif assume is not None:
         raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
-    with quiet_transformers():
-        config = models.config_of(model)
-        found = explain_config(config, dtype=models.dtype_of(dtype), target=target, assume=assume, batch=batch, tokens=tokens)
+    with configs.quiet_transformers():
+        config = configs.config_of(model)
+        found = explain_config(config, dtype=configs.dtype_of(dtype), target=target, assume=assume, batch=batch, tokens=tokens)
     return {p: e for p, e in found.items() if phase in (p, "both")}
 
 
@@ -76,7 +71,7 @@ def explain_config(
     found = {}
     try:
         with mode, here, torch.no_grad():
-            model = models.build_fake(config, dtype)
+            model = configs.build_fake(config, dtype)
             patch(model, mask="compact" if elsewhere else "auto")
             cache = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
@@ -89,26 +84,9 @@ def explain_config(
     except AttnopsError:
         raise
     except Exception as error:  # whatever a model makes of the sizes in a stranger's config
-        got = f"{type(config).__name__} ({models.first_line(error)})"
+        got = f"{type(config).__name__} ({configs.first_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     return found
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Within the block transformers, and what it loads, reports errors only: its advice is for models with weights."""
-    # It sets the level of its logger when it is imported, so that comes first.
-    if find_spec("transformers") is not None:
-        import_module("transformers.utils.logging")
-    loggers = [logging.getLogger(name) for name in ("transformers", "torchao", "torch.utils._pytree")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def as_dict(found: dict[str, Explanation]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the commands print: one console, one style of table, and the table of an explanation."""
+"""Output of the commands: the console, the style of tables, and the table of an explanation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ def new_console(stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_COLUMNS)
 
 
+def new_table(*columns: str, numbers: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+    """A table. numbers: columns aligned to the right. whole: columns that are never folded."""
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in whole, justify="right" if column in numbers else "left")
+    return table
+
+
 def refusal(r: Refusal) -> dict[str, str]:
     """A refusal as plain data."""
     return {"field": r.field, "got": str(r.got).removeprefix("torch."), "want": r.want}
 
 
 def show_explanation(explanation: Explanation, console: Console, heading: str = "") -> None:
-    """One table a call site: the kernel chosen first, then every other kernel of the op with each of its reasons."""
+    """Print a table a call site: the chosen kernel, then every other kernel of the op with the reasons against it."""
     assumed = "" if explanation.assumed is None else f", assuming packages: {', '.join(explanation.assumed) or 'none'}"
     console.print(f"[bold]{escape(heading or 'explain')}[/] on {explanation.target}{assumed}")
     if explanation.times:
@@ -38,14 +46,12 @@ def show_explanation(explanation: Explanation, console: Console, heading: str = 
         console.print(escape(site.decision.problem.summary()), style="dim")
         console.print(_decision(site.decision))
     if not explanation.sites:
-        console.print("no attnops call was made")
+        console.print("the model made no attnops call")
     console.print()
 
 
 def _decision(decision: Decision) -> Table:
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("kernel", "", "field", "got", "wanted"):
-        table.add_column(column, overflow="fold", no_wrap=column == "kernel")
+    table = new_table("kernel", "", "field", "got", "wanted", whole=("kernel",))
     if decision.kernel is not None:
         judged = f": {decision.by_judge}" if decision.by_judge else ""
         colour = "red" if judged else "green"

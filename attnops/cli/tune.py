@@ -1,8 +1,10 @@
-"""`attnops tune`: times the kernels of this machine and keeps the times where selection finds them."""
+"""`attnops tune`: times the kernels of this machine and writes the table that selection reads."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as Rows
 
-from attnops.cli.tables import SIMPLE
+from attnops.cli.tables import new_table
 from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
 from attnops.measured.store import check_place
 from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, plans_of
+from attnops.tune.clock import ceilings
 
 
 def run(
@@ -32,14 +34,19 @@ def run(
     output: Path | None = None,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Measure this machine's GPU, or its CPU where there is none, and write the table. Progress and a summary go to `console`.
+    """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Progress and a summary on `console`.
 
-    ops, kernels: measure these only. grid: a name of `attnops.tune.GRIDS`, "" for the one of the device. budget_s: seconds in all.
-    first_calls_s: as `Stopwatch` has it. output: a file instead of the user's table. clock: what times, for tests.
+    Args:
+        ops, kernels: measure these only; () is all.
+        grid: name in `attnops.tune.GRIDS`; "" is the device's.
+        budget_s: seconds in all.
+        first_calls_s: limit of first calls, see `Stopwatch`.
+        output: file to write instead of the user's table.
+        clock: for tests.
 
     Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
-    Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or nothing that two kernels can answer. OSError:
-    it cannot be written.
+    Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or no call that two kernels can answer.
+    OSError: the table cannot be written.
     """
     if unknown := set(kernels) - set(kernel_names()):
         raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))
@@ -48,14 +55,19 @@ def run(
             raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
     if output is not None:
         check_place(output)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    plans = plans_of(grid or ("full" if device.type == "cuda" else "cpu"), ops)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    grid = grid or ("full" if on_gpu else "cpu")
+    plans, path = plans_of(grid, ops), output or path_for(gpu_name(device))
     stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
-    if device.type == "cuda" and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
+    if on_gpu and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
-            compile_ahead(grid or "full", device, ops, compiled)
+            compile_ahead(grid, device, ops, compiled, max((os.cpu_count() or 2) - 2, 1), limit_s=40.0)
+    rates = {} if clock else ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
+
+    def keep(table: Table) -> None:
+        save(replace(table, made={**table.made, **rates}), path)
+
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("tune")
@@ -63,32 +75,24 @@ def run(
         def show_progress(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        table, report = measure(plans, stopwatch, device, budget_s, show_progress)
+        table, report = measure(plans, stopwatch, device, budget_s, show_progress, keep)
     if not table.grids:
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
-    path = output or path_for(table.gpu)
-    save(table, path)
+    keep(table)
+    table = replace(table, made={**table.made, **rates})
     show(table, report, path, console)
     return {
-        "path": str(path),
-        "gpu": table.gpu,
-        "digest": table.digest,
-        "points": report.points,
-        "timings": report.timings,
-        "seconds": report.seconds,
-        "late": report.late,
-        "broken": report.broken,
+        "path": str(path), "gpu": table.gpu, "digest": table.digest, "points": report.points, "timings": report.timings,
+        "seconds": report.seconds, "late": report.late, "broken": report.broken,
         "grids": [
             {"shape": describe(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids
         ],
-    }
+    }  # fmt: skip
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:
-    """One row a shape: which kernels were fastest how often, and what was not timed."""
-    rows = Rows(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("shape", "fastest at", "not timed"):
-        rows.add_column(column, overflow="fold")
+    """Print a row a shape: how often each kernel was the fastest, and what was not timed."""
+    rows = new_table("shape", "fastest at", "not timed")
     for grid in table.grids:
         wins = ", ".join(f"{name} {count}" for name, count in fastest(grid).items())
         rows.add_row(escape(describe(grid.shape)), wins, escape("; ".join(f"{n}: {why}" for n, why in grid.skipped.items())))
@@ -110,6 +114,6 @@ def describe(shape: Shape) -> str:
 
 
 def fastest(grid: Grid) -> dict[str, int]:
-    """How many sizes each kernel was the fastest at, most first."""
+    """The number of sizes at which each kernel was the fastest, most first."""
     wins = Counter(min(known)[1] for i in range(len(grid.points())) if (known := [(t, n) for n, us in grid.us.items() if (t := us[i])]))
     return dict(wins.most_common())

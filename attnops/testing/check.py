@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.inputs import equip, with_device_plan
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
@@ -17,7 +18,6 @@ from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.reference.rope_quantize import scaled
 from attnops.testing import budget
-from attnops.testing.equip import equip, with_device_plan
 from attnops.testing.inputs import Call
 
 

@@ -1,9 +1,7 @@
-"""Makes tables of measured times. `attnops tune` is this on the command line; benchmarks time with the same parts."""
+"""Tables of measured kernel times. `attnops tune` is the command; `attnops.bench` uses the clocks."""
 
 from attnops.tune.ahead import COMPILED as COMPILED
 from attnops.tune.ahead import compile_ahead as compile_ahead
-from attnops.tune.calls import Pool as Pool
-from attnops.tune.calls import build as build
 from attnops.tune.clock import Clock as Clock
 from attnops.tune.clock import clock_for as clock_for
 from attnops.tune.run import Report as Report

@@ -1,153 +1,218 @@
-"""How long a call takes: on CUDA the medians of events around replays of a graph, the L2 cache flushed before each."""
+"""How long calls take: on the device by `triton.testing.do_bench` over CUDA graphs, on the host by wall-clock, interleaved."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from attnops.inputs import Call
 from attnops.kernel import Capture, Kernel
-from attnops.testing import Call
 
 Run = Callable[[], Any]
 
-CYCLES_PER_NS = 2.0
-"""Of a GPU's clock, roughly: a slower one spins longer."""
+SPIN_CYCLES = int(8e6)
+"""The device spins as long as the host takes to launch a measurement, some 4 ms."""
+
+BEFORE = 6
+"""Calls that `do_bench` makes before its warm-up."""
+
+SHORTEST_S = 0.0005
+"""A measured interval is at least this long: shorter calls are repeated within it."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call to time. before: runs before each measurement, untimed. per: divides the time, for example by the tokens of a call."""
+
+    call: Run
+    before: Run | None = None
+    per: int = 1
 
 
 class Clock(Protocol):
-    """Microseconds of `run`, which calls `kernel` on `call` and has been called before. Raises whatever the kernel raises."""
+    """Microseconds of `run`, which calls `kernel` on `call` and has run once. Raises the kernel's errors."""
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float: ...
 
 
-class HostClock:
-    """The median of calls on the host, for CPU kernels. repeats: at most; cap_us: stop when they have taken as long."""
+def spread(us: Sequence[float]) -> dict[str, float]:
+    """`median_us`, and as `spread_us` half the interquartile range (of two times half their distance)."""
+    low, _, high = statistics.quantiles(us, n=4) if len(us) > 2 else (min(us), 0.0, max(us))
+    known = {"spread_us": round((high - low) / 2, 2)} if len(us) > 1 else {}
+    return {"median_us": round(statistics.median(us), 2), **known}
 
-    def __init__(self, repeats: int = 7, cap_us: float = 20_000.0) -> None:
-        self.repeats, self.cap_us = repeats, cap_us
 
-    def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
-        taken: list[float] = []
-        while not taken or (len(taken) < self.repeats and sum(taken) < self.cap_us):
-            start = time.perf_counter_ns()
-            run()
-            taken.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(taken)
+def synchronize() -> None:
+    """Wait for CUDA, if it is there."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def steps_us(
+    steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0, inner: int | None = None, wait: bool = True
+) -> dict[str, dict[str, float]]:
+    """Wall-clock microseconds of each step, measured in turn. Each has run before.
+
+    Args:
+        rounds: upper bound.
+        cap_s: no round starts that would end later; three are made anyway.
+        inner: calls in one measurement; None as many as SHORTEST_S takes, one for steps with `before`.
+        wait: synchronise before the clock stops. False measures the host alone.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+
+    def seconds(step: Timed, calls: int) -> float:
+        if step.before is not None:
+            step.before()
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            step.call()
+        if wait:
+            synchronize()
+        return time.perf_counter() - start
+
+    def calls_of(step: Timed) -> int:
+        return inner or (1 if step.before else max(1, round(SHORTEST_S / max(seconds(step, 1), 1e-7))))
+
+    calls = {name: calls_of(step) for name, step in steps.items()}
+    began = time.perf_counter()
+    for done in range(rounds):
+        if done >= 3 and (time.perf_counter() - began) * (done + 1) / done > cap_s:
+            break
+        for name, step in steps.items():
+            taken[name].append(seconds(step, calls[name]) / calls[name] / step.per * 1e6)
+    return {name: spread(us) for name, us in taken.items()}
+
+
+def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait: bool = True) -> dict[str, dict[str, float]]:
+    """Microseconds of short calls, `inner` of them in one measurement, in turn. Each is warmed up."""
+    for call in calls.values():
+        for _ in range(20):
+            call()
+    return steps_us({name: Timed(call) for name, call in calls.items()}, repeats, float("inf"), inner, wait)
+
+
+def kernels_us(device: torch.device, calls: Mapping[str, Run]) -> dict[str, dict[str, float]]:
+    """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call."""
+    if device.type == "cuda":
+        return {name: spread(us) for name, us in GraphClock(device).in_turn(calls).items()}
+    return steps_us({name: Timed(call) for name, call in calls.items()}, cap_s=2.0)
+
+
+def host_clock(kernel: Kernel, call: Call, run: Run) -> float:
+    """The clock of CPU kernels: a median of at most 7 calls in about 20 ms."""
+    return steps_us({"": Timed(run)}, rounds=7, cap_s=0.02, inner=1)[""]["median_us"]
 
 
 class GraphClock:
-    """The median over replays of a CUDA graph of the one call, each after a flush of the L2 cache.
+    """Times replays of a CUDA graph of one call, the L2 cache cleared before each; a call that cannot be captured is launched.
 
-    The device first spins for about as long as the host needs to launch all replays, so that none of them waits for a host that has
-    other things to do. What is measured includes the start of a graph, alike for all kernels: `launch_us`. A kernel that may not be
-    captured, or cannot, is launched instead.
+    Every time includes the start of a graph, `launch_us`, alike for all kernels.
 
-    repeats: at most; cap_us: about how long they may take together, at least LEAST are made.
+    Args:
+        device: CUDA device.
+        rep_ms: time of one measurement in milliseconds, cache clearing included.
     """
 
-    LEAST = 5
-    HEAD_START_US = 200.0
-    """What the device spins before the first replays of a kind, of which it is not known yet how long the host takes."""
-    LONGEST_SPIN_US = 20_000.0
-
-    def __init__(self, device: torch.device | str = "cuda", repeats: int = 21, cap_us: float = 15_000.0) -> None:
-        self.device = torch.device(device)
-        self.repeats, self.cap_us = repeats, cap_us
-        cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-        self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=self.device)
-        self._stream = torch.cuda.Stream(self.device)
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-        self._pool: Any = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device | str = "cuda", rep_ms: int = 3) -> None:
+        self.device, self.rep_ms = torch.device(device), rep_ms
+        self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self._uncapturable: set[tuple[str, str]] = set()
-        self._host_us = 0.0  # of the last replay and its flush
-        with torch.cuda.stream(self._stream):
-            # A pool dies with its last graph, so one is kept.
-            self._kept = self._capture(lambda: self._flush[:1].zero_())
-            self._times([self._kept.replay])
-            self.launch_us = statistics.median(self._times([self._kept.replay] * repeats))
+        # A pool dies with its last graph, so the clock keeps one.
+        flag = torch.zeros(1, device=self.device)
+        self._kept = self._capture(lambda: flag.zero_())
+        self.launch_us = statistics.median(self._samples(self._kept.replay, self._kept))
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            run()  # what is allocated or loaded once a stream shall not be captured
-            replay = self._replay(kernel, run)
-            first = self._times([replay])[0]
-            repeats = int(min(max(self.cap_us / max(first, 1.0), self.LEAST), self.repeats))
-            taken = self._times([replay] * repeats)
-        return statistics.median(taken)
-
-    def in_turn(self, runs: Mapping[str, Run], rounds: int = 25, *, launched: bool = False) -> dict[str, list[float]]:
-        """Microseconds of each of `runs` by round, all in every round, so that drift hits all alike.
-
-        A run that cannot be captured is launched. launched: all are, for a launch and a replay are not to be compared.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        with torch.cuda.stream(self._stream):
-            for run in runs.values():
-                run()
-            replays, names = {name: run if launched else self._captured_or(run) for name, run in runs.items()}, list(runs)
-            self._times([replays[names[0]]])
-            for _ in range(rounds):
-                for at in range(0, len(names), self.repeats):
-                    some = names[at : at + self.repeats]
-                    for name, us in zip(some, self._times([replays[n] for n in some]), strict=True):
-                        taken[name].append(us)
-        return taken
-
-    def _captured_or(self, run: Run) -> Run:
-        try:
-            return self._capture(run).replay
-        except Exception:  # whatever capture makes of what the call does
-            return run
-
-    def _replay(self, kernel: Kernel, run: Run) -> Run:
         who = (kernel.op, kernel.name)
         if kernel.capture is not Capture.WHOLE or who in self._uncapturable:
-            return run
+            return statistics.median(self._samples(run, None))
+        graph = self._graph(run)
+        if graph is None:
+            self._uncapturable.add(who)
+        return statistics.median(self._samples(run, graph))
+
+    def in_turn(self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False) -> dict[str, list[float]]:
+        """Samples in microseconds of each of `runs`, all of them in every round, so that drift affects all alike.
+
+        launched: launch all of them, to compare with one that cannot be captured.
+        """
+        graphs = {name: None if launched else self._graph(run) for name, run in runs.items()}
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, graph in graphs.items():
+                taken[name] += self._samples(runs[name], graph)
+        return taken
+
+    def _samples(self, run: Run, graph: torch.cuda.CUDAGraph | None) -> list[float]:
+        """Microseconds of replays, or of launches without a graph."""
+        from triton.testing import do_bench
+
+        calls = itertools.count()
+
+        def launch() -> None:
+            if next(calls) == BEFORE:  # then the host launches all that is measured before the device gets there
+                torch.cuda._sleep(SPIN_CYCLES)
+            run()
+
+        times: Any = do_bench(launch if graph is None else graph.replay, warmup=0, rep=self.rep_ms, return_mode="all")
+        return [1e3 * ms for ms in times]
+
+    def _graph(self, run: Run) -> torch.cuda.CUDAGraph | None:
+        """A graph of the call; None if capture fails."""
         try:
-            return self._capture(run).replay
+            return self._capture(run)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever capture makes of what the kernel does
-            self._uncapturable.add(who)
-            return run
+        except Exception:  # capture raises all kinds of errors
+            return None
 
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph would empty the allocator's cache every time, and the next call would wait for the driver.
+        # torch.cuda.graph collects garbage and empties the allocator's cache every time, which takes longer than the call.
         graph = torch.cuda.CUDAGraph()
-        self._stream.synchronize()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            run()  # allocations and modules that a stream loads once stay out of the graph
+            self._stream.synchronize()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph
-
-    def _times(self, replays: Sequence[Run]) -> list[float]:
-        """Microseconds of each, `repeats` of them at most."""
-        pairs = list(zip(self._marks[0::2], self._marks[1::2], strict=True))[: len(replays)]
-        spin_us = self.HEAD_START_US if len(replays) == 1 else min(1.5 * self._host_us * len(replays), self.LONGEST_SPIN_US)
-        torch.cuda._sleep(int(spin_us * 1e3 * CYCLES_PER_NS))
-        began = time.perf_counter()
-        for replay, (start, end) in zip(replays, pairs, strict=True):
-            self._flush.zero_()
-            start.record(self._stream)
-            replay()
-            end.record(self._stream)
-        self._host_us = (time.perf_counter() - began) * 1e6 / len(replays)
-        self._stream.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
 
 
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
-    return GraphClock(device) if device.type == "cuda" else HostClock()
+    return GraphClock(device) if device.type == "cuda" else host_clock
+
+
+def memory_pass(device: torch.device | str, nbytes: int) -> Run:
+    """A kernel that reads and writes `nbytes` each. In a CUDA graph `copy_` is a copy node, which is slower on an H200."""
+    source, target = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return lambda: torch.neg(source, out=target)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, quick: bool = False) -> dict[str, float]:
+    """The measured ceilings of a device: `bandwidth_tb_s`, TB/s read and written, and `matmul_tflop_s`, TFLOP/s in `dtype`."""
+    nbytes, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 21, 256) if quick else (1 << 27, 1024)
+    x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    runs = {"pass": memory_pass(device, nbytes), "product": lambda: x @ y}
+    for run in runs.values():
+        run()
+    us = {name: found["median_us"] for name, found in kernels_us(device, runs).items()}
+    return {
+        "bandwidth_tb_s": round(2 * nbytes / us["pass"] / 1e6, 4), "matmul_tflop_s": round(2 * side**3 / us["product"] / 1e6, 4),
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which kernels can answer a call, each with its plan where it needs one, and how long each takes."""
+"""The kernels that can answer a call, each with the plan it needs, and their times."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
+from attnops.inputs import Call, equip_as_used, planned
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.testing import Call, equip_as_used, planned
-from attnops.tune.clock import Clock
+from attnops.tune.clock import Clock, synchronize
 
 Equip = Callable[[Kernel, Call], Call]
 
 SLOW_FIRST_CALL_S = 0.5
-"""A first call that takes longer has compiled something."""
+"""A first call that takes longer has compiled."""
 
 
 def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
-    """Host microseconds of the host plan that `given` has and `call` has not, made again into its buffers; None without one."""
+    """Host microseconds to make the host plan of `given`, which `call` lacks, once more in its buffers; None without such a plan."""
     if call.problem.plan != "none" or given.problem.plan != "host":
         return None
     start = time.perf_counter()
@@ -33,21 +33,21 @@ def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
 
 
 def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
-    """What runs `kernel` on `call`. One that is lowered in place around a foreign call runs compiled, as its users have it.
+    """A function that runs `kernel` on `call`. A kernel lowered in place around a foreign call runs compiled, as in users' graphs.
 
-    Its output is then the graph's own, and returned: the foreign call makes it, and users who leave it to do so have no copy.
+    The compiled graph allocates and returns its output, which the foreign call then writes without a copy.
     """
     args, kwargs = call.args, call.kwargs
     if kernel.core is None:
         return lambda: kernel.run(*args, **kwargs)
-    # Decode and extend are two graphs to whoever says so in the code; here the bound would become symbolic, and a kernel refuse it.
+    # Decode and extend are separate graphs in users' code. Here the bound would become symbolic, which kernels refuse.
     compiled, policy = _compiled(call.op, str(kwargs.pop("max_seqlen_q", ""))), f"kernel={kernel.op}:{kernel.name}"
     return lambda: compiled(args, kwargs, policy)
 
 
 @contextlib.contextmanager
 def _one_compilation() -> Iterator[None]:
-    """Two sizes that happen to be equal are still two, so that one compilation of a shape serves most of its sizes."""
+    """Let equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes."""
     symbolic: Any = importlib.import_module("torch.fx.experimental._config")
     with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
         yield
@@ -58,12 +58,11 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
     packet = OPS[op].packet.default
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
-        # A string is constant to Dynamo, an int from outside is not when shapes are dynamic.
-        bound = {"max_seqlen_q": int(queries)} if queries else {}
-        given = dict(kwargs)
+        # Dynamo specialises on a string, and on no int from outside when shapes are dynamic.
+        given = {**kwargs, **({"max_seqlen_q": int(queries)} if queries else {})}
         if "output" in given:
             given["output"] = torch.empty_like(given["output"])
-        result = packet(*args, **given, **bound, policy=policy)
+        result = packet(*args, **given, policy=policy)
         return given.get("output", result)
 
     return torch.compile(run, fullgraph=True, dynamic=True)
@@ -71,9 +70,14 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Device microseconds of one kernel at one size; None with a reason when none were taken. plan_us: host microseconds of its plan.
+    """The time of one kernel at one size.
 
-    broken: it raised. given_up: it was not started, see Stopwatch.
+    Args:
+        us: device microseconds; None without a time.
+        reason: why there is none.
+        plan_us: host microseconds of its plan.
+        broken: the kernel raised.
+        given_up: the Stopwatch did not start it.
     """
 
     us: float | None
@@ -85,13 +89,20 @@ class Timing:
 
 @dataclass
 class Stopwatch:
-    """Times kernels, and keeps the account of those that compile at their first calls.
+    """Times kernels, and limits the time of first calls, which may compile.
 
-    `kind` is what a kernel compiles for, as far as a caller can tell. A kernel whose slow first calls have taken `first_calls_s` in
-    all stops where its last two first calls were slow, and is not started on another kind unless most kinds began at once (what is
-    built ahead goes on), nor at all after three times as long: flex_attention would compile all day.
-    names: only these kernels are timed; empty for all. starting_s: what first calls have taken in all. unplanned: kernels
-    whose plan could not be made, and why.
+    A kernel compiles for a `kind` of call, as far as the caller can tell. Once slow first calls of a kernel have taken `first_calls_s`,
+    it stops at kinds whose last two first calls were slow. It starts on another kind only if at least half of its kinds started fast
+    (as prebuilt kernels do), and never after three times that long: flex_attention would compile all day.
+
+    Args:
+        clock: times a call.
+        first_calls_s: limit of slow first calls a kernel, in seconds.
+        names: kernels to time; () is all.
+        equip: adds plans and workspaces to a call.
+        spent_s: seconds of slow first calls by kernel.
+        starting_s: seconds of all first calls.
+        unplanned: kernels without a plan, and why.
     """
 
     clock: Clock
@@ -105,15 +116,14 @@ class Stopwatch:
     _starts: dict[str, list[bool]] = field(default_factory=dict)
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
-        """The kernels that can answer `call`, each with the call as its users make it, and the host microseconds of a plan of the host.
+        """The kernels that can answer `call`, each with the call as layers make it, and the host microseconds of a host plan.
 
-        A plan of the device is made here, outside of what is timed, as it is made outside of the layers that share it.
-        Raises torch.OutOfMemoryError.
+        Device plans are made here, untimed, because layers share one a step. Raises torch.OutOfMemoryError.
         """
         out: list[tuple[Kernel, Call, float | None]] = []
         problem = call.problem
         for kernel in kernels_of(call.op).values():
-            # Plain torch lowered in place costs what its neighbours make of it.
+            # The cost of plain torch lowered in place depends on what Inductor fuses it with.
             if (kernel.inline and kernel.core is None) or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
@@ -126,21 +136,21 @@ class Stopwatch:
                         out.append((kernel, given, plan_us(kernel, call, given)))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a plan raises: its kernel is no candidate, the others are
+            except Exception as error:  # a plan may raise anything: the kernel is no candidate
                 self.unplanned[kernel.name] = f"{type(error).__name__}: {str(error)[:200]}"
         return out
 
     def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
-        """Time `kernel` on `call`. Never raises for what the kernel raises: the Timing says it."""
+        """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason."""
         if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
-
         run = runner(kernel, call)
         try:
             with torch.no_grad(), _one_compilation():
                 start = time.perf_counter()
                 run()
-                _wait(call)
+                if any(t.is_cuda for t in call.tensors().values()):
+                    synchronize()
                 first_s = time.perf_counter() - start
                 self.starting_s += first_s
                 if kernel.core is None:
@@ -149,7 +159,7 @@ class Stopwatch:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return Timing(None, "out of memory")
-        except Exception as error:  # whatever a foreign kernel raises: it is reported, and the others are timed
+        except Exception as error:  # a foreign kernel may raise anything: the others are timed
             return Timing(None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", broken=True)
 
     def _given_up(self, name: str, kind: Hashable) -> bool:
@@ -168,8 +178,3 @@ class Stopwatch:
         self._slow[name, kind] = self._slow.get((name, kind), 0) + 1 if slow else 0
         if slow:
             self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
-
-
-def _wait(call: Call) -> None:
-    if any(t.is_cuda for t in call.tensors().values()):
-        torch.cuda.synchronize()

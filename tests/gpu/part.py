@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.bench.claims import Claims
 from attnops.kernel import all_kernels
 from attnops.problem import Target
+from tests.gpu.claims import Claims
 from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import MEASURED, costs, from_json
 from attnops.problem import Target
 from attnops.select import select_by
-from attnops.tune import Pool, Stopwatch, build, measure
+from attnops.tune import Stopwatch, measure
 from attnops.tune.clock import GraphClock
 from attnops.tune.shapes import MLA, PAGED, Plan
 

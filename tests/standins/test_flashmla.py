@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnops.errors import InvalidInput, NoKernel
+from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
 from attnops.kernels import _decode, _flashmla_schedule, _sgl, flashmla
 from attnops.measured import Grid, Table, costs
@@ -15,7 +16,7 @@ from attnops.problem import Target, pretend
 from attnops.select import select, use
 from attnops.testing import CASES, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
-from attnops.tune import Pool, build, shapes
+from attnops.tune import shapes
 from attnops.tune.timing import Stopwatch, runner
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin

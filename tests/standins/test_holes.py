@@ -11,6 +11,7 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput
+from attnops.inputs import plan_call, planned
 from attnops.kernel import Kernel, kernels_of, register
 from attnops.kernels import _sgl
 from attnops.ops import named_pages
@@ -18,7 +19,6 @@ from attnops.problem import Target, pretend
 from attnops.reference.holes import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
-from attnops.testing.plans import plan_call, planned
 from tests.standins import (
     flash_attn_cute,
     flashinfer_mla,

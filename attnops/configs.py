@@ -1,16 +1,21 @@
-"""A model from a name or a config file, built without memory: every weight is a fake tensor."""
+"""Hugging Face configs by bundled name or file, and models of them on fake tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnops.cli import require
-from attnops.cli.shapes import SHAPES
 from attnops.errors import InvalidInput
+from attnops.package import require
+from attnops.shapes import SHAPES
 
 LONGEST_NAME = 200
 LARGEST_BYTES = 10_000_000
@@ -50,7 +55,7 @@ def config_of(model: str) -> Any:
     try:
         path = path / "config.json" if path.is_dir() else path
         found = path.is_file()
-    except OSError:  # a name too long for a file
+    except OSError:  # the name is too long for a file
         found = False
     if not found:
         short = model if len(model) <= LONGEST_NAME else f"{model[:LONGEST_NAME]}..."
@@ -67,7 +72,7 @@ def config_of(model: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of others in one line."""
+    """A foreign error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -79,16 +84,16 @@ def _from_dict(given: Any, source: str) -> Any:
     if kind not in CONFIG_MAPPING:
         raise InvalidInput("model_type", f"{kind!r} in {source}", "one that the installed transformers knows")
     _check_counts(given)
-    # How the weights are stored does not change the attention calls, and needs packages of its own.
+    # Quantised weights do not change the attention calls, and need packages of their own.
     given.pop("quantization_config", None)
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
-    except Exception as error:  # whatever the config class makes of a stranger's file
+    except Exception as error:  # a config class raises any error on an unknown file
         raise InvalidInput("model", f"{source} ({first_line(error)})", f"a valid config of {kind}") from error
 
 
 def _check_counts(given: dict[str, Any]) -> None:
-    """Modules are made one by one, so a count of them that no model has would take for ever."""
+    """Reject counts of modules that no model has: transformers builds modules one by one."""
     for name, value in given.items():
         if isinstance(value, dict):
             _check_counts(value)
@@ -97,9 +102,9 @@ def _check_counts(given: dict[str, Any]) -> None:
 
 
 def build_fake(config: Any, dtype: torch.dtype) -> Any:
-    """The decoder of `config` in evaluation mode. To be called under a FakeTensorMode: then no memory is taken.
+    """The decoder of `config` in evaluation mode, without memory if called under a FakeTensorMode.
 
-    A config of several parts gives its text model. Raises InvalidInput: transformers has no causal language model for it.
+    A composite config gives its text model. Raises InvalidInput: transformers has no causal language model for it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -107,6 +112,23 @@ def build_fake(config: Any, dtype: torch.dtype) -> Any:
         config = config.get_text_config(decoder=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput("model_type", repr(config.model_type), "a decoder (AutoModelForCausalLM)")
-    # The default loop over experts asks which tokens chose which, and fake tensors hold no values.
+    # The default loop over experts reads the routing, and fake tensors hold no values.
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     return AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Set the loggers of transformers and its imports to ERROR: their advice is for models with weights."""
+    # transformers sets the level of its logger at import, which therefore comes first.
+    if find_spec("transformers") is not None:
+        import_module("transformers.utils.logging")
+    loggers = [logging.getLogger(name) for name in ("transformers", "torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

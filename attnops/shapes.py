@@ -1,4 +1,4 @@
-"""Published model shapes as configs, without weights, for `attnops explain`. Sources: the models' own config.json files."""
+"""Published model shapes as configs, without weights. Sources: the models' own config.json files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel asks of its caller besides the call itself, so that one grid serves every kernel."""
+"""Plans and workspaces that a kernel needs besides the arguments of the call, so that one grid serves every kernel."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import replace
 
 import torch
 
+from attnops.inputs.call import Call
+from attnops.inputs.plans import planned
 from attnops.kernel import Kernel
 from attnops.ops import OPS
-from attnops.testing.inputs import Call
-from attnops.testing.plans import planned
 
 
 def equip(kernel: Kernel, call: Call) -> Call:
-    """`call` with the plan and the workspace (zeroed) that `kernel` asks for, unless it has them or the op takes none."""
+    """`call` with the host plan and the zeroed workspace that `kernel` needs, unless it has them or the op takes none."""
     call = planned(kernel, call)
     names = {a.name for a in OPS[call.op].packet.default._schema.arguments}
     if kernel.workspace_bytes is None or "workspace" not in names or call.arguments.get("workspace") is not None:
         return call
     if kernel.unmet(call.problem):
-        return call  # it will not run, and its size function is not asked about such a problem
+        return call  # the kernel refuses it, and its size function need not know such a problem
     device = next(iter(call.tensors().values())).device
     return call.with_(workspace=torch.zeros(kernel.workspace_bytes(call.problem), dtype=torch.uint8, device=device))
 
 
 def with_device_plan(kernel: Kernel, call: Call) -> Call:
-    """`call` with the plan that `kernel` reads on the device, and the promise that lets it.
+    """`call` with the device plan that `kernel` reads, and `holes=False`, which the plan requires.
 
-    As it is when the kernel reads none, the call has one, or it is refused.
+    Unchanged if the kernel reads none, the call has one, or the kernel refuses it.
     """
     if kernel.device_plan is None or call.arguments.get("plan") is not None:
         return call
@@ -38,5 +38,5 @@ def with_device_plan(kernel: Kernel, call: Call) -> Call:
 
 
 def equip_as_used(kernel: Kernel, call: Call) -> Call:
-    """As `equip`, and with the plan that the kernel's users make once a step though it would run without: what it is timed with."""
+    """As `equip`, with the optional device plan that layers make once a step. Kernels are timed on such calls."""
     return with_device_plan(kernel, equip(kernel, call))

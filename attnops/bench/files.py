@@ -1,0 +1,168 @@
+"""Results files: what they hold, how they are written and read, and the comparison of two."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnops.bench.rows import WRONG
+from attnops.errors import InvalidInput
+from attnops.kernel import all_kernels
+from attnops.measured.store import read_text
+from attnops.version import VERSION
+
+COUNTS = ("at_reference", "device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
+"""Figures that do not vary between runs. More is worse."""
+
+HERE = Path(__file__).resolve().parent
+
+
+def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
+    """Commit, date, device and versions. commit: "" asks git, if this file belongs to a checkout."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "commit": commit or _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnops": VERSION,
+        "packages": sorted({v for k in all_kernels() for v in k.versions() if not v.endswith("==None")}),
+    }
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        try:
+            return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    # A package installed into an environment inside some other repository is not part of that repository.
+    return git("rev-parse", "HEAD") if git("ls-files", Path(__file__).name) else "unknown"
+
+
+def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for every wrong result and failed case. A peer that cannot run here is neither."""
+    rows = [f"{r['case']}: {r['way']}: {r['wrong']}" for x in reports.values() for r in x["rows"] if r.get("wrong", "").startswith(WRONG)]
+    return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
+
+
+def write(report: Mapping[str, Any], path: Path) -> Path:
+    """Write one results file, atomically, and its parent folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text_of(report))
+    new.replace(path)
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results file. Raises InvalidInput if it cannot be read or has no rows."""
+
+    def invalid(what: str) -> InvalidInput:
+        return InvalidInput("file", f"{path}{what}", "a results file of attnops bench")
+
+    try:
+        data = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise invalid(f" ({type(error).__name__})") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise invalid(", which has no rows")
+    for at, row in enumerate(data["rows"]):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "way")):
+            raise invalid(f", whose row {at} has no case and way")
+        if odd := [name for name in ("median_us", "spread_us", *COUNTS) if not isinstance(row.get(name, 0), (int, float))]:
+            raise invalid(f", whose row {at} has no number for {', '.join(odd)}")
+    return data
+
+
+def text_of(report: Mapping[str, Any]) -> str:
+    """A report as JSON with one entry of a section a line, so that files are small and diffs are local."""
+    lines = []
+    for name, section in sorted(report.items()):
+        text = _dense(section)
+        if len(text) > 120 and isinstance(section, dict):
+            text = "{\n" + ",\n".join(f"{json.dumps(key)}: {_dense(value)}" for key, value in sorted(section.items())) + "\n}"
+        elif len(text) > 120 and isinstance(section, list):
+            text = "[\n" + ",\n".join(map(_dense, section)) + "\n]"
+        lines.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dense(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of one row in two files.
+
+    change: of a time "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; of a count "more",
+    "fewer" or "same"; "wrong" or "right" if the result became so, "gone", "new"; "failed" of a case; "unlike" of other layer counts.
+    """
+
+    case: str
+    way: str
+    figure: str
+    before: float | None
+    after: float | None
+    change: str
+
+    @property
+    def ratio(self) -> float | None:
+        """after / before."""
+        return round(self.after / self.before, 4) if self.before and self.after is not None else None
+
+    @property
+    def worse(self) -> bool:
+        """True for a regression."""
+        return self.change in ("slower", "more", "wrong", "failed")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "ratio": self.ratio, "worse": self.worse}
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Every figure of either report, in the order of `after`. Reports as `read` returns them.
+
+    Raises InvalidInput: the reports are of two suites, or share no case and way.
+    """
+    suites = [str(report.get("suite")) for report in (before, after)]
+    if suites[0] != suites[1]:
+        raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
+    old, new = ({(r["case"], r["way"]): r for r in report["rows"]} for report in (before, after))
+    failed = [name for name in after.get("failed", ()) if name not in before.get("failed", ())]
+    if not failed and not old.keys() & new.keys():
+        raise InvalidInput("files", f"{len(old)} and {len(new)} rows, of which none are of one case and way", "some that are")
+    out = [Change(name, "", "median_us", None, None, "failed") for name in failed]
+    out += [change for key, row in new.items() for change in _changes(key, old.get(key), row)]
+    return out + [Change(*key, "median_us", row.get("median_us"), None, "gone") for key, row in old.items() if key not in new]
+
+
+def _changes(key: tuple[str, str], old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterator[Change]:
+    before, us = None if old is None else old.get("median_us"), new.get("median_us")
+    if old is None or old.get("layers") != new.get("layers"):
+        yield Change(*key, "median_us", before, us, "new" if old is None else "unlike")
+        return
+    if "wrong" in new or "wrong" in old:
+        change = "right" if "wrong" not in new else "unknown" if "wrong" in old else "wrong"
+        yield Change(*key, "median_us", before, us, change)
+    elif before is not None and us is not None:
+        spreads = [row.get("spread_us") for row in (old, new)]
+        known = [s for s in spreads if s is not None]
+        change = "same" if abs(us - before) <= sum(known) else "slower" if us > before else "faster"
+        yield Change(*key, "median_us", before, us, change if len(known) == 2 else "unknown")
+    for name in (n for n in COUNTS if n in old and n in new):
+        change = "more" if new[name] > old[name] else "fewer" if new[name] < old[name] else "same"
+        yield Change(*key, name, old[name], new[name], change)

@@ -1,0 +1,73 @@
+"""`Call`: an op with its arguments, before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.ops import OPS
+from attnops.problem import Problem
+
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, before it is made.
+
+    Args:
+        op: name of the op.
+        arguments: by the schema's name, those that are not at their defaults; without `policy`.
+        free: by argument, bool and broadcastable to it: entries that no kernel may read and that may hold anything, such as unused
+            pages, keys outside a range, and padding.
+        writes: arguments that the op writes without reading them.
+    """
+
+    op: str
+    arguments: Mapping[str, Any]
+    free: Mapping[str, Tensor] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments, up to the last that is given."""
+        names = [a.name for a in self._schema if not a.kwarg_only]
+        while names and self.arguments.get(names[-1]) is None:
+            names.pop()
+        return tuple(self.arguments.get(n) for n in names)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword-only arguments that are given."""
+        return {a.name: self.arguments[a.name] for a in self._schema if a.kwarg_only and a.name in self.arguments}
+
+    @property
+    def _schema(self) -> Any:
+        return OPS[self.op].packet.default._schema.arguments
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Arguments given here that the schema declares written."""
+        return tuple(a.name for a in self._schema if a.alias_info is not None and self.arguments.get(a.name) is not None)
+
+    @property
+    def problem(self) -> Problem:
+        """The Problem that selection would see."""
+        return OPS[self.op].problem(*self.args, **self.kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments by name."""
+        return {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
+
+    def with_(self, **arguments: Any) -> Call:
+        """The same call with other arguments; None takes one away."""
+        merged = {n: v for n, v in {**self.arguments, **arguments}.items() if v is not None}
+        return replace(self, arguments=merged)
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Call:
+        """The same call with every tensor replaced by `change(name, tensor)`."""
+        return self.with_(**{n: change(n, t) for n, t in self.tensors().items()})

@@ -1,0 +1,149 @@
+"""Calls of a `Shape` at any size. Inputs are views of one pool, so that a call takes no longer to make than to time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.inputs.call import QUANTISED, Call
+from attnops.measured import Shape, Sizes
+from attnops.problem import Extent, Problem, Target
+
+PAGED_OPS = ("paged_attention", "mla_attention")
+PADDED_OPS = ("paged_attention", "varlen_attention")
+"""Ops that take `padded`. Timed calls have no padding, as `PagedCache` promises of its batches."""
+
+SHORTEST = 0.6
+"""The shortest request of a batch that reads a cache, as a share of the longest."""
+
+
+class Pool:
+    """Random numbers on a device, dealt out as tensors that do not overlap until `reset`. One buffer a dtype, which grows."""
+
+    def __init__(self, device: torch.device | str, seed: int = 0) -> None:
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._used: dict[torch.dtype, int] = {}
+
+    def reset(self) -> None:
+        """Allow all memory to be dealt out again."""
+        self._used.clear()
+
+    def drop(self) -> None:
+        """Free the memory."""
+        self._buffers.clear()
+        self.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reserve(self, dtype: torch.dtype, numbers: int) -> None:
+        """Allocate at least `numbers` of `dtype`. Tensors dealt out before keep their memory, outside of the pool."""
+        have = self._buffers.get(dtype)
+        if have is None or have.numel() < numbers:
+            self._buffers.pop(dtype, None)
+            self._buffers[dtype] = self._random(numbers, dtype)
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of normal numbers."""
+        size, start = math.prod(shape), self._used.get(dtype, 0)
+        self._used[dtype] = start + -(-size // 256) * 256
+        self.reserve(dtype, self._used[dtype])
+        return self._buffers[dtype][start : start + size].view(shape)
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        """int32, on the device."""
+        return torch.tensor(list(values), dtype=torch.int32).to(self.device)
+
+    def cumulative(self, lengths: Sequence[int]) -> Tensor:
+        """int32 `[B + 1]`: 0 and the running sums."""
+        return torch.nn.functional.pad(torch.tensor(list(lengths)).cumsum(0), (1, 0)).to(torch.int32).to(self.device)
+
+    def _random(self, numbers: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(numbers, dtype=dtype, device=self.device)
+        for part in out.split(1 << 28):
+            if dtype in QUANTISED:
+                part.copy_(torch.randn(part.shape, generator=self.generator, device=self.device).mul_(2.0))
+            else:
+                part.normal_(generator=self.generator)
+        return out
+
+
+def lengths(shape: Shape, at: Sizes) -> tuple[list[int], list[int]]:
+    """(new tokens, keys) of each request of a timed call.
+
+    Selection knows the longest cached length only, so requests that read a cache are evenly spread from SHORTEST of it to all of it.
+    Other requests have equal lengths.
+    """
+    batch, queries, keys = int(at.batch), int(at.queries), int(at.queries * at.ratio)
+    cached = shape.decode or shape.kv_range or (shape.page_size > 0 and at.ratio > 1)
+    step = (1 - SHORTEST) / max(batch - 1, 1) if cached else 0.0
+    return [queries] * batch, [max(round(keys * (1 - i * step)), 1 if shape.kv_range else queries) for i in range(batch)]
+
+
+def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool) -> Call:
+    """A call of `shape` with these new tokens and keys of each request. Pages are in random order. Resets the pool.
+
+    `attention` wants one query length; under `kv_range` the keys are as many as the longest, and `kv_end` ends each request.
+    """
+    pool.reset()
+    dtype, kv_dtype, device = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), pool.device
+    given: dict[str, Any] = {"scale": (192 if shape.rope_dim else shape.head_dim) ** -0.5, "causal": shape.causal}
+    if shape.window >= 0:
+        given["window_left"] = shape.window
+    if shape.sinks:
+        given["sinks"] = pool.take(shape.q_heads, dtype=dtype).clone()
+    if kv_dtype != dtype:
+        scale = torch.full((1,), 0.5, device=device)
+        given |= {"kv_scale": scale} if shape.rope_dim else {"k_scale": scale, "v_scale": scale}
+    if shape.op in PADDED_OPS:
+        given["padded"] = False
+
+    def query(*tokens: int, dim: int = shape.head_dim) -> Tensor:
+        return pool.take(*tokens, shape.q_heads, dim, dtype=dtype)
+
+    def stored(*tokens: int) -> tuple[Tensor, Tensor]:
+        key, value = (pool.take(*tokens, shape.kv_heads, dim, dtype=kv_dtype) for dim in (shape.head_dim, shape.v_head_dim))
+        return key, value
+
+    total = sum(q_lens)
+    if shape.op == "attention":
+        given |= {"query": query(len(q_lens), max(q_lens))}
+        given["key"], given["value"] = stored(len(k_lens), max(k_lens))
+        return Call(shape.op, given | ({"kv_end": pool.ints(k_lens)} if shape.kv_range else {}))
+    given |= {"cu_seqlens_q": pool.cumulative(q_lens), "max_seqlen_q": max(q_lens)}
+    if shape.op == "varlen_attention":
+        given |= {"query": query(total), "cu_seqlens_k": pool.cumulative(k_lens), "max_seqlen_k": max(k_lens)}
+        given["key"], given["value"] = stored(sum(k_lens))
+        return Call(shape.op, given)
+    counts = torch.tensor([-(-n // shape.page_size) for n in k_lens])
+    pages, width = int(counts.sum()), int(counts.max())
+    table = torch.zeros(len(k_lens), width, dtype=torch.int32, device=device)
+    order = torch.randperm(pages, generator=pool.generator, device=device).to(torch.int32)
+    table[(torch.arange(width) < counts[:, None]).to(device)] = order
+    output = torch.empty(total, shape.q_heads, shape.v_head_dim, dtype=dtype, device=device)
+    given |= {"page_table": table, "seq_lens": pool.ints(k_lens), "output": output, "holes": False}
+    if shape.op == "mla_attention":
+        given |= {"q_nope": query(total, dim=shape.v_head_dim), "q_pe": query(total, dim=shape.rope_dim)}
+        given["latent_pages"] = pool.take(pages, shape.page_size, shape.head_dim, dtype=kv_dtype)
+    else:
+        given["query"] = query(total)
+        given["k_pages"], given["v_pages"] = stored(pages, shape.page_size)
+    return Call(shape.op, given, writes=("output",))
+
+
+def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
+    """The Problem of the call that `build` makes, on any target."""
+    s, queries, most = shape, max(q_lens), max(k_lens)
+    keys = -(-most // s.page_size) * s.page_size if s.page_size else most
+    dense = s.op == "attention"
+    return Problem(
+        s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
+        s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
+        tokens=Extent.of(queries * len(q_lens) if dense else sum(q_lens)), batch=Extent.of(len(q_lens)),
+        queries=Extent.of(queries), context=Extent.of(keys), padded=s.op not in PADDED_OPS,
+    )  # fmt: skip
