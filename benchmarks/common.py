@@ -16,7 +16,9 @@ import torch
 
 from attnops.bench.files import environment as made_with
 from attnops.bench.files import text_of as text_of
+from attnops.bench.profile import launched
 from attnops.bench.rows import one_line as why
+from attnops.tune.clock import Timed
 from attnops.tune.clock import host_us as host_us
 from attnops.tune.clock import memory_pass as memory_pass
 from attnops.tune.clock import spread as spread
@@ -54,6 +56,12 @@ def write(report: dict[str, Any], name: str, device: str) -> Path:
 def default_device() -> str:
     """`cuda` if available."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_kernels(run: Callable[[], Any]) -> list[str]:
+    """The kernels that one call launches on the device, in order."""
+    run()
+    return [kernel.name[:100] for kernel in sorted(launched(Timed(run)), key=lambda kernel: kernel.start)]
 
 
 def arguments(doc: str | None, devices: tuple[str, ...] = ("cuda",), budget_s: float = 0.0) -> argparse.ArgumentParser:

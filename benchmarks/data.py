@@ -11,17 +11,15 @@ bandwidth reached over that one's. `sweep`: tiles beside those of the committed 
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from common import default_device, environment, spread, write
-from direct import device_kernels, why
+from common import arguments, device_kernels, environment, measure_all, spread, why
 from torch import Tensor
 
 from attnops.kernel import kernels_of
@@ -201,34 +199,23 @@ def measure(case: Case, clock: GraphClock, names: tuple[str, ...], sweep: bool, 
         for figures in out["gpu"].values():
             figures["TB/s"] = round(bytes_ / figures["median_us"] / 1e6, 3)
             figures["of_copy"] = round(out["gpu"]["copy"]["median_us"] / figures["median_us"], 3)
+    if "triton" in names and "triton" in {**out["differs"], **out["left_out"]}:
+        out["failed"] = str({**out["differs"], **out["left_out"]})
     return out
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda",), default=default_device())
-    parser.add_argument("--budget-s", type=float, default=60.0)
+    parser = arguments(__doc__, budget_s=60.0)
     parser.add_argument("--no-sweep", action="store_true")
-    given = parser.parse_args()
-    start, clock = time.monotonic(), GraphClock("cuda")
-    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "failed": {}}
+    given, clock = parser.parse_args(), GraphClock("cuda")
+    names = ("triton", "reference", "compiled")
+    jobs = [("cases", case.name, partial(measure, case, clock, names, not given.no_sweep)) for case in CASES]
+    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
 
-    with torch.no_grad():
-        for case in CASES:
-            if time.monotonic() - start > given.budget_s:
-                report["failed"][case.name] = "left out: the budget was spent"
-                continue
-            try:
-                found = report["cases"][case.name] = measure(case, clock, ("triton", "reference", "compiled"), not given.no_sweep)
-                if "triton" in found["differs"] or "triton" in found["left_out"]:
-                    report["failed"][case.name] = str({**found["differs"], **found["left_out"]})
-                print(case.name, json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()}), found["differs"])
-            except Exception as error:  # the other cases stand
-                traceback.print_exc()
-                report["failed"][case.name] = why(error)
-    report["seconds"] = round(time.monotonic() - start, 1)
-    print(report["failed"], write(report, "data.json", "cuda"))
-    return 1 if report["failed"] else 0
+    def told(found: dict[str, Any]) -> str:
+        return json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()})
+
+    return measure_all(jobs, head, "data.json", "cuda", given.budget_s, told)
 
 
 if __name__ == "__main__":

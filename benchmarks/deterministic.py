@@ -9,7 +9,6 @@ are forward and backward.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from timeit import timeit
 from typing import Any
 
 import torch
-from common import default_device, environment, write
+from common import arguments, environment, write
 
 import attnops
 from attnops.inputs import equip_as_used
@@ -151,8 +150,7 @@ def measured(call: Call, training: bool, device: str) -> Row:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser = arguments(__doc__, ("cpu", "cuda"))
     parser.add_argument("--keys", type=int, default=4096, help="of a request")
     parser.add_argument("--only", default="", help="rows whose name holds this")
     asked = parser.parse_args(given)

@@ -16,10 +16,8 @@ Host time: eager calls of a tiny batch, until they return.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import default_device, environment, host_us, spread, write
+from common import arguments, device_kernels, environment, host_us, measure_all, spread, why
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnops.bench import vendors
@@ -164,22 +162,6 @@ def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
     return runner(kernel, with_device_plan(kernel, call) if planned else call)
 
 
-def device_kernels(run: Run) -> list[str]:
-    """What one call launches on the device, in order."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    found = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
-    real = [e for e in found if not getattr(e, "is_user_annotation", False) and not e.name.startswith(("##", "Torch-Compiled Region"))]
-    return [e.name[:100] for e in sorted(real, key=lambda e: e.time_range.start)]
-
-
-def why(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
-
-
 def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
     """Every call to be timed, by `direct.*`, `op.*` (compiled) and `eager.*`, and what is left out with its reason."""
     runs: dict[str, Run] = {}
@@ -254,35 +236,19 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda",), default=default_device())
-    parser.add_argument("--budget-s", type=float, default=120.0)
-    given = parser.parse_args()
-    start, pool, clock = time.monotonic(), Pool("cuda"), GraphClock("cuda")
+    given = arguments(__doc__, budget_s=120.0).parse_args()
+    pool, clock = Pool("cuda"), GraphClock("cuda")
     pool.reserve(torch.bfloat16, 1 << 30)
-    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "eager": {}, "failed": {}}
-    with torch.no_grad():
-        for case in CASES:
-            if time.monotonic() - start > given.budget_s:
-                report["failed"][case.name] = "left out: the budget was spent"
-                continue
-            try:
-                report["cases"][case.name] = measure(case, clock, pool)
-            except Exception as error:  # the other cases stand
-                traceback.print_exc()
-                report["failed"][case.name] = why(error)
-        for op, case in TINY.items():
-            try:
-                report["eager"][op] = eager(case, pool)
-            except Exception as error:
-                traceback.print_exc()
-                report["failed"][f"eager {op}"] = why(error)
-    report["seconds"] = round(time.monotonic() - start, 1)
-    path = write(report, "direct.json", "cuda")
-    for name, found in report["cases"].items():
-        print(name, json.dumps({n: (f["median_us"], f["rate"]) for n, f in found["gpu"].items()}), json.dumps(found["against"]))
-    print(json.dumps(report["eager"], indent=1), report["failed"], path)
-    return 1 if report["failed"] else 0
+    jobs = [("cases", case.name, partial(measure, case, clock, pool)) for case in CASES]
+    jobs += [("eager", op, partial(eager, case, pool)) for op, case in TINY.items()]
+    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
+
+    def told(found: dict[str, Any]) -> str:
+        return json.dumps(
+            {n: (f["median_us"], f.get("rate")) for n, f in found.get("gpu", found.get("host", {})).items()} | found.get("against", {})
+        )
+
+    return measure_all(jobs, head, "direct.json", "cuda", given.budget_s, told)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is timed; `error` is the largest relative norm of a difference.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -19,7 +18,7 @@ from timeit import timeit
 from typing import Any
 
 import torch
-from common import default_device, environment, write
+from common import arguments, environment, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -119,8 +118,7 @@ def clock(step: Step, seconds: float = 1.0) -> tuple[float, float]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser = arguments(__doc__, ("cpu", "cuda"))
     parser.add_argument("--length", type=int, default=0, help="tokens of a sequence")
     asked = parser.parse_args(given)
     torch.manual_seed(0)

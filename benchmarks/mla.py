@@ -18,11 +18,8 @@ beside that of bfloat16, and its time.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import default_device, environment, host_us, memory_pass, spread, text_of, write
+from common import Job, arguments, environment, host_us, measure_all, memory_pass, spread, text_of
 from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
 from torch import Tensor
 
@@ -192,8 +189,7 @@ def rivals(
         if size.keys in (8192, TOY[0].keys):
             yield "hf_compiled", compiled(run)
     if bench.device == "cuda":
-        from direct import flashinfer_mla, flashmla
-
+        from attnops.bench.vendors import flashinfer_mla, flashmla
         from attnops.testing import Call
 
         query = torch.randn(size.batch, m.heads, m.latent + m.rope, device="cuda", dtype=m.dtype)
@@ -281,39 +277,22 @@ def float8(size: Size, bench: Bench) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
-    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser = arguments(__doc__, ("cpu", "cuda"), 150.0)
     parser.add_argument("--again", type=Path, default=None, help="a mla.json: work its floors out anew")
     given = parser.parse_args()
     if given.again:
         given.again.write_text(text_of(with_floors(json.loads(given.again.read_text()), FULL)))
         return 0
-    start, bench = time.monotonic(), Bench(given.device)
+    bench = Bench(given.device)
     sizes, keys, batch, new = (FULL, (0, 2048, 16384), 4, FORMS) if given.device == "cuda" else (TOY, (0, 16), 2, (1, 4))
-    report: dict[str, Any] = {**environment(given.device), "layer": {}, "float8": {}, "forms": {}, "failed": {}}
     with torch.no_grad():
-        report["ceilings"] = {n: round(x, 3) for n, x in bench.ceilings().items()}
-        jobs: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
-        jobs += [("layer", size.name, partial(measure, size, bench)) for size in sizes]
-        some = [size for size in sizes if size.keys in (8192, TOY[0].keys) and size.batch > 1]
-        jobs += [("float8", size.name, partial(float8, size, bench)) for size in some]
-        models = dict.fromkeys(size.model for size in sizes)
-        jobs += [("forms", f"{m.heads} heads, {batch}x{k} before", partial(forms, m, bench, k, batch, new)) for m in models for k in keys]
-        for section, name, job in jobs:
-            if time.monotonic() - start > given.budget_s:
-                report["failed"][name] = "left out: the budget was spent"
-                continue
-            try:
-                report[section][name] = job()
-                print(section, name, json.dumps(report[section][name]), flush=True)
-            except Exception as error:  # the others stand
-                traceback.print_exc()
-                report["failed"][name] = f"{type(error).__name__}: {str(error)[:200]}"
-    report["seconds"] = round(time.monotonic() - start, 1)
-    report = with_floors(report, sizes)
-    print(report["failed"], write(report, "mla.json", given.device))
-    return 1 if report["failed"] else 0
+        head = {**environment(given.device), "ceilings": {n: round(x, 3) for n, x in bench.ceilings().items()}}
+    jobs: list[Job] = [("layer", size.name, partial(measure, size, bench)) for size in sizes]
+    some = [size for size in sizes if size.keys in (8192, TOY[0].keys) and size.batch > 1]
+    jobs += [("float8", size.name, partial(float8, size, bench)) for size in some]
+    models = dict.fromkeys(size.model for size in sizes)
+    jobs += [("forms", f"{m.heads} heads, {batch}x{k} before", partial(forms, m, bench, k, batch, new)) for m in models for k in keys]
+    return measure_all(jobs, head, "mla.json", given.device, given.budget_s, finish=lambda report: with_floors(report, sizes))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ with `again` in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import default_device, environment, text_of, write
+from common import arguments, environment, text_of, write
 
 from attnops.inputs import Pool, build, problem_of
 from attnops.kernel import Kernel, kernels_of
@@ -335,13 +334,11 @@ def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser = arguments(__doc__, ("cpu", "cuda"), 150.0)
     parser.add_argument("--gpus", type=int, default=1, help="devices of one kind, which share the calls")
     parser.add_argument("--table", type=Path, default=None, help="a table to choose by; default the one in force")
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--budget-s", type=float, default=150.0)
     parser.add_argument("--again", type=Path, default=None, help="a regret.json: choose anew for the calls it timed")
     given = parser.parse_args()
     start, target = time.monotonic(), Target.of(torch.device(given.device))

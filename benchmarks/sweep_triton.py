@@ -2,39 +2,31 @@
 
     python benchmarks/sweep_triton.py [--budget-s 200] [--case decode_1x8192,...] [--top 10]
 
-Configurations are compiled by processes side by side into Triton's cache, then each is checked (the op's budget on a small call, the
-first vendor's numbers on the call itself) and timed: CUDA graph replays in turn, the L2 cache flushed before each, medians of 25 rounds.
-Prints a line a configuration, fastest first, and writes sweep.json after every case, so that a cut run leaves data.
+Worker processes compile the configurations into Triton's cache. Each is then checked (the op's budget on a small call, a vendor's numbers
+on the call itself) and timed: CUDA graph replays in turn, the L2 cache cleared before each, medians. Prints a line a configuration,
+fastest first, and writes sweep.json after every case.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import multiprocessing
 import os
-import time
-import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from common import environment, write
-from direct import why
-from triton_cases import CASES, FEATURES, NEAR, error_of, expected_of, is_vendor, vendors_of
+from common import arguments, environment, measure_all, why
+from triton_vendors import CASES, FEATURES, NEAR, build_one, error_of, expected_of, is_vendor, vendors_of
 
-from attnops.inputs import Pool
+from attnops.inputs import Call, Pool
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels._triton.plan import Choice, Tile
-from attnops.testing import Call, check_kernel
-from attnops.tune import Stopwatch
+from attnops.testing import check_kernel
 from attnops.tune.clock import GraphClock
-from attnops.tune.timing import runner
+from attnops.tune.pool import side_by_side
 
 WORKERS = 14
 COMPILING = 0.5
@@ -98,14 +90,14 @@ def choices_of(name: str) -> list[Choice]:
 
 
 def chosen(call: Call, choice: Choice) -> Kernel:
-    """`triton`, to launch `choice`."""
+    """`triton`, launched with `choice`."""
     kernel = kernels_of(call.op)["triton"]
     return kernel if choice == OURS else replace(kernel, run=partial(kernel.run, choice=choice))
 
 
 @contextlib.contextmanager
 def recorded(found: list[Any]) -> Iterator[None]:
-    """Within, the kernels' `run` compiles what it would launch, and launches nothing."""
+    """Let the kernels' `run` compile without launching."""
     from attnops.kernels._triton import call as host
 
     class Compiled:
@@ -130,54 +122,29 @@ def compile_choice(call: Call, choice: Choice) -> list[Any]:
     return found
 
 
-def in_worker(name: str, choice: Choice | None, vendor: str = "") -> float:
-    """Seconds that it took to have a configuration in Triton's cache, or a vendor's module built."""
+def in_worker(name: str, choice: Choice) -> None:
+    """Compile a configuration into Triton's cache."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ptxas prints a whole module where it fails
-    os.dup2(2, 1)
-    start, pool = time.perf_counter(), Pool("cuda")
-    # What plan.py says follows from the sizes.
-    call = CASES[name].call(pool) if choice == OURS else CASES[name].small(pool)
-    if choice is not None:
-        compile_choice(call, choice)
-    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=(vendor,)).candidates(call) if vendor else ():
-        runner(kernel, mine)()
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    # The choice of plan.py depends on the sizes.
+    compile_choice(CASES[name].call(Pool("cuda")) if choice == OURS else CASES[name].small(Pool("cuda")), choice)
 
 
-def compile_all(names: list[str], until: float) -> tuple[dict[Any, str], dict[str, float]]:
-    """(what did not compile or not in time, with the reason; seconds of the vendors' builds)."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(WORKERS, context)
-    jobs: dict[Future[float], Any] = {}
-    seen: dict[Any, Any] = {}
+def compile_all(names: list[str], limit_s: float) -> dict[Any, str]:
+    """By kind of case and configuration (or vendor): why it did not compile in time."""
+    jobs: dict[Any, Any] = {}
     for name in names:
-        for vendor in set(CASES[name].kernels) - {"fa3"}:
-            kind = (*CASES[name].kind, vendor)
-            if kind not in seen:
-                seen[kind] = (name, vendor)
-                jobs[pool.submit(in_worker, name, None, vendor)] = kind
+        case = CASES[name]
+        for vendor in set(case.kernels) - {"fa3"}:
+            jobs.setdefault((*case.kind, vendor), (build_one, (name, vendor)))
     for name in names:
+        case = CASES[name]
         for choice in choices_of(name):
-            # Sizes are not compiled for; whether there are splits is.
-            size = (CASES[name].batch, CASES[name].keys) if choice == OURS else ()
-            kind = (*CASES[name].kind, choice.tile, (min(choice.splits, 2), choice.overlap), size)
-            if kind not in seen:
-                seen[kind] = (name, choice)
-                jobs[pool.submit(in_worker, name, choice)] = kind
-    done, late = wait(jobs, timeout=max(1.0, until - time.monotonic()))
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in list((getattr(pool, "_processes", None) or {}).values()):
-        process.kill()  # what still compiles would disturb the clock
-    failed = dict.fromkeys((jobs[f] for f in late), LATE)
-    built = {}
-    for f in done:
-        if error := f.exception():
-            failed[jobs[f]] = why(error if isinstance(error, Exception) else RuntimeError(str(error)))
-        elif len(jobs[f]) == 3:
-            built[" ".join(seen[jobs[f]])] = round(f.result(), 1)
-    return failed, built
+            # The code depends on whether there are splits, and for plan.py's choice on the sizes.
+            size = (case.batch, case.keys) if choice == OURS else ()
+            jobs.setdefault((*case.kind, choice.tile, (min(choice.splits, 2), choice.overlap), size), (in_worker, (name, choice)))
+    found = side_by_side(jobs, WORKERS, limit_s)
+    return {kind: LATE if isinstance(e, TimeoutError) else why(e) for kind, e in found.items() if isinstance(e, Exception)}
 
 
 # Timing ---------------------------------------------------------------------------------------------------------------
@@ -191,7 +158,7 @@ def label(choice: Choice) -> str:
 
 
 def figures_of(compiled: list[Any]) -> dict[str, Any]:
-    """Registers, spills and shared bytes of stage one, and of stage two where there is one."""
+    """Registers, spills and shared bytes of stage one, and of stage two if there is one."""
     out: dict[str, Any] = {}
     for stage, kernel in zip(("attend", "combine"), compiled, strict=False):
         kernel._init_handles()
@@ -202,10 +169,9 @@ def figures_of(compiled: list[Any]) -> dict[str, Any]:
 def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str]) -> dict[str, Any]:
     case = CASES[name]
     call, little = case.call(pool), case.small(small)
-    missing = {kind[2] for kind in failed if len(kind) == 3 and kind[:2] == case.kind}
-    runs, left_out = vendors_of(case, call, missing)
+    late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.kind and (len(kind) == 3 or reason == LATE)}
+    runs, left_out = vendors_of(case, call, late)
     expected = expected_of(call)
-    late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.kind and reason == LATE}
     checked, compiled = {}, {}
     for choice in choices_of(name):
         who = label(choice)
@@ -233,59 +199,31 @@ def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[
     return {"rows": sorted(rows, key=lambda r: r["us"]), "left_out": left_out, "worst": worst}
 
 
-def show(name: str, found: dict[str, Any], top: int) -> None:
+def told(found: dict[str, Any], top: int) -> str:
+    """The best vendor, and the fastest configurations."""
     rows = found["rows"]
     vendor = min((r["us"] for r in rows if is_vendor(r["name"])), default=float("nan"))
-    print(f"\n== {name}: best vendor {vendor:.2f} us")
-    shown = 0
-    for r in rows:
-        ours = not is_vendor(r["name"])
-        shown += ours
-        if ours and shown > top and r["name"] != label(OURS):
-            continue
-        a = r.get("attend", {})
-        more = f"{a.get('registers')} regs {a.get('spills')} spills {a.get('shared')} B" if a else ""
-        print(f"{r['us']:9.2f} us  {vendor / r['us']:5.2f} of the vendor's speed  {r['tb_s']:6.3f} TB/s  {r['name']:28} {more}")
-    for who, reason in found["left_out"].items():
-        print(f"   left out: {who}: {reason}")
+    ours = [r for r in rows if not is_vendor(r["name"])]
+    shown = [r for i, r in enumerate(ours) if i < top or r["name"] == label(OURS)]
+    lines = [f"{r['us']:9.2f} us  {vendor / r['us']:5.2f} of the vendor's speed  {r['tb_s']:6.3f} TB/s  {r['name']}" for r in shown]
+    return "\n".join([f"best vendor {vendor:.2f} us", *lines, *(f"   left out: {who}: {why}" for who, why in found["left_out"].items())])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-s", type=float, default=200.0)
+    parser = arguments(__doc__, budget_s=200.0)
     parser.add_argument("--case", default="", help="some of the cases, with commas; all by default")
     parser.add_argument("--top", type=int, default=10, help="how many of ours are printed; sweep.json has all")
     given = parser.parse_args()
-    start = time.monotonic()
     names = given.case.split(",") if given.case else list(CASES)
     if unknown := set(names) - CASES.keys():
         parser.error(f"case: got {', '.join(sorted(unknown))}, want {', '.join(CASES)}")
-    failed, built = compile_all(names, start + COMPILING * given.budget_s)
-    compiled_s = round(time.monotonic() - start, 1)
-    print(f"compiled in {compiled_s} s; vendors' builds {built}; {len(failed)} failed or late", flush=True)
-    for kind, reason in list(failed.items())[:40]:
-        print("  ", kind[0].op, *kind[1:], reason)
+    failed = compile_all(names, COMPILING * given.budget_s)
+    print(*(f"{kind[0].op} {kind[1:]}: {reason}" for kind, reason in list(failed.items())[:40]), sep="\n", flush=True)
     clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
-    report: dict[str, Any] = {**environment("cuda"), "compiled_s": compiled_s, "cases": {}, "failed": {}}
-    report["launch_us"] = round(clock.launch_us, 2)
-    path = write(report, "sweep.json", "cuda")
-    with torch.no_grad():
-        for name in names:
-            if time.monotonic() - start > given.budget_s:
-                report["failed"][name] = "left out: the budget was spent"
-                continue
-            try:
-                report["cases"][name] = measure(name, pool, small, clock, failed)
-                show(name, report["cases"][name], given.top)
-            except Exception as error:  # the other cases stand
-                traceback.print_exc()
-                report["failed"][name] = why(error)
-            report["seconds"] = round(time.monotonic() - start, 1)
-            path = write(report, "sweep.json", "cuda")
-            print(end="", flush=True)
-    print(json.dumps(report["failed"]), path)
-    return 0 if report["cases"] else 1
+    jobs = [("cases", name, partial(measure, name, pool, small, clock, failed)) for name in names]
+    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
+    return measure_all(jobs, head, "sweep.json", "cuda", (1 - COMPILING) * given.budget_s, partial(told, top=given.top))
 
 
 if __name__ == "__main__":

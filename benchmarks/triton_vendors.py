@@ -1,56 +1,189 @@
-"""Our Triton kernels against the vendors' fastest for each shape, what their first use costs and how many are compiled. CUDA only.
+"""Our Triton kernels against the vendors' fastest for each shape, the cost of a first use and the number of variants. CUDA only.
 
     python benchmarks/triton_vendors.py [--device cuda] [--budget-s 180]
 
-Writes triton.json. `us`: medians of 25 CUDA graph replays in turn, the L2 cache flushed before each, the start of a graph (`launch_us`)
-included for all. `speed`: the time of the fastest call of a vendor whose name holds `against` (of all vendors without one) over ours; `met`
-says whether it reaches `goal`. Each call is checked before it is timed: a small one of its kind within the op's budget of the exact result,
-the timed one against a vendor's numbers. `first_use_s`: the first call of a kind in a fresh process with an empty cache, above its second.
+Writes triton.json. `us`: medians of CUDA graph replays in turn, the L2 cache cleared before each, the start of a graph (`launch_us`)
+included for all. `speed`: the time of the fastest vendor's call whose name holds `against` (of all vendors without one) over ours; `met`:
+whether it reaches `goal`. Each call is checked before it is timed: a small one of its kind within the op's budget of the exact result,
+the timed one against a vendor's numbers. `first_uses`: the first call of a kind in a fresh process with an empty cache, less its second.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from common import default_device, environment, spread, write
-from direct import why
-from triton_cases import CASES, NEAR, Case, error_of, expected_of, is_vendor, vendors_of
+from common import arguments, environment, measure_all, spread, why
 
-from attnops.inputs import Pool, build
+from attnops.bench.vendors import fa3_paged, flashinfer_decode, flashinfer_mla, flashinfer_prefill, flashmla
+from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
+from attnops.measured import Shape
 from attnops.testing import CASES as CALLS
-from attnops.testing import Call, Features, Source, builders, check_kernel
+from attnops.testing import Features, Source, builders, check_kernel
 from attnops.tune import Stopwatch
 from attnops.tune.clock import GraphClock
+from attnops.tune.pool import side_by_side
+from attnops.tune.shapes import FP8, MLA, PAGED
 from attnops.tune.timing import runner
+
+Run = Callable[[], Any]
+NEAR = 0.02
+"""Two kernels' results for one call differ by less, as a share of the largest value."""
 
 BUILDS = ("flashinfer", "xqa")
 """Vendors whose modules are built at first use."""
 
-FIRST_USE_S = 3.0
-VARIANTS = 12
-"""Goals: of a first use, and of what one attention layer compiles over a run of any lengths (docs/triton.md)."""
+FIRST_USE_S, VARIANTS = 3.0, 12
+"""Goals: seconds of a first use, and variants that one attention layer compiles over a run of any lengths (docs/triton.md)."""
 
 COPIES = 4096
 """Tokens of a timed KV write."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """One shape at one size.
+
+    vendors: makers of direct calls. kernels: names of registered ones. goal: our speed over that of the fastest call whose name holds
+    `against`, 0 for no goal. more: further arguments of the op.
+    """
+
+    shape: Shape
+    batch: int
+    queries: int
+    keys: int
+    goal: float = 0.0
+    against: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+    vendors: dict[str, Any] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ("fa3", "flashinfer", "xqa")
+
+    @property
+    def kind(self) -> tuple[Shape, str]:
+        """Cases of one kind share their compiled code, but for tiles and splits."""
+        return self.shape, str(self.more)
+
+    def call(self, pool: Pool) -> Call:
+        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**self.more)
+
+    def small(self, pool: Pool) -> Call:
+        """One of the same kind that can be checked against the exact result."""
+        lens = [(1, 900), (1, 70)] if self.queries == 1 else [(300, 300 + min(self.keys - self.queries, 400))]
+        return build(self.shape, [q for q, _ in lens], [k for _, k in lens], pool).with_(**self.more)
+
+    @property
+    def seen(self) -> int:
+        """Keys of a request that any of its queries sees."""
+        return min(self.keys, self.shape.window + self.queries) if self.shape.window >= 0 else self.keys
+
+    @property
+    def bytes(self) -> float:
+        """Of the visible keys and values, which a decode step must read."""
+        s = self.shape
+        numbers = s.head_dim if s.rope_dim else s.kv_heads * (s.head_dim + s.v_head_dim)
+        return float(self.batch * self.seen * numbers * getattr(torch, s.kv_dtype).itemsize)
+
+    @property
+    def flops(self) -> float:
+        """Of both products, over the visible pairs."""
+        s = self.shape
+        return 2.0 * self.batch * self.queries * (self.seen - (self.queries - 1) / 2) * s.q_heads * (s.head_dim + s.v_head_dim)
+
+
+STEP = replace(PAGED, decode=True)
+H16, H128 = replace(MLA, q_heads=16, decode=True), replace(MLA, decode=True)
+CORES, TENSOR = flashinfer_decode(False), flashinfer_decode(True)
+PLAIN: dict[str, Any] = {"against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_cores": CORES, "flashinfer_tensor": TENSOR}}
+LATENT: dict[str, Any] = {
+    "against": "flashmla", "vendors": {"flashmla": flashmla, "flashinfer_fa3": flashinfer_mla("fa3")}, "kernels": ("fa3", "flashmla"),
+}  # fmt: skip
+EXTEND: dict[str, Any] = {
+    "against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_fa3": flashinfer_prefill("fa3")}, "kernels": ("fa3",),
+}  # fmt: skip
+FEATURES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "softcap": (STEP, {"softcap": 30.0}), "sinks": (replace(STEP, sinks=True), {}), "window": (replace(STEP, window=1023), {}),
+    "fp8": (replace(STEP, **FP8), {}),
+}  # fmt: skip
+CASES: dict[str, Case] = {
+    "decode_1x8192": Case(STEP, 1, 1, 8192, 1.3, **PLAIN),
+    "decode_64x4096": Case(STEP, 64, 1, 4096, 0.95, **PLAIN),
+    "mla16_64x8192": Case(H16, 64, 1, 8192, 0.85, **LATENT),
+    "mla128_64x8192": Case(H128, 64, 1, 8192, 0.6, **LATENT),
+    "extend_2048_on_8192": Case(PAGED, 1, 2048, 10240, 0.6, **EXTEND),
+    "decode_8x4096": Case(STEP, 8, 1, 4096, 1.0, **PLAIN),
+    "decode_1x32768": Case(STEP, 1, 1, 32768, 1.3, **PLAIN),
+    "extend_8192_on_0": Case(PAGED, 1, 8192, 8192, **EXTEND),
+    "mla16_1x8192": Case(H16, 1, 1, 8192, **LATENT),
+    "mla128_1x8192": Case(H128, 1, 1, 8192, **LATENT),
+    **{f"{n}_8x4096": Case(s, 8, 1, 4096, 0.9, more=more) for n, (s, more) in FEATURES.items()},
+    **{f"{n}_64x4096": Case(s, 64, 1, 4096, 0.9, more=more) for n, (s, more) in FEATURES.items()},
+}
+
+
+def is_vendor(name: str) -> bool:
+    """Is a timed call of that name a vendor's?"""
+    return name.startswith(("direct.", "op."))
+
+
+def kernels_named(call: Call, *names: str) -> list[tuple[str, Call, Run]]:
+    """(name, call, run) of registered kernels, with an output of their own."""
+    found = []
+    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=names).candidates(call):
+        mine = mine.with_(output=torch.empty_like(mine.arguments["output"]))
+        found.append((kernel.name, mine, runner(kernel, mine)))
+    return found
+
+
+def vendors_of(case: Case, call: Call, without: set[str]) -> tuple[dict[str, Run], dict[str, str]]:
+    """(the vendors' calls, called once: `direct.*` as the vendor has it, `op.*` as registered; those left out, with the reason)."""
+    runs: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
+    names = set(case.kernels) - without
+    makers |= {f"op.{name}": lambda run=run: run for name, _, run in (kernels_named(call, *names) if names else ())}
+    for name, make in makers.items():
+        try:
+            run = make()
+            run()
+            torch.cuda.synchronize()
+            runs[name] = run
+        except Exception as error:
+            left_out[name] = why(error)
+    return runs, left_out
+
+
+def expected_of(call: Call) -> tuple[str, torch.Tensor] | None:
+    """(kernel, float32 output) of `call` by a vendor's registered kernel, else by our own: the reference of every configuration."""
+    for asked in ("fa3", "flashinfer", "xqa", "triton"):
+        for name, mine, run in kernels_named(call, asked):
+            with contextlib.suppress(Exception):
+                run()
+                torch.cuda.synchronize()
+                return name, mine.arguments["output"].float()
+    return None
+
+
+def error_of(call: Call, run: Run, want: torch.Tensor) -> float:
+    """The largest difference of what `run` writes into the call's output, as a share of the largest value; NaN if rows are unwritten."""
+    output = call.arguments["output"]
+    output.fill_(float("nan"))
+    run()
+    return float((output.float() - want).abs().max() / want.abs().max())
+
+
 def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, late: set[Any]) -> dict[str, Any]:
-    """One case's figures. Raises AssertionError where the numbers are wrong."""
+    """One case's figures. Raises AssertionError for wrong numbers."""
     case, kernel = CASES[name], kernels_of(CASES[name].shape.op)["triton"]
-    call, little = case.call(pool), case.small(small)
-    figures = check_kernel(kernel, little)
+    call = case.call(pool)
+    figures = check_kernel(kernel, case.small(small))
     assert not figures.refused, figures
     runs, left_out = vendors_of(case, call, {vendor for kind, vendor in late if kind == case.kind})
     ours = partial(kernel.run, *call.args, **call.kwargs)
@@ -59,50 +192,49 @@ def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, late: set[Any
         error = error_of(call, ours, expected[1])
         assert error < NEAR, f"{error:.3f} of the largest value from {expected[0]}"
     times = {n: spread(us) for n, us in clock.in_turn({"triton": ours, **runs}).items()}
-    return {"us": times, "left_out": left_out, "worst_share_of_budget": round(figures.worst, 4), **judged(case, times)}
+    return {"us": times, "left_out": left_out, "worst_share_of_budget": round(figures.worst, 4), **speeds(case, times)}
 
 
-def judged(case: Case, times: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Our speed against the vendors', and whether it is what is aimed at."""
+def speeds(case: Case, times: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Our speed against the vendors', and against the goal."""
     vendors = {n: t["median_us"] for n, t in times.items() if is_vendor(n)}
     ours = times["triton"]["median_us"]
     out: dict[str, Any] = {"tb_s": round(case.bytes / ours / 1e6, 3), "tflop_s": round(case.flops / ours / 1e6, 1)}
     if vendors:
         best = min(vendors, key=lambda n: vendors[n])
         out |= {"best": best, "speed_of_best": round(vendors[best] / ours, 3)}
-    rivals = {n: us for n, us in vendors.items() if case.against in n}
+    rivals = [us for n, us in vendors.items() if case.against in n]
     if case.goal and rivals:
-        speed = min(rivals.values()) / ours
+        speed = min(rivals) / ours
         out |= {"against": case.against or "all", "speed": round(speed, 3), "goal": case.goal, "met": speed >= case.goal}
     return out
 
 
 def copies(clock: GraphClock) -> dict[str, Any]:
     """A KV write of 8 heads of 128 numbers against a copy of as many bytes."""
-    kernel = kernels_of("write_kv").get("triton")
-    if kernel is None:
-        return {}
     slots = torch.randperm(COPIES * 4).tolist()[:COPIES]
     call = builders.write(Source(0, "cuda"), slots, COPIES // 4, 16, Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8))
     key, value, at = (call.arguments[n] for n in ("key", "value", "slots"))
-    others = {k.name: k for k in kernels_of("write_kv").values() if k.name != "triton" and not k.refusals(call.problem)}
-    kernel.run(*call.args, **call.kwargs)
+    kernels = {k.name: partial(k.run, *call.args, **call.kwargs) for k in kernels_of("write_kv").values() if not k.refusals(call.problem)}
+    kernels["triton"]()
     for pages, rows in (("k_pages", key), ("v_pages", value)):
         assert torch.equal(call.arguments[pages].flatten(0, 1)[at], rows), f"{pages} does not hold what was written"
     both = torch.stack([key, value])
     target = torch.empty_like(both)
-    runs: dict[str, Callable[[], Any]] = {"triton": partial(kernel.run, *call.args, **call.kwargs), "copy": lambda: target.copy_(both)}
-    runs |= {f"op.{n}": partial(k.run, *call.args, **call.kwargs) for n, k in others.items()}
+    runs: dict[str, Run] = {"copy": lambda: target.copy_(both)}
+    runs |= {n if n == "triton" else f"op.{n}": run for n, run in kernels.items()}
     times = {n: spread(us) for n, us in clock.in_turn(runs).items()}
     speed = times["copy"]["median_us"] / times["triton"]["median_us"]
     return {"us": times, "against": "copy", "speed": round(speed, 3), "goal": 0.85, "met": speed >= 0.85}
 
 
-# In a process of its own ----------------------------------------------------------------------------------------------
+# In worker processes ---------------------------------------------------------------------------------------------------
 
 
-def first_uses() -> dict[str, float]:
-    """Seconds of the first call of each kind above its second; both stages where there are two."""
+@torch.no_grad()
+def first_uses(cache: str) -> dict[str, float]:
+    """Seconds of the first call of each kind, less its second; both stages if there are two."""
+    os.environ["TRITON_CACHE_DIR"] = cache
     calls: dict[str, Call] = {n: CASES[n].small(Pool("cuda")) for n in CASES if not n.endswith("64x4096") or n == "decode_64x4096"}
     calls["decode_64x4096"] = build(CASES["decode_64x4096"].shape, [1] * 64, [256] * 64, Pool("cuda"))
     for op in CALLS:
@@ -123,107 +255,56 @@ def first_uses() -> dict[str, float]:
     return taken
 
 
-def variants() -> dict[str, int]:
-    """What one layer compiles over prompts, batches and contexts of many lengths."""
+@torch.no_grad()
+def variants(cache: str) -> dict[str, int]:
+    """The number of variants that one layer compiles over prompts, batches and contexts of many lengths."""
+    os.environ["TRITON_CACHE_DIR"] = cache
     from attnops.kernels._triton.device.attend import attend
     from attnops.kernels._triton.device.combine import combine
 
-    kernels = {"attend": attend, "combine": combine}
-    device = torch.cuda.current_device()
-
-    def count() -> dict[str, int]:
-        return {n: len(k.device_caches[device][0]) for n, k in kernels.items()}
-
-    before = count()
     f = Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
     for queries in (1, 2, 7, 8, 33, 65, 300):
         for requests in (1, 2, 5, 16, 64):
             for keys in (300, 1100, 4096):
                 call = builders.paged(Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
                 kernels_of("paged_attention")["triton"].run(*call.args, **call.kwargs)
-    return {n: now - before[n] for n, now in count().items()}
+    return {n: len(k.device_caches[torch.cuda.current_device()][0]) for n, k in {"attend": attend, "combine": combine}.items()}
 
 
-def build_one(name: str, vendor: str) -> bool:
-    """Have a vendor's module for a case built, if it builds any."""
-    for kernel, call, _ in Stopwatch(lambda *_: 0.0, names=(vendor,)).candidates(CASES[name].small(Pool("cuda"))):
-        runner(kernel, call)()
+@torch.no_grad()
+def build_one(name: str, vendor: str) -> None:
+    """Build a vendor's module for a case, if it has one."""
+    for _, _, run in kernels_named(CASES[name].small(Pool("cuda")), vendor):
+        run()
         torch.cuda.synchronize()
-    return True
-
-
-def build_ahead(limit_s: float) -> set[Any]:
-    """Have the vendors' modules built side by side. Those (kind of case, vendor) that took too long or failed."""
-    todo = {(case.kind, vendor): name for name, case in CASES.items() for vendor in case.kernels if vendor in BUILDS}
-    start = time.monotonic()
-    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-    command = [sys.executable, __file__, "--only"]
-    running = {kind: subprocess.Popen([*command, f"{name}:{kind[1]}"], **quiet) for kind, name in todo.items()}
-    late = set()
-    for kind, process in running.items():
-        try:
-            ok = process.wait(max(1.0, limit_s - (time.monotonic() - start))) == 0
-        except subprocess.TimeoutExpired:
-            process.kill()
-            ok = False
-        late |= set() if ok else {kind}
-    print(f"vendors' modules in {time.monotonic() - start:.0f} s; without", sorted(f"{todo[k]}: {k[1]}" for k in late), flush=True)
-    return late
-
-
-def alone(what: str) -> Any:
-    """`what` of this file in a fresh process with an empty cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        command, env = [sys.executable, __file__, "--only", what], {**os.environ, "TRITON_CACHE_DIR": cache}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda",), default=default_device())
-    parser.add_argument("--budget-s", type=float, default=180.0)
-    parser.add_argument("--only", default="", help="first_uses, variants or a case:vendor to build, from this process alone")
-    given = parser.parse_args()
-    if given.only:
-        with torch.no_grad():
-            what = {"first_uses": first_uses, "variants": variants}.get(given.only) or partial(build_one, *given.only.split(":"))
-            print(json.dumps(what()))
-        return 0
-    start = time.monotonic()
-    late = build_ahead(0.5 * given.budget_s)
+    given = arguments(__doc__, budget_s=180.0).parse_args()
+    todo = {(case.kind, vendor): name for name, case in CASES.items() for vendor in case.kernels if vendor in BUILDS}
+    built = side_by_side({job: (build_one, (name, job[1])) for job, name in todo.items()}, len(todo), 0.5 * given.budget_s)
+    late = {job for job, result in built.items() if result is not None}
+    print("without", sorted(f"{todo[job]}: {job[1]}" for job in late), flush=True)
     clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
-    report: dict[str, Any] = {**environment("cuda"), "launch_us": round(clock.launch_us, 2), "cases": {}, "failed": {}}
-    parts: dict[str, Callable[[], Any]] = {name: partial(measure, name, pool, small, clock, late) for name in CASES}
-    parts[f"write_kv_{COPIES}"] = partial(copies, clock)
-    with torch.no_grad():
-        for name, part in parts.items():
-            if time.monotonic() - start > given.budget_s:
-                report["failed"][name] = "left out: the budget was spent"
-                continue
-            try:
-                found = report["cases"][name] = part()
-                write(report, "triton.json", "cuda")  # a run that is cut short leaves what it had
-                told = ("speed_of_best", "best", "speed", "goal", "met", "tb_s", "tflop_s")
-                print(f"{name:22}", *(f"{n} {found[n]}" for n in told if n in found), flush=True)
-            except Exception as error:  # the other cases stand
-                traceback.print_exc()
-                report["failed"][name] = why(error)
-    for what, goal in (("first_uses", FIRST_USE_S), ("variants", VARIANTS)):
-        try:
-            report[what] = alone(what)
-            print(what, report[what], "want at most", goal, "each")
-        except Exception as error:
-            report["failed"][what] = why(error)
-    report["missed"] = sorted(n for n, found in report["cases"].items() if found.get("met") is False)
-    report["missed"] += [f"first use of {n}" for n, s in report.get("first_uses", {}).items() if s > FIRST_USE_S]
-    report["missed"] += [f"variants of {n}" for n, count in report.get("variants", {}).items() if count > VARIANTS]
-    report["seconds"] = round(time.monotonic() - start, 1)
-    print("missed:", report["missed"], "failed:", report["failed"], write(report, "triton.json", "cuda"))
-    return 1 if report["failed"] else 0
+    jobs: list[Any] = [("cases", name, partial(measure, name, pool, small, clock, late)) for name in CASES]
+    jobs.append(("cases", f"write_kv_{COPIES}", partial(copies, clock)))
+
+    def told(found: dict[str, Any]) -> dict[str, Any]:
+        return {n: found[n] for n in ("speed_of_best", "best", "speed", "goal", "met", "tb_s", "tflop_s") if n in found}
+
+    def finish(report: dict[str, Any]) -> dict[str, Any]:
+        goals = {"first_uses": FIRST_USE_S, "variants": VARIANTS}
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            found = side_by_side({"first_uses": (first_uses, (one,)), "variants": (variants, (other,))}, 1, 120.0)
+        report["failed"] |= {n: why(f) for n, f in found.items() if isinstance(f, BaseException)}
+        report |= {n: f for n, f in found.items() if not isinstance(f, BaseException)}
+        missed = sorted(n for n, f in report["cases"].items() if f.get("met") is False)
+        missed += [f"{what} of {n}" for what, goal in goals.items() for n, x in report.get(what, {}).items() if x > goal]
+        return report | {"missed": missed}
+
+    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
+    return measure_all(jobs, head, "triton.json", "cuda", given.budget_s, told, finish)
 
 
 if __name__ == "__main__":

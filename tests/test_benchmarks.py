@@ -32,20 +32,7 @@ def suites(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     yield
-    for name in (
-        "common",
-        "regret",
-        "run",
-        "tune",
-        "direct",
-        "results",
-        "performance",
-        "data",
-        "mla",
-        "mla_layers",
-        "deterministic",
-        "gradients",
-    ):
+    for name in ("results", "performance", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))):
         sys.modules.pop(name, None)
 
 
@@ -230,6 +217,13 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
     with pytest.raises(SystemExit):
         run.main()
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_script_can_be_imported(suites, script):
+    """Scripts that need a GPU are not run here: what they import has to be there all the same."""
+    pytest.importorskip("triton", reason="a script imports our Triton kernels' tables")
+    assert import_module(script)
 
 
 def test_all_limits_are_within_the_promise(suites):
