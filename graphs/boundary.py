@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Capture, Kernel, kernels_of
-from attnops.ops import OPS
-from attnops.select import choose, parse_policy
+from ..kernel import Capture, Kernel, kernels_of
+from ..ops import OPS
+from ..select import choose, parse_policy
 
 ATTENTION = (
     "attention",

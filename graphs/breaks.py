@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from attnops.errors import AttnopsError, NotCapturable
-from attnops.graphs.boundary import OUTSIDE, Break, break_of, kernel_of, mark
-from attnops.graphs.device import Device
-from attnops.graphs.pieces import Recorded
+from ..errors import AttnopsError, NotCapturable
+from .boundary import OUTSIDE, Break, break_of, kernel_of, mark
+from .device import Device
+from .pieces import Recorded
 
 R = TypeVar("R")
 

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attnops.errors import BatchTooLarge, InvalidInput
+from ..errors import BatchTooLarge, InvalidInput
 
 Kind = Literal["decode", "verify", "mixed"]
 """decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the

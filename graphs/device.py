@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from ..errors import InvalidInput
 
 
 class Graph(Protocol):

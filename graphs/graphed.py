@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnops.cache.batch import PagedBatch
-from attnops.cache.paged import Pages, ordinary
-from attnops.errors import InvalidInput, OverBudget, StaleGraph
-from attnops.graphs.buckets import Bucket, Buckets
-from attnops.graphs.device import CudaGraphs, Device
-from attnops.graphs.guard import Guard, compare, uncached_casts
-from attnops.graphs.inputs import Inputs, Roles, Values, sizes
-from attnops.graphs.pieces import Recorded
-from attnops.graphs.report import Report, Row
-from attnops.graphs.state import put, saved, tensors, unchanged
+from ..cache.batch import PagedBatch
+from ..cache.paged import Pages, ordinary
+from ..errors import InvalidInput, OverBudget, StaleGraph
+from .buckets import Bucket, Buckets
+from .device import CudaGraphs, Device
+from .guard import Guard, compare, uncached_casts
+from .inputs import Inputs, Roles, Values, sizes
+from .pieces import Recorded
+from .report import Report, Row
+from .state import put, saved, tensors, unchanged
 
 Progress = Callable[[int, int, str], None]
 """Told (captured so far, all, the bucket just captured)."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled as _any_autocast
 from torch.utils import _pytree as pytree
 
-from attnops.errors import ReplayMismatch, StaleGraph
-from attnops.select import active_policy
+from ..errors import ReplayMismatch, StaleGraph
+from ..select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.cache.batch import PagedBatch
-from attnops.cache.paged import ordinary
-from attnops.errors import InvalidInput, StaleGraph
-from attnops.graphs.buckets import Bucket, Buckets, Kind
+from ..cache.batch import PagedBatch
+from ..cache.paged import ordinary
+from ..errors import InvalidInput, StaleGraph
+from .buckets import Bucket, Buckets, Kind
 
 Values = dict[str, Any]
 

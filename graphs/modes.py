@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from attnops.cache.batch import PagedBatch
-from attnops.cache.paged import Pages
-from attnops.errors import AttnopsError, InvalidInput, NotCapturable
-from attnops.graphs import breaks
-from attnops.graphs.buckets import Bucket, Buckets, Kind
-from attnops.graphs.device import Device
-from attnops.graphs.graphed import Graphed, Options
-from attnops.graphs.inputs import Roles, Values
-from attnops.graphs.pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
-from attnops.graphs.split import Split, split
+from ..cache.batch import PagedBatch
+from ..cache.paged import Pages
+from ..errors import AttnopsError, InvalidInput, NotCapturable
+from . import breaks
+from .buckets import Bucket, Buckets, Kind
+from .device import Device
+from .graphed import Graphed, Options
+from .inputs import Roles, Values
+from .pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
+from .split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
 Planning = Callable[[Bucket], Callable[[PagedBatch], Tensor] | None]

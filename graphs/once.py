@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attnops.traced import may_write
+from ..traced import may_write
 
 Values = Callable[[Any], Any]
 """The fake value that a node stands for."""

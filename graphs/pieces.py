@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attnops.errors import AttnopsError, NotCapturable
-from attnops.graphs.boundary import Break
-from attnops.graphs.cached_guards import whole_guards
-from attnops.graphs.device import Device
-from attnops.graphs.split import Name, Part, Split, starts_work, value_of
+from ..errors import AttnopsError, NotCapturable
+from .boundary import Break
+from .cached_guards import whole_guards
+from .device import Device
+from .split import Name, Part, Split, starts_work, value_of
 
 Piece = Callable[..., Any]
 Inner = Callable[[fx.GraphModule, list[Any]], Piece]

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from attnops.graphs.boundary import Break
-from attnops.graphs.buckets import Bucket
+from .boundary import Break
+from .buckets import Bucket
 
 
 @dataclass(frozen=True)

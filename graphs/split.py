@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attnops.graphs.boundary import DATA, Break, break_of, is_cut, kernel_of, pinned
-from attnops.graphs.once import make_once
-from attnops.kernel import Kernel
+from ..kernel import Kernel
+from .boundary import DATA, Break, break_of, is_cut, kernel_of, pinned
+from .once import make_once
 
 # What starts no kernel may stand on either side of a boundary, and an allocation before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from ..errors import InvalidInput
 
 
 def tensors(state: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -3,9 +3,6 @@
 Dynamo guards a parameter's dtype, shape and strides, and not where it lies: `module.weight.data = other` passes all of its guards.
 """
 
-if __name__ != "attnops.lowering.beside":
-    raise ImportError("import attnops.lowering.beside, not lowering.beside")
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,8 +1,5 @@
 """Lowering of an op to the kernel chosen for it: `attnops.<op>.default` becomes a call of `attnops.<op>.<kernel>`."""
 
-if __name__ != "attnops.lowering.choose":
-    raise ImportError("import attnops.lowering.choose, not lowering.choose")
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +7,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attnops.kernel import Kernel
-from attnops.lowering.once import made_before
-from attnops.ops import Op
-from attnops.select import choose, select
+from ..kernel import Kernel
+from ..ops import Op
+from ..select import choose, select
+from .once import made_before
 
 log = logging.getLogger("attnops.lowering")
 

@@ -1,8 +1,5 @@
 """`explain`: which kernel every attention call of a model would get, on this machine or another, and why the others would not."""
 
-if __name__ != "attnops.lowering.explain":
-    raise ImportError("import attnops.explain, not lowering.explain")
-
 import contextlib
 import dataclasses
 import re
@@ -15,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from attnops.kernel import all_kernels
-from attnops.measured import in_force
-from attnops.ops import Op
-from attnops.ops._op import watch
-from attnops.ops.latent_form import FormDecision, LatentCall, watch_forms
-from attnops.problem import Problem, Target, pretend
-from attnops.select import Decision, select, workspace_bytes
+from ..kernel import all_kernels
+from ..measured import in_force
+from ..ops import Op
+from ..ops._op import watch
+from ..ops.latent_form import FormDecision, LatentCall, watch_forms
+from ..problem import Problem, Target, pretend
+from ..select import Decision, select, workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def explain(
     Raises:
         InvalidInput: an unknown target, or assume without a target. Whatever the call itself raises on bad input.
     """
-    from attnops.errors import InvalidInput
+    from ..errors import InvalidInput
 
     if target is None and assume is not None:
         raise InvalidInput("assume", assume, "None, unless a target is named (this machine's packages are looked up)")

@@ -1,8 +1,5 @@
 """`fuse_linears`: linears that share an input and whose weights lie one behind the other become one matrix product."""
 
-if __name__ != "attnops.lowering.fuse_linears":
-    raise ImportError("import attnops.lowering, not lowering.fuse_linears")
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +10,9 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.nn.functional import linear
 
-from attnops.lowering.beside import ALIGNED, Row, can_guard, guard, source_of
-from attnops.lowering.restride import VALUE, follow
-from attnops.traced import may_write
+from ..traced import may_write
+from .beside import ALIGNED, Row, can_guard, guard, source_of
+from .restride import VALUE, follow
 
 log = logging.getLogger("attnops.lowering")
 

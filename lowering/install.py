@@ -1,13 +1,10 @@
 """Teaches Inductor every op, once a process. Called when an op is first traced by a compiler, so that `import attnops` stays light."""
 
-if __name__ != "attnops.lowering.install":
-    raise ImportError("import attnops.lowering.install, not lowering.install")
-
 import threading
 
-from attnops.lowering import key
-from attnops.lowering.choose import lowering_of
-from attnops.ops import OPS
+from ..ops import OPS
+from . import key
+from .choose import lowering_of
 
 _LOCK = threading.Lock()
 _DONE: set[str] = set()

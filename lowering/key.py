@@ -1,8 +1,5 @@
 """The circumstances of a choice, for the compile caches: a graph chosen under other circumstances must never be found in them."""
 
-if __name__ != "attnops.lowering.key":
-    raise ImportError("import attnops.lowering.key, not lowering.key")
-
 import functools
 import hashlib
 import os
@@ -11,10 +8,10 @@ from typing import Any
 
 import torch
 
-from attnops import measured, problem
-from attnops.kernel import CONTRACT, all_kernels
-from attnops.problem import pretended
-from attnops.version import VERSION
+from .. import measured, problem
+from ..kernel import CONTRACT, all_kernels
+from ..problem import pretended
+from ..version import VERSION
 
 
 def code_files() -> list[Path]:

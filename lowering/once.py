@@ -1,8 +1,5 @@
 """Metadata that several layers ask for are made once a graph: a later call of an op with the same arguments gives what the first gave."""
 
-if __name__ != "attnops.lowering.once":
-    raise ImportError("import attnops.lowering.once, not lowering.once")
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +7,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attnops.traced import may_write
+from ..traced import may_write
 
 
 def made_before(node: fx.Node) -> fx.Node | None:

@@ -1,13 +1,10 @@
 """Regional compilation: identical layers compile once, whatever their number."""
 
-if __name__ != "attnops.lowering.regional":
-    raise ImportError("import attnops.compile_layers, not lowering.regional")
-
 from typing import Any
 
 from torch import nn
 
-from attnops.errors import InvalidInput
+from ..errors import InvalidInput
 
 
 def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:

@@ -1,8 +1,5 @@
 """What follows for a graph when some of its values get other strides: new fake values, or the reason why it may not be."""
 
-if __name__ != "attnops.lowering.restride":
-    raise ImportError("import attnops.lowering.restride, not lowering.restride")
-
 from heapq import heapify, heappop, heappush
 from typing import Any
 
