@@ -1,4 +1,4 @@
-"""`Buckets`: the sizes that graphs are captured for, and which of them serves a batch."""
+"""`Buckets`: the sizes that graphs are captured for, and the one that serves a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bucket:
 
     @property
     def trace(self) -> str:
-        """The name of the buckets that one trace serves: the kind, and of verify steps the queries, which kernels are chosen by."""
+        """The name of the trace that serves this bucket: its kind, with the queries for verify steps, which select kernels."""
         return f"verify {self.queries}" if self.kind == "verify" else self.kind
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class Bucket:
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, then by 8 to 256, then by 16, up to `most` requests, which is always one of them."""
+    """1, 2, 4, then multiples of 8 to 256, then of 16, up to and including `most` requests."""
     return _ending((1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(272, most + 1, 16)), most)
 
 
 def token_sizes(most: int) -> tuple[int, ...]:
-    """From 16 on eight sizes an octave, of at least 16 tokens each, up to `most` tokens, so that little more than an eighth is padding."""
+    """From 16 on, eight sizes per power of two, at least 16 apart, up to and including `most`: about an eighth is padding at most."""
     sizes, at = [], 16
     while at < most:
         sizes.append(at)
@@ -55,20 +55,20 @@ def _ending(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes to capture, and what to do beside them.
+    """Sizes to capture, and the fallback beyond them.
 
-    decode: requests of decode batches. tokens: new tokens of all other batches; `()`: none of these is captured.
-    requests: rows of the page table in graphs of `tokens`; 0: as many as the largest decode bucket.
+    decode: requests of decode batches.
+    tokens: new tokens of mixed batches; `()` captures none of these.
+    requests: page table rows in mixed buckets; 0: as many as the largest decode bucket.
     verify: the most tokens of a request in verify batches, each captured for the requests of `decode`. A batch runs in the smallest
-        that holds its longest request; a batch of more requests runs as any other batch.
-    over: what becomes of a batch over the largest bucket: "raise" BatchTooLarge, or run it "eager", which is counted and reported.
-    padding: what fills a decode bucket. "absent": tokens of no request, in rows of length 0; nothing is read or written for them, and
-        batches say `padded=True`. "null": requests of one token, not stored, that read the null page 0, which nobody owns; the batch
-        keeps its promise `padded=False`, which spares some kernels a launch. Verify buckets are always filled as "absent", because
-        a request may bring fewer tokens.
+        bucket that holds its longest request; a batch of more requests runs as a mixed one.
+    over: for a batch over the largest bucket, "raise" BatchTooLarge, or run it "eager", which the report counts.
+    padding: padding rows of decode buckets. "absent": rows of length 0, for which nothing is read or written; batches have
+        `padded=True`. "null": requests of one token that is not stored and reads the null page 0; batches keep `padded=False`, which
+        saves some kernels a launch. Verify buckets always use "absent", because a request may bring fewer tokens.
 
-    Raises InvalidInput: a size is no int of at least 1 (`verify`: 2), sizes do not ascend, a word is not one of those above, or there is
-    `verify` without `decode`.
+    Raises:
+        InvalidInput: sizes that are not ascending ints >= 1 (`verify`: 2), an unknown word, or `verify` without `decode`.
     """
 
     decode: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class Buckets:
         if not self.decode and not self.tokens:
             raise InvalidInput("decode, tokens", "no size", "at least one bucket")
         if self.verify and not self.decode:
-            raise InvalidInput("verify", self.verify, "() without decode, whose requests verify batches are captured for")
+            raise InvalidInput("verify", self.verify, "() without decode: verify buckets take their requests from it")
         if isinstance(self.requests, bool) or not isinstance(self.requests, int) or self.requests < 0:
             raise InvalidInput("requests", self.requests, "an int >= 0")
 
@@ -104,7 +104,7 @@ class Buckets:
         padding: Literal["absent", "null"] = "absent",
         verify: tuple[int, ...] = (),
     ) -> Buckets:
-        """The default sizes up to so many requests of decode batches and new tokens of other batches; 0: none of that kind."""
+        """The default sizes up to so many requests in decode batches and new tokens in mixed ones; 0: none of that kind."""
         return cls(decode_sizes(requests), token_sizes(tokens), requests, over, padding, verify=verify)
 
     @property
@@ -113,28 +113,28 @@ class Buckets:
         return self.requests or max(self.decode, default=0)
 
     @functools.cached_property
-    def _every(self) -> tuple[Bucket, ...]:
-        """Dropped ones included, in the order in which they are looked through."""
+    def _captured(self) -> tuple[Bucket, ...]:
+        """All buckets, dropped ones included, in the order of search."""
         verify = (Bucket(n * queries, n, "verify") for queries in self.verify for n in self.decode)
         return (*(Bucket(n, n, "decode") for n in self.decode), *verify, *(Bucket(n, self.rows, "mixed") for n in self.tokens))
 
     @functools.cached_property
     def _kept(self) -> dict[Kind, tuple[Bucket, ...]]:
         kinds: tuple[Kind, ...] = ("decode", "verify", "mixed")
-        return {kind: tuple(b for b in self._every if b.kind == kind and b not in self.dropped) for kind in kinds}
+        return {kind: tuple(b for b in self._captured if b.kind == kind and b not in self.dropped) for kind in kinds}
 
     def all(self) -> tuple[Bucket, ...]:
-        """Every bucket that is not dropped, largest first: what later ones need then fits into what the first have left."""
+        """Every bucket that is not dropped, largest first, so that later ones fit into memory that the first left."""
         return tuple(sorted((b for kept in self._kept.values() for b in kept), reverse=True))
 
     @property
     def most(self) -> tuple[int, int]:
-        """(tokens, requests): what serves every bucket."""
-        return max(b.tokens for b in self._every), max(b.requests for b in self._every)
+        """(tokens, requests) of buffers that serve every bucket."""
+        return max(b.tokens for b in self._captured), max(b.requests for b in self._captured)
 
-    def alike(self, trace: str) -> tuple[Bucket, ...]:
-        """The buckets that one trace serves, smallest first, dropped ones included."""
-        return tuple(b for b in self._every if b.trace == trace)
+    def of_trace(self, trace: str) -> tuple[Bucket, ...]:
+        """The buckets of one trace, smallest first, dropped ones included."""
+        return tuple(b for b in self._captured if b.trace == trace)
 
     def kind(self, tokens: int, requests: int, queries: int) -> Kind:
         """The kind of a batch of so many tokens and requests, with at most `queries` tokens of a request."""
@@ -142,7 +142,7 @@ class Buckets:
             return "decode"
         if not 1 < queries <= max(self.verify, default=0):
             return "mixed"
-        # One that no verify bucket holds is left to those of mixed batches, where there are any.
+        # A batch that no verify bucket holds runs in a mixed one, where any exists.
         return "verify" if not self.tokens or self._fitting("verify", tokens, requests, queries) else "mixed"
 
     def find(self, kind: Kind, tokens: int, requests: int, queries: int = 1) -> Bucket | None:

@@ -1,8 +1,7 @@
-"""Code that torch's compilers find in their caches comes with guards on sizes, as Python: `min(3, L['t0']) == L['t0']`.
+"""Evaluates size guards of cached code as a whole (torch 2.11 to 2.13).
 
-They are evaluated with symbolic sizes, to hold from then on. Python's `min` asks which is the less and goes on with that one, and `or` asks
-for the truth of its left side: either makes a guard of a part where the whole was meant, and a trace of many sizes becomes one of a
-single size, but only where its code was cached (torch 2.11 to 2.13).
+Code from torch's compile caches comes with guards as Python source, `min(3, L['t0']) == L['t0']`, which torch evaluates on symbolic sizes.
+Python's `min` and `or` then guard on the comparison of one part, so that a trace of many sizes specialises to one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def whole_guards() -> Iterator[None]:
-    """Within the block the shape environment of the trace at hand takes guards from caches as they are meant."""
+    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
     from torch._guards import TracingContext
 
     found = TracingContext.try_get()
@@ -33,9 +32,9 @@ def whole_guards() -> Iterator[None]:
 
 
 def whole(code: str) -> str:
-    """The expression without Python's short cuts: `|`, `&` and functions of torch for `or`, what is in it, and min and max.
+    """The expression without short circuits: `|`, `&` and torch functions in place of `or`, a nested `and`, min and max.
 
-    Of an `and` at the top all has to be true, so that stays.
+    A top-level `and` stays, because each of its parts has to hold anyway.
     """
     return ast.unparse(_Top().visit(ast.parse(code, mode="eval")))
 

@@ -1,4 +1,4 @@
-"""The device's side of graphs: begin, end, replay, memory. One small protocol, and CUDA's answer to it."""
+"""The device side of graphs, begin, end, replay and memory: a protocol, and its implementation for CUDA."""
 
 from __future__ import annotations
 
@@ -19,95 +19,80 @@ class Graph(Protocol):
     """A captured stretch of work."""
 
     def replay(self) -> None:
-        """Do it again, on the same addresses."""
-        ...
+        """Run it again, on the same addresses."""
 
     def reset(self) -> None:
-        """Give back its memory. Not to be replayed any more."""
-        ...
+        """Free its memory; it may not be replayed again."""
 
 
 class Device(Protocol):
-    """Captures what runs between `begin` and `end`. Graphs of one Device share one pool of memory."""
+    """Captures the work between `begin` and `end`. Graphs of one Device share one memory pool."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Everything below happens within one. One may lie in another, which then spares it what need be done only once."""
-        ...
+        """A context that every other method runs in. A nested session skips the work that one session needs once."""
 
     def begin(self) -> None:
-        """From here on work is recorded and not done."""
-        ...
+        """Begin to record work instead of running it."""
 
     def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One op between the two."""
-        ...
+        """Call an op during a capture."""
 
     def end(self) -> Graph:
-        """The end of what `begin` began."""
-        ...
+        """End the capture."""
 
     def abort(self) -> None:
-        """The end of it, and of no use."""
-        ...
+        """End the capture and drop it."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
-        """`run` as a graph, and what it returned: tensors that every replay writes anew."""
-        ...
+        """Capture `run`. Returns the graph and the results of `run`, which every replay writes."""
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """The same memory, without keeping it from later captures."""
-        ...
+        """A tensor over the same memory that does not keep later captures from it."""
 
     def measured(self, run: Callable[[], Any]) -> int:
-        """Call `run` without capture. Returns the most bytes it needed at once beside what was allocated."""
-        ...
+        """Call `run` without capture. Returns the peak of bytes that it allocated."""
 
     def used(self) -> int:
-        """Bytes of the device that are taken, to be compared with a later answer."""
-        ...
+        """Bytes in use on the device."""
 
     def settle(self) -> None:
-        """Wait until whatever was replayed is done."""
-        ...
+        """Wait until all replays are done."""
 
     def release(self) -> None:
-        """Give the memory of graphs that were reset back to the driver."""
-        ...
+        """Return the memory of graphs that were reset to the driver."""
 
 
 def _clear_workspaces() -> None:
-    # A graph keeps the address of cuBLAS' workspace. One of the warm-up is freed by whoever clears them, as Inductor does before captures
-    # of its own; one that is allocated in the capture is of the graph's pool, and has to go back to it before other work finds it.
+    # A graph keeps the address of cuBLAS' workspace. Inductor frees the warm-up's before captures of its own. One that is allocated in
+    # a capture belongs to the graph's pool and must return to it before other work uses it.
     torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Captured:
-    """A graph that is in `held` until it is reset or dies."""
+    """A graph that is a member of `live` until it is reset or deleted."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, held: weakref.WeakSet[_Captured]) -> None:
-        self._graph, self._held = graph, held
+    def __init__(self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured]) -> None:
+        self._graph, self._live = graph, live
 
     def replay(self) -> None:
-        """Do it again."""
         self._graph.replay()
 
     def reset(self) -> None:
-        """Give back its memory."""
-        self._held.discard(self)
+        self._live.discard(self)
         self._graph.reset()
 
 
-# CPython 3.12 begins with some hundred objects that are exempt; whoever froze more did so on purpose, and that is not undone.
+# CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose, and keeps them frozen.
 _EXEMPT = 10_000
 
 
 class CudaGraphs:
-    """CUDA's graphs, captured on a stream of their own into one pool.
+    """CUDA graphs, captured on a side stream into one memory pool.
 
-    Errors of other threads do not end a capture ("thread_local"), and Python collects no garbage while one lasts, because a tensor or
-    graph that dies then may call what is forbidden. It does so at the start of every session, so that no capture finds memory held by
-    garbage; of sessions within another only what was made since that began is looked at, unless the program froze objects of its own.
-    `measured` resets torch's statistics of peak memory and empties its cache.
+    Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage during a capture, because the
+    destructor of a tensor or graph may make a forbidden call. Every session starts with a collection, so that garbage holds no memory;
+    a nested one looks at objects made since the outer session began, unless the program froze objects of its own. `measured` resets
+    torch's peak memory statistics and empties its cache.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -116,13 +101,13 @@ class CudaGraphs:
             raise InvalidInput("device", self.device, "a CUDA device, or a Device of your own in graphs=")
         self._stream = torch.cuda.Stream(self.device)
         self._pool: Any = None
-        self._held: weakref.WeakSet[_Captured] = weakref.WeakSet()
+        self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
         self._sessions = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """On the side stream, after all that the caller's stream was given, and before all that it will be."""
+        """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
         if self._sessions:
             if self._open is None:
                 gc.collect()
@@ -133,7 +118,7 @@ class CudaGraphs:
         collects, freezes = gc.isenabled(), gc.get_freeze_count() < _EXEMPT
         gc.disable()
         if freezes:
-            # A process that has compiled holds a million objects, and to look at all of them takes longer than many a capture.
+            # A process that has compiled holds a million objects, and a full collection takes longer than a capture.
             gc.freeze()
         self._stream.wait_stream(outer)
         self._sessions += 1
@@ -149,10 +134,10 @@ class CudaGraphs:
                 gc.enable()
 
     def begin(self) -> None:
-        """Begin a capture. The stream has to be idle, as the allocator's blocks of other streams may not be waited for."""
+        """Begin a capture, on an idle stream: a capture may not wait for the allocator's blocks of other streams."""
         self._stream.synchronize()
-        # The allocator refuses the handle of a pool whose last graph is gone.
-        if not self._held:
+        # The allocator refuses the handle of a pool whose last graph was freed.
+        if not self._live:
             self._pool = torch.cuda.graph_pool_handle()
         _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
@@ -160,22 +145,20 @@ class CudaGraphs:
         self._open = graph
 
     def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op: its kernels find the stream in capture."""
         return op(*args, **kwargs)
 
     def end(self) -> Graph:
-        """End it."""
         graph, self._open = self._open, None
         if graph is None:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
         _clear_workspaces()
-        captured = _Captured(graph, self._held)
-        self._held.add(captured)
+        captured = _Captured(graph, self._live)
+        self._live.add(captured)
         return captured
 
     def abort(self) -> None:
-        """End a capture that failed, which CUDA says once more."""
+        """End a capture that failed; CUDA reports the failure again."""
         graph, self._open = self._open, None
         if graph is not None:
             with contextlib.suppress(RuntimeError):
@@ -185,7 +168,6 @@ class CudaGraphs:
                 graph.reset()
 
     def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
-        """`run`, captured."""
         self.begin()
         try:
             out = run()
@@ -195,7 +177,7 @@ class CudaGraphs:
         return self.end(), out
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """A tensor over the same bytes that owns none of them. Where torch cannot make one it is the tensor, and memory is not shared."""
+        """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot make one: memory is then not shared."""
         make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
         if make is None or tensor.numel() == 0:
             return tensor
@@ -205,7 +187,7 @@ class CudaGraphs:
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def measured(self, run: Callable[[], Any]) -> int:
-        """By the allocator's statistics. What it has cached is given back: a capture cannot have it, and cannot ask for it to be freed."""
+        """By the allocator's statistics. Empties its cache, because a capture can neither use nor free cached memory."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -216,14 +198,14 @@ class CudaGraphs:
         return peak - before
 
     def used(self) -> int:
-        """As the driver sees it: the graphs' own nodes count, and so does what other processes take meanwhile."""
+        """As the driver counts it, graph nodes and other processes included."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
     def settle(self) -> None:
-        """A graph may not be destroyed while it runs."""
+        """Synchronise: a running graph may not be destroyed."""
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Until the allocator's cache is emptied, a pool without graphs is held and serves nobody."""
+        """Empty the allocator's cache, which holds the memory of a pool without graphs."""
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`Graphed`: a model called as ever, which answers from graphs."""
+"""`Graphed`: a model whose calls replay graphs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .guard import Guard, compare, uncached_casts
 from .inputs import Inputs, Roles, Values, sizes
 from .pieces import Recorded
 from .report import Report, Row
-from .state import put, saved, tensors, unchanged
+from .state import restore, saved, tensors, unchanged
 
 Progress = Callable[[int, int, str], None]
-"""Told (captured so far, all, the bucket just captured)."""
+"""Called with (buckets captured so far, all buckets, the bucket just captured)."""
 
 
 class Method(Protocol):
@@ -34,20 +34,16 @@ class Method(Protocol):
     compile_seconds: float
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
-        """Once for all buckets of one trace, with the inputs of the largest."""
-        ...
+        """Compile for all buckets of one trace, on the inputs of the largest."""
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
-        """The step on these inputs, without graphs, as it will be captured."""
-        ...
+        """Run the step on these inputs without graphs, as it will be captured."""
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        """The step into `into`. Returns the outputs that every replay fills."""
-        ...
+        """Capture the step into `into`. Returns the outputs that every replay writes."""
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """By trace: (how many pieces differ, how many there are)."""
-        ...
+        """(different pieces, all pieces) by trace."""
 
 
 @dataclass
@@ -84,9 +80,9 @@ class Options:
 
 
 class Graphed:
-    """A model that is called as before and replays graphs. Made by `piecewise` and `breakable`, where its arguments are described.
+    """A model that is called as before and replays graphs. `piecewise` and `breakable` make it and describe its arguments.
 
-    What a call returns are views of memory that the next call writes: use or copy them before. Not to be called from two threads.
+    The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Graphed:
         if unknown and not more:
             raise InvalidInput("batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
         if roles.batch is None and buckets.verify:
-            raise InvalidInput("verify", buckets.verify, "() where the model takes no batch, which says how many tokens a request brings")
+            raise InvalidInput("verify", buckets.verify, "() where the model takes no batch: only a batch has the tokens of each request")
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
@@ -119,8 +115,8 @@ class Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for this call.
 
-        Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch, and what the model raises when it is
-        compiled or captured. In all cases but the last nothing was written to the cache.
+        Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch, and errors of the model during compile
+        or capture. Before all but the latter, nothing is written to the cache.
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
@@ -130,7 +126,7 @@ class Graphed:
                 self._check(values)
             entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
             if entry is None:
-                # Dropped for want of memory just now, or over the largest.
+                # The budget dropped the bucket just now, or the batch is over the largest.
                 if bucket is not None:
                     return self(**values)
                 self._eager_calls += 1
@@ -138,9 +134,14 @@ class Graphed:
             return self._replay(entry, values, tokens, requests)
 
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
-        """Capture every bucket now, largest first. The arguments are those of any call: only their kinds matter, and nothing is stored.
+        """Capture every bucket now, largest first.
 
-        progress: told after every bucket; `attnops.graphs.bar()` draws one. Raises as a call does.
+        Args:
+            args: arguments of any call; only their dtypes, devices and row shapes matter, and no value is stored.
+            progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
+            kwargs: arguments by name.
+
+        Raises as a call does.
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
@@ -152,8 +153,8 @@ class Graphed:
                 if bucket.trace not in self._prepared:
                     with self._capturing(values):
                         self._compile(bucket, values)
-            # What a session begins with is done once for all buckets, and after the compiler, which leaves much behind.
-            with self._begun(values).session() if missing else nullcontext():
+            # One session for all buckets, begun after the compiler, which leaves much garbage.
+            with self._initialised(values).session() if missing else nullcontext():
                 for done, bucket in enumerate(wanted, 1):
                     if bucket not in self._entries and bucket not in self.buckets.dropped:
                         self._captured(bucket, values)
@@ -162,7 +163,7 @@ class Graphed:
         return self.report()
 
     def report(self) -> Report:
-        """What was captured and what it took."""
+        """The captured buckets with their graphs, time and memory."""
         made = self._method.pieces()
         rows = tuple(
             Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
@@ -175,7 +176,7 @@ class Graphed:
         )  # fmt: skip
 
     def free(self) -> None:
-        """Give back all graphs and buffers; results handed out before are void. What is compiled is kept, and a call captures anew."""
+        """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""
         if self._device is not None and self._entries:
             self._device.settle()
             for entry in self._entries.values():
@@ -199,7 +200,7 @@ class Graphed:
     # Replay --------------------------------------------------------------------------------------------------------------------
 
     def _check(self, values: Values) -> None:
-        """Raises StaleGraph: the call is not of the circumstances of what was captured before."""
+        """Raise StaleGraph for a call that differs from the captured one in more than values."""
         if self._guard is not None and self._inputs is not None:
             self._guard.check(values)
             self._inputs.check(values)
@@ -220,10 +221,10 @@ class Graphed:
         out = self._cut(entry, tokens, requests)
         if due:
             self._compared += 1
-            # Eager writes the same cache slots again, so what the graphs gave is kept first. It starts from the state that they did.
+            # The eager run starts from the same state and may overwrite the outputs, so they are copied first.
             kept = pytree.tree_map_only(Tensor, torch.clone, out)
             with unchanged(self._state):
-                put(self._state, before)
+                restore(self._state, before)
                 compare(entry.bucket, kept, self.model(**values), self.options.tolerance)
             return kept
         return out
@@ -234,7 +235,7 @@ class Graphed:
         return pytree.tree_unflatten(outputs, entry.spec)
 
     def _check_lengths(self, values: Values) -> None:
-        """No request is longer than its row of the captured page table can say. Waits for the device."""
+        """Raise StaleGraph for a request longer than its row of the captured page table. Waits for the device."""
         if self._cache is None or self._roles.batch is None or self._inputs is None:
             return
         lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
@@ -242,13 +243,13 @@ class Graphed:
             raise StaleGraph(f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
 
     def _plan_again(self, entry: Entry) -> None:
-        """The metadata that is made outside of graphs, of the batch as padded, into the buffers that were captured."""
+        """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
         assert self._prepare is not None and self._roles.batch is not None and entry.planned is not None
         new, old = self._prepare(entry.planned), entry.values[self._roles.batch]
         for name in ("plan", "workspace"):
             got, want = getattr(new, name), getattr(old, name)
-            if _kind(got) != _kind(want):
-                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _kind(got), _kind(want))
+            if _described(got) != _described(want):
+                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _described(got), _described(want))
             if got is not None and got.data_ptr() != want.data_ptr():
                 if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
                     raise StaleGraph(f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
@@ -257,22 +258,22 @@ class Graphed:
     # Capture -------------------------------------------------------------------------------------------------------------------
 
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
-        """Capture one bucket on rows of nobody. None: dropped for want of memory."""
+        """Capture one bucket on padding rows. None where the budget drops it."""
         with self._capturing(values) as device:
             self._compile(bucket, values)
             began, compiled = time.perf_counter(), self._method.compile_seconds
             static, planned = self._static(bucket, self._roles.fixed(values))
             need = device.measured(lambda: self._method.plain(bucket, static))
             if self._method.compile_seconds != compiled:
-                # A size that is told apart is compiled when it is met, and what the compiler needed is not what the bucket needs.
+                # The run compiled a size that specialises. Memory of the compiler is no need of the bucket.
                 need = device.measured(lambda: self._method.plain(bucket, static))
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded()
-            with _undone_on_error(recorded):
+            with _freed_on_error(recorded):
                 out = self._method.record(bucket, static, device, recorded)
             leaves, spec = pytree.tree_flatten(out)
-            # The outputs' memory may serve the next bucket's graphs too.
+            # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.options.returns]
@@ -283,14 +284,14 @@ class Graphed:
         return entry
 
     def _compile(self, bucket: Bucket, values: Values) -> None:
-        """Once for all buckets of one trace, on the largest."""
+        """Compile once for all buckets of a trace, on the largest."""
         if bucket.trace not in self._prepared:
             largest = next(b for b in self.buckets.all() if b.trace == bucket.trace)
             self._method.prepare(largest, self._static(largest, self._roles.fixed(values))[0])
             self._prepared.add(bucket.trace)
 
-    def _begun(self, values: Values) -> Device:
-        """The device. For the first of all captures the buffers are made, like the tensors of this call."""
+    def _initialised(self, values: Values) -> Device:
+        """The device. The first capture makes the input buffers, like the tensors of this call."""
         if self._device is None:
             self._device = CudaGraphs(_first(self._roles, values).device)
         if self._inputs is None:
@@ -304,15 +305,14 @@ class Graphed:
 
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
-        """For what compiles or captures."""
-        device = self._begun(values)
-        # Whatever mode of gradients the caller is in, what is traced and captured is not of it.
-        with self._forgotten_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
+        """The context of compiling and capturing."""
+        device = self._initialised(values)
+        with self._reset_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
             yield device
 
     @contextmanager
-    def _forgotten_on_error(self) -> Iterator[None]:
-        """A first capture that fails leaves no circumstances behind that later calls would be held to."""
+    def _reset_on_error(self) -> Iterator[None]:
+        """Drop buffers and guard of a first capture that fails, so that later calls may differ from it."""
         try:
             yield
         except BaseException:
@@ -321,9 +321,9 @@ class Graphed:
             raise
 
     def _static(self, bucket: Bucket, fixed: Mapping[str, Any]) -> tuple[Values, PagedBatch | None]:
-        """The bucket's inputs, holding nothing; and the batch that `prepare` is given, where there is one."""
+        """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""
         assert self._inputs is not None
-        self._inputs.neutral(bucket)
+        self._inputs.clear(bucket)
         static = {**fixed, **self._inputs.of(bucket)}
         name = self._roles.batch
         if self._prepare is None or name is None:
@@ -336,7 +336,7 @@ class Graphed:
     def _fits(self, bucket: Bucket, need: int) -> bool:
         budget = self.options.budget_bytes
         held = sum(sum(e.recorded.bytes_of) for e in self._entries.values())
-        # Graphs share their pool, so a bucket needs no more than is held already, unless it is larger.
+        # Graphs share one pool, so a bucket takes more memory only if it needs more than the pool has.
         if budget is None or max(need, held) <= budget:
             return True
         if self.options.over_budget == "raise":
@@ -346,7 +346,7 @@ class Graphed:
 
 
 @contextmanager
-def _undone_on_error(recorded: Recorded) -> Iterator[None]:
+def _freed_on_error(recorded: Recorded) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -360,12 +360,12 @@ def _first(roles: Roles, values: Values) -> Tensor:
     return found
 
 
-def _kind(t: Tensor | None) -> str:
+def _described(t: Tensor | None) -> str:
     return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
 
 
 def _parameters(model: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The model's parameters by name, and whether it takes others too."""
+    """The names of the model's parameters, and whether it has **kwargs."""
     parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
     names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-"""What is compared before every replay, so that a graph never reads what is no longer there; and the comparison with eager."""
+"""Checks before every replay that the tensors of a graph are where they were, and compares results with eager."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Guard:
-    """The circumstances of a capture: the arguments that are not copied, further tensors that the model reads, the policy and autocast.
+    """State that a captured graph depends on: fixed arguments, further tensors that the model reads, the policy and autocast.
 
-    The same objects at the same addresses pass in a microsecond; others are compared leaf by leaf, and may pass too. So are lists and
-    dicts at every call, whose contents may be others in the same object.
+    The same objects at the same addresses pass in a microsecond. Other objects are compared leaf by leaf, and so are lists and dicts at
+    every call, because their contents may change.
     """
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
-        """fixed: the arguments that are the same at every call. watched: tensors by name. others: how many arguments are copied."""
+        """Record the state.
+
+        Args:
+            fixed: the arguments that are the same at every call.
+            watched: further tensors by name.
+            others: the number of arguments that are copied.
+        """
         self.policy, self.casting = active_policy(), casting()
         self._fixed = dict(fixed)
         self._leaves = {n: _leaves(v) for n, v in fixed.items()}
-        # What else holds something may be given other things to hold, and is looked into at every call.
+        # Mutable containers are compared at every call.
         self._items = tuple((n, v, _is_frozen(v)) for n, v in self._fixed.items())
         self._count = len(self._fixed) + others
         named = {f"{n}{path}": leaf for n, leaves in self._leaves.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -41,7 +47,7 @@ class Guard:
         self._every = list(range(len(self._tensors)))
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises StaleGraph that names what differs in a call's arguments, those that are copied among them."""
+        """Raise StaleGraph with the name of an argument, policy or dtype that differs."""
         if active_policy() != self.policy:
             raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
         if casting() != self.casting:
@@ -51,12 +57,12 @@ class Guard:
         for name, value, frozen in self._items:
             if values[name] is not value or not frozen:
                 self._compare(name, values[name])
-        if not self._unmoved():
+        if not self._same_addresses():
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
                 if t.data_ptr() != pointer:
                     raise StaleGraph(name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
-    def _unmoved(self) -> bool:
+    def _same_addresses(self) -> bool:
         if _equal_pointers is not None:
             return bool(_equal_pointers(self._tensors, self._pointers, self._every))
         return [where() for where in self._where] == self._pointers
@@ -69,14 +75,14 @@ class Guard:
             if want is got:
                 continue
             if isinstance(want, Tensor) and isinstance(got, Tensor):
-                if _place(want) != _place(got):
-                    raise StaleGraph(f"{name}{path}", _told(got), _told(want))
+                if _layout(want) != _layout(got):
+                    raise StaleGraph(f"{name}{path}", _described(got), _described(want))
             elif type(want) is not type(got) or want != got:
                 raise StaleGraph(f"{name}{path}", repr(got), repr(want))
 
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:
-    """What autocast casts to, by type of device; nothing where it is off."""
+    """(device type, dtype) of every enabled autocast."""
     if not _any_autocast():
         return ()
     return tuple((on, torch.get_autocast_dtype(on)) for on in ("cuda", "cpu") if torch.is_autocast_enabled(on))
@@ -84,7 +90,7 @@ def casting() -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextmanager
 def uncached_casts() -> Iterator[None]:
-    """Within the block autocast casts a weight where it is used. What it keeps is freed when it ends, and graphs would go on reading it."""
+    """Disable autocast's cache of cast weights: autocast frees the casts when it ends, and graphs would still read them."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -100,40 +106,38 @@ def _leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Does the same object hold the same objects? What is no container to pytree is taken as it is."""
+    """Does the object always hold the same objects? An object that is no container to pytree counts as one value."""
     if isinstance(value, tuple):
         return all(map(_is_frozen, value))
     return isinstance(value, Tensor) or pytree.tree_is_leaf(value)
 
 
-def _place(t: Tensor) -> tuple[Any, ...]:
+def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
-def _told(t: Tensor) -> str:
+def _described(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} at {t.data_ptr():#x}"
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """The relative error between two orders of the same sums over a whole model: some hundred roundings of the dtype, a tenth at most."""
+    """The relative error that reordered sums of a whole model may have: some hundred roundings of the dtype, at most 0.1."""
     return min(256 * torch.finfo(dtype).eps, 0.1) if dtype.is_floating_point else 0.0
 
 
 def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> None:
-    """Raises ReplayMismatch: outputs differ by more than `tolerance` of the largest number in eager's. None: `allowed` by its dtype."""
-    ours, theirs = _leaves(got), _leaves(want)
-    for (path, a), (_, b) in zip(ours, theirs, strict=True):
+    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number; None: `allowed` for the dtype."""
+    for (path, a), (_, b) in zip(_leaves(got), _leaves(want), strict=True):
         if not isinstance(b, Tensor) or b.numel() == 0:
             continue
-        want_most = float(b.double().abs().nan_to_num(posinf=0.0).max())
-        limit = (allowed(b.dtype) if tolerance is None else tolerance) * max(want_most, 1e-30)
-        error = _error(a, b)
-        if error > limit:
+        largest = float(b.double().abs().nan_to_num(posinf=0.0).max())
+        limit = (allowed(b.dtype) if tolerance is None else tolerance) * max(largest, 1e-30)
+        if (error := _error(a, b)) > limit:
             raise ReplayMismatch(bucket, path or "0", error, limit)
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    """The largest difference; infinite where one is a number and the other is not."""
+    """The largest difference; infinite where one of the two is not finite."""
     if a.shape != b.shape:
         return float("inf")
     a, b = a.double(), b.double()

@@ -1,4 +1,4 @@
-"""The buffers that graphs read: one set, at fixed addresses, of which every bucket has the first rows."""
+"""The input buffers of graphs: one set at static addresses, whose first rows every bucket reads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy
 
 @dataclass(frozen=True)
 class Roles:
-    """What the arguments of a model's forward are, by name. batch: the PagedBatch, or None. tokens, requests: tensors with a row for
-    every new token or request; all others are the same objects at every call.
+    """The arguments of a model's forward, by name. All others are the same objects at every call.
+
+    batch: the PagedBatch, or None.
+    tokens: tensors with a row for every new token.
+    requests: tensors with a row for every request.
     """
 
     batch: str | None
@@ -33,7 +36,7 @@ class Roles:
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)
         if not rows or len(set(rows)) != len(rows) or self.batch in rows:
-            raise InvalidInput("tokens, requests", rows, "at least one argument's name, each once, and not that of batch")
+            raise InvalidInput("tokens, requests", rows, "one or more different names, none equal to batch")
 
     def fixed(self, values: Mapping[str, Any]) -> Values:
         """The arguments that are the same at every call."""
@@ -43,8 +46,10 @@ class Roles:
 def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
     """(kind, new tokens, requests, the most tokens of a request) of a call.
 
-    Raises InvalidInput: the batch is none, or says what graphs cannot.
-    Without a batch a call has as many requests as the first argument by request has rows, and one token each where none is by token.
+    Without a batch, the rows of the first tensor by request are the requests, with one token each if no tensor is by token.
+
+    Raises:
+        InvalidInput: the batch is not a PagedBatch, or has cached tokens.
     """
     if roles.batch is None:
         requests = int(rows_of(roles.requests[0], values).shape[0]) if roles.requests else 0
@@ -54,7 +59,7 @@ def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Ki
     if not isinstance(batch, PagedBatch):
         raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
     if batch.prefix or batch.shared is not None:
-        raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): their tensors are of another size at every step")
+        raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): the sizes of their tensors differ at every step")
     if batch.others:
         raise InvalidInput(f"{roles.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
     tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
@@ -70,9 +75,9 @@ def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
 
 
 class Inputs:
-    """Buffers for the arguments by row, and for a batch, made like those of a first call and as long as the largest bucket.
+    """Buffers for the batch and the tensors by row, like those of a first call and as long as the largest bucket.
 
-    width: columns of the page table, at least; a call may bring fewer and never more.
+    width: the least number of columns of the page table. A call may bring fewer, and never more.
     """
 
     def __init__(self, roles: Roles, buckets: Buckets, values: Mapping[str, Any], width: int = 0) -> None:
@@ -103,11 +108,11 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers."""
+        """Size of all buffers."""
         return sum(t.nbytes for t in (*self._rows.values(), *(_tables(self._batch).values() if self._batch else ())))
 
     def of(self, bucket: Bucket) -> Values:
-        """The first rows of every buffer, and the batch they make."""
+        """The bucket's rows of every buffer, the batch among them."""
         tokens, requests = bucket.tokens, bucket.requests
         found: Values = {n: b[: tokens if n in self.roles.tokens else requests] for n, b in self._rows.items()}
         if self._batch is not None and self.roles.batch is not None:
@@ -121,11 +126,11 @@ class Inputs:
         return found
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises StaleGraph: a tensor by row, or the page table, is not of the kind that was captured."""
+        """Raise StaleGraph where a tensor differs in dtype, device or row shape from the captured one."""
         for name, dtype, device, dims, rest in self._kinds:
             given = rows_of(name, values)
             if given.dtype is not dtype or given.device != device or given.dim() != dims or (dims > 1 and given.shape[1:] != rest):
-                raise StaleGraph(name, _kind(given), _kind(self._rows[name]))
+                raise StaleGraph(name, _described(given), _described(self._rows[name]))
         if self._batch is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
             table = batch.page_table
@@ -134,19 +139,19 @@ class Inputs:
             if table.device != self._device:
                 raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
             if batch.holes and not self._batch.holes:
-                raise StaleGraph(f"{self.roles.batch}.holes", True, "False: the promise of the batch's tables")
+                raise StaleGraph(f"{self.roles.batch}.holes", True, False)
             if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
                 raise StaleGraph(f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
 
     def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
-        """Copy a call's tensors into the bucket's rows, and neutral ones into those it does not fill. Raises InvalidInput."""
+        """Copy a call's tensors into the bucket's rows and clear its padding rows. Raises InvalidInput."""
         _, tokens, requests, _ = sizes(self.roles, self.buckets, values)
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, buffer in self._rows.items():
             filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)
             given = rows_of(name, values)
             if given.shape[0] != filled:
-                raise InvalidInput(f"{name}.shape[0]", given.shape[0], f"{filled}, as many as the batch has")
+                raise InvalidInput(f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
             pairs.append((buffer[:filled], given))
             if filled < count:
                 buffer[filled:count].zero_()
@@ -161,8 +166,8 @@ class Inputs:
         for ours, theirs in by_dtype.values():
             _copy(ours, theirs)
 
-    def neutral(self, bucket: Bucket) -> None:
-        """Nothing but rows of nobody: what a graph is warmed up with, and captured on."""
+    def clear(self, bucket: Bucket) -> None:
+        """Make all rows padding rows, for warm-up and capture."""
         for buffer in self._rows.values():
             buffer.zero_()
         if self._batch is not None:
@@ -177,7 +182,7 @@ class Inputs:
         assert ours is not None
         null = bucket.kind == "decode" and self.buckets.padding == "null"
         if null and (batch.padded or tokens != requests):
-            raise InvalidInput("batch", "tokens of no request", "one token a request and padded=False, as padding='null' promises it")
+            raise InvalidInput("batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
         width = batch.page_table.shape[1]
         pairs += [
             (ours.page_table[:requests, :width], batch.page_table), (ours.seq_lens[:requests], batch.seq_lens),
@@ -193,12 +198,12 @@ class Inputs:
             ours.page_table[requests : bucket.requests].zero_()
             self._pad_requests(bucket, tokens, requests)
             if batch.padded:
-                # How many tokens the requests own is known on the device alone.
+                # Only the device knows the number of tokens that belong to requests.
                 last = batch.cu_seqlens_q[-1:].expand(bucket.requests - requests)
                 pairs.append((ours.cu_seqlens_q[requests + 1 : bucket.requests + 1], last))
 
     def _pad_requests(self, bucket: Bucket, tokens: int, requests: int) -> None:
-        """Lengths and ends of the rows from `requests` on."""
+        """Set lengths and ends of the padding rows, which start at `requests`."""
         ours = self._batch
         assert ours is not None
         ends = ours.cu_seqlens_q[requests + 1 : bucket.requests + 1]
@@ -218,7 +223,7 @@ def _tables(batch: PagedBatch) -> dict[str, Tensor]:
     return {n: getattr(batch, n) for n in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
 
 
-def _kind(t: Tensor) -> str:
+def _described(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} [*, {', '.join(map(str, t.shape[1:]))}] on {t.device}".replace("[*, ]", "[*]")
 
 

@@ -1,4 +1,4 @@
-"""`piecewise` and `breakable`: two ways to the same graphs, around the same calls."""
+"""`piecewise` and `breakable`: graphs of a model with and without a compiler, split at the same calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages
 from ..errors import AttnopsError, InvalidInput, NotCapturable
-from . import breaks
+from . import eager_capture
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
 from .graphed import Graphed, Options
@@ -49,40 +49,41 @@ def piecewise(
     graphs: Device | None = None,
     state: Sequence[Tensor] = (),
 ) -> Graphed:
-    """`model` compiled once and captured once a bucket. One graph a step, ended only where a kernel may not be captured.
+    """Compile `model` once and capture it once a bucket: one graph a step, split only where a kernel may not be captured.
 
-    The model is traced whole, once for decode steps, once for verify steps of so many queries, and once for all others. The kernel of
-    every call is chosen then, for all sizes of the trace, and forced. What lies between calls of attention is compiled, pieces that do
-    the same once; weights are their inputs.
+    Dynamo traces the whole model, once for decode steps, once for verify steps of each number of queries, and once for mixed steps. The
+    kernel of every call is chosen at the trace, for all of its sizes. Code between attention calls is compiled, equal pieces once, with
+    weights as inputs.
 
     Args:
         model: a module or function. Its arguments and results may be structures.
         buckets: the sizes to capture.
-        batch: the name of the argument that is the PagedBatch. None: the model takes none, and rows of a bucket that a call does not fill
-            are zeros, which must not matter to the others, as under causal attention they do not. A call of as many tokens as requests
-            is then a decode step, where `buckets` has any; and so is every call of a model with no argument by token.
-        tokens, requests: names of the arguments that have a row for every new token, or request. They are copied at every call. All other
-            arguments have to be the same at every call, e.g. a cache's pages.
-        returns: what the first dim of results counts; rows of nobody are cut off of all tensors that are as long as the bucket. "whole":
-            nothing is.
-        cache: the cache that the model's batches come from. Its pages may then not move, and captured page tables are as wide as its own.
-        prepare: what makes the metadata that is made outside of graphs, e.g. a Planner: it is called once a step with the batch as padded.
-            Without it, the plan that `cache` would bring is made in the graph, once a step.
-        eager: names of ops, by kind of batch, that shall run between graphs though their kernel may be captured.
-        inner: what compiles a piece: "inductor"; "tuned", which takes longer and is for steps of one row; "eager" for not at all; or a
-            function of a module and fake inputs.
-        one_differs: the model is known to tell one row from several, as most do that broadcast. A bucket of one is then traced by itself
-            from the start; to find it out costs a compilation that is thrown away.
-        passes: functions that change the traced module in place before it is cut, e.g. `attnops.lowering.fuse_linears`.
-        budget_bytes: what all graphs may take, measured before each capture. over_budget: "raise" OverBudget, or "drop" the bucket.
-        check_every: compare every so many replays of a bucket with the model called plainly, which writes the same slots again; 0: none.
+        batch: the name of the argument that is the PagedBatch. None for a model without: padding rows are then zeros, which other rows
+            may not depend on, as under causal attention; a call with as many tokens as requests, or without tensors by token, is a
+            decode step if `buckets` has decode sizes.
+        tokens: names of the arguments with a row for every new token, copied at every call.
+        requests: names of the arguments with a row for every request, copied at every call. All other arguments must be the same
+            objects at every call, for instance a cache's pages.
+        returns: the rows of the results, "tokens" or "requests"; padding rows are cut off tensors as long as the bucket. "whole": none.
+        cache: the cache of the model's batches. Its pages have static addresses, and captured page tables are as wide as its own.
+        prepare: makes metadata outside of graphs, once a step for the padded batch, for instance a Planner. Without it the plan that
+            `cache` would make is made in the graph, once a step.
+        eager: names of ops, by kind of batch, to run between graphs although their kernel may be captured.
+        inner: the compiler of pieces: "inductor"; "tuned", slower to compile, for steps of one row; "eager" for none; or a function of
+            a module and fake inputs.
+        one_differs: trace a bucket of one row by itself, for models that specialise on it, as most that broadcast do. Without it the
+            first compilation of such a model is discarded.
+        passes: functions that change the traced module in place before the split, for instance `attnops.lowering.fuse_linears`.
+        budget_bytes: the most memory of all graphs, checked before each capture.
+        over_budget: "raise" OverBudget, or "drop" the bucket.
+        check_every: compare every so many replays of a bucket with the eager model, which writes the same slots again; 0: never.
         tolerance: of that comparison, relative to the largest number; default by dtype.
-        graphs: the device's side; default CUDA's.
-        state: tensors that a step changes in place beside the cache's pages, e.g. those of recurrent layers. They may not move; a capture,
-            which runs the model some times on rows of nobody, leaves them as they were, and a comparison with eager as after one step.
+        graphs: the device side; default CUDA's.
+        state: further tensors that a step changes in place, for instance of recurrent layers. Their addresses are static. Captures and
+            comparisons run the model several times and restore them.
 
     Raises:
-        InvalidInput: an argument is out of its range, or names no argument of the model.
+        InvalidInput: an argument is out of its range, or is not the name of an argument of the model.
     """
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
@@ -113,10 +114,10 @@ def breakable(
     graphs: Device | None = None,
     state: Sequence[Tensor] = (),
 ) -> Graphed:
-    """`model` captured as it runs, with no compiler: capture stops at every call that may not be captured, and goes on after it.
+    """Capture `model` as it runs, without a compiler: capture stops at every call that a graph may not contain, and resumes after it.
 
-    Kernels are chosen for every bucket by itself. Python runs at capture and not at a replay, so control flow may not depend on data;
-    functions where it does are marked with `outside`. The arguments are those of `piecewise`.
+    Every bucket chooses its own kernels. Python runs at capture only, so control flow may not depend on data; mark functions where it
+    does with `outside`. The arguments are those of `piecewise`.
     """
     roles = Roles(batch, tuple(tokens), tuple(requests))
     options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
@@ -132,7 +133,7 @@ def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str,
 
 
 def _planning(cache: Pages | None, prepare: Prepare | None) -> Planning:
-    """The plan that a cache's batches bring is of their own lengths; a graph makes that of the lengths it is replayed with."""
+    """Make the device plan in the graph: a plan that came with the batch would be of the lengths at capture."""
 
     def of(bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
         if cache is None or prepare is not None or bucket.kind == "mixed":
@@ -144,7 +145,11 @@ def _planning(cache: Pages | None, prepare: Prepare | None) -> Planning:
 
 @dataclass
 class Broken:
-    """Capture by `breakable`. eager: by kind. planning: what makes the device plan of a bucket's step, in its graph."""
+    """Capture by `breakable`.
+
+    eager: ops to keep out of graphs, by kind of batch.
+    planning: the function that makes a bucket's device plan in its graph, if any.
+    """
 
     model: Callable[..., Any]
     roles: Roles
@@ -153,28 +158,32 @@ class Broken:
     compile_seconds: float = 0.0
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
-        """What starts once is started."""
+        """Run once, for lazy initialisation."""
         self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
-        """The model."""
+        """Run the model."""
         name, make = self.roles.batch, self.planning(bucket)
         if name is None or make is None:
             return self.model(**values)
         return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        """See `attnops.graphs.breaks`."""
-        return breaks.record(lambda: self.plain(bucket, values), device, into, self.eager.get(bucket.kind, ()))
+        """See `eager_capture.record`."""
+        return eager_capture.record(lambda: self.plain(bucket, values), device, into, self.eager.get(bucket.kind, ()))
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """None: nothing is compiled."""
+        """Empty, without compiled pieces."""
         return {}
 
 
 @dataclass
 class Compiled:
-    """Capture by `piecewise`. programs: by trace, the last one; traces: how often, which is once unless a size of its own was met."""
+    """Capture by `piecewise`.
+
+    programs: the latest program, by trace.
+    traces: the number of compilations, by trace: one, unless a size specialised.
+    """
 
     model: Callable[..., Any]
     roles: Roles
@@ -191,30 +200,30 @@ class Compiled:
     _into: tuple[Device, Recorded] | None = None
 
     def __post_init__(self) -> None:
-        self._open: set[str] = {b.trace for b in self.buckets.all()} if self.one_differs else set()
+        self._specialising: set[str] = {b.trace for b in self.buckets.all()} if self.one_differs else set()
 
     def splits(self) -> dict[str, Split]:
-        """By trace: where the model was cut."""
+        """The splits, by trace."""
         return {trace: program.split for trace, program in self.programs.items()}
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
-        """Trace and compile. Raises NotCapturable: the model cannot be traced whole. NoKernel."""
+        """Trace and compile. Raises NotCapturable for a model with graph breaks, and NoKernel."""
         if self.inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
-        # Dynamo keeps a backend as long as the code it compiled, which is forever: it may not keep the model.
+        # Dynamo keeps a backend forever, so the backend may not keep the model.
         ours: weakref.ref[Compiled] = weakref.ref(self)
         run = torch.compile(self._traced(bucket), backend=lambda gm, _: _alive(ours)._backend(bucket, gm), fullgraph=True)
         self._compiled[bucket.trace] = run
         try:
             self.plain(bucket, values)
-        except (ConstraintViolationError, _SizeToldApart):
-            # The model tells some size from the others, mostly 1: then such a size is traced by itself when it is met.
-            self._open.add(bucket.trace)
+        except (ConstraintViolationError, _SizeSpecialises):
+            # Some size specialises, mostly 1. Such a size gets its own trace at its first call.
+            self._specialising.add(bucket.trace)
             self.traces[bucket.trace] = 0
             self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
-        """The compiled pieces and what lies between them."""
+        """Run the compiled pieces and the calls between them."""
         from torch._dynamo.exc import Unsupported, UserError
 
         began, before = time.perf_counter(), sum(self.traces.values())
@@ -225,10 +234,10 @@ class Compiled:
                 self.compile_seconds += time.perf_counter() - began
             return out
         except ConstraintViolationError as e:
-            if bucket.trace in self._open:
+            if bucket.trace in self._specialising:
                 lines = [line.strip() for line in str(e).splitlines()]
-                told = next((line for line in lines if line.startswith("- ")), lines[0])
-                raise NotCapturable("the model", f"it takes one size only: {told.removeprefix('- ')}") from e
+                reason = next((line for line in lines if line.startswith("- ")), lines[0])
+                raise NotCapturable("the model", f"it takes one size only: {reason.removeprefix('- ')}") from e
             raise
         except Exception as e:
             if (ours := _ours(e)) is not None and ours is not e:
@@ -238,7 +247,7 @@ class Compiled:
             raise
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        """The pieces into graphs."""
+        """Capture the pieces."""
         self._into = device, into
         try:
             return self.plain(bucket, values)
@@ -246,11 +255,11 @@ class Compiled:
             self._into = None
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """How many differ, and how many there are."""
+        """(different pieces, all pieces) by trace."""
         return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
 
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:
-        """What is compiled. The most queries of a request are a constant, or a tensor's length in mixed batches: no int is an input."""
+        """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
         model, name, queries = self.model, self.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
         make = self.planning(bucket)
 
@@ -267,20 +276,20 @@ class Compiled:
         return step
 
     def _given(self, bucket: Bucket, values: Values) -> tuple[Any, ...]:
-        """The values, with the sizes that differ by bucket marked."""
-        alike, told_apart = self.buckets.alike(bucket.trace), bucket.trace in self._open
-        tokens, requests = {b.tokens for b in alike}, {b.requests for b in alike}
+        """The arguments of the traced function, with the sizes that differ by bucket marked dynamic."""
+        served, specialising = self.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
+        tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
 
         def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
-            # Marks are on an object, and one that was marked otherwise before would keep them.
+            # Marks stay on a tensor object, so every call marks a new one.
             found = tensor.detach()
-            # Of one size only nothing is dynamic: code that looks at the range of a symbol that can only be 2 takes it for a constant.
-            several = len(sizes - {1} if told_apart else sizes) > 1
-            # A size that is told apart is one to the compiler too, where others that are equal to it would stay symbols beside it.
-            alone = told_apart and tensor.shape[0] == 1 + more
+            # A symbol with one possible value specialises wherever code reads its range, so a single size is not marked.
+            several = len(sizes - {1} if specialising else sizes) > 1
+            # A size of one with its own trace stays a constant: a symbol would not equal the other sizes of one.
+            alone = specialising and tensor.shape[0] == 1 + more
             if several and not alone:
-                # One more than the largest: else "at least the largest" is a guard on a single size, and what is cached is bound to it.
-                bounds = {} if told_apart else {"min": min(sizes) + more, "max": max(sizes) + 1 + more}
+                # One above the largest: otherwise the guard "at least the largest" specialises, and cached code keeps it.
+                bounds = {} if specialising else {"min": min(sizes) + more, "max": max(sizes) + 1 + more}
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
@@ -299,8 +308,8 @@ class Compiled:
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace = bucket.trace
-        if trace not in self._open and (told := _outside_of(min(b.tokens for b in self.buckets.alike(trace)))):
-            raise _SizeToldApart(told)
+        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.buckets.of_trace(trace)))):
+            raise _SizeSpecialises(broken)
         for change in self.passes:
             change(gm)
         program = compile_parts(split(gm, self.eager.get(bucket.kind, ())), self.inner)
@@ -318,18 +327,18 @@ class Compiled:
 
 
 def _alive(found: weakref.ref[Compiled]) -> Compiled:
-    """What a call of it keeps alive while it runs."""
+    """The object of a weak reference, alive while a call runs."""
     compiled = found()
     assert compiled is not None
     return compiled
 
 
-class _SizeToldApart(Exception):
-    """The model tells the smallest size of a trace from others: known before anything of it is compiled."""
+class _SizeSpecialises(Exception):
+    """The smallest size of a trace breaks one of its guards. Raised before the trace is compiled."""
 
 
-def _outside_of(least: int) -> str:
-    """A guard of the trace at hand that a size of `least` would break, or ""."""
+def _broken_guard(least: int) -> str:
+    """A guard of the current trace that a size of `least` breaks, or ""."""
     from torch._guards import TracingContext
 
     found = TracingContext.try_get()
@@ -341,16 +350,16 @@ def _outside_of(least: int) -> str:
     return ""
 
 
-def _ours(error: BaseException | None) -> AttnopsError | _SizeToldApart | None:
-    """The error of attnops that torch's compiler has wrapped, if there is one."""
-    while error is not None and not isinstance(error, (AttnopsError, _SizeToldApart)):
+def _ours(error: BaseException | None) -> AttnopsError | _SizeSpecialises | None:
+    """The error of attnops that torch's compiler wrapped, or None."""
+    while error is not None and not isinstance(error, (AttnopsError, _SizeSpecialises)):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error
 
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Sizes of 1 are sizes as any other, values of tensors are traced, and steps of other models change nothing for this one."""
+    """Trace sizes of 1 as symbols and values of tensors as unbacked ones, without a limit of recompilations that other models count to."""
     from torch._dynamo import config as dynamo
     from torch.fx.experimental import _config
 

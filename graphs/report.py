@@ -1,4 +1,4 @@
-"""What was captured, what it took, and what ran without graphs."""
+"""The report of captures: graphs, time, memory, and calls without graphs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from .boundary import Break
 from .buckets import Bucket
+from .graph_breaks import Break
 
 
 @dataclass(frozen=True)
 class Row:
-    """One captured bucket. graphs: how many a step replays; breaks: what runs between them; bytes_of: what each graph took.
+    """One captured bucket.
 
-    seconds: of its capture, warm-up included and compilation not. replays: so far.
+    graphs: the number of graphs of a step.
+    breaks: the calls between them.
+    bytes_of: memory that each graph took at its capture.
+    seconds: time of its capture with warm-up, without compilation.
+    replays: the number so far.
     """
 
     bucket: Bucket
@@ -26,21 +30,27 @@ class Row:
 
     @property
     def mode(self) -> str:
-        """`whole`: the step is one graph. `piecewise`: it is several, or one with calls beside it."""
+        """`whole` for a step that is one graph, `piecewise` for several graphs or further calls."""
         return "whole" if self.graphs == 1 and not self.breaks else "piecewise"
 
     @property
     def bytes(self) -> int:
-        """What the bucket's graphs took of the device when they were captured, beside what earlier ones had taken."""
+        """Memory that the bucket's graphs took at their capture, in addition to earlier graphs."""
         return sum(self.bytes_of)
 
 
 @dataclass(frozen=True)
 class Report:
-    """rows: by bucket, as captured. compiled: by trace (see `Bucket`), pieces that differ, compiled once each. parts: by trace, all pieces.
+    """The report of a `Graphed`.
 
-    compile_seconds: tracing, choice of kernels and compilation. input_bytes: of the buffers that graphs read. eager_calls: batches over
-    the largest bucket that ran without graphs. dropped: buckets that the budget left no room for. compared: replays that were.
+    rows: captured buckets in order.
+    compiled: the number of different pieces by trace (see `Bucket`).
+    parts: the number of all pieces by trace.
+    compile_seconds: time of tracing, choice of kernels and compilation.
+    input_bytes: size of the input buffers.
+    eager_calls: batches over the largest bucket, run without graphs.
+    dropped: buckets over the memory budget.
+    compared: replays that were compared with eager.
     """
 
     rows: tuple[Row, ...]
@@ -55,7 +65,7 @@ class Report:
 
     @property
     def graph_bytes(self) -> int:
-        """Of all graphs."""
+        """Memory of all graphs."""
         return sum(r.bytes for r in self.rows)
 
     @property
@@ -64,7 +74,7 @@ class Report:
         return {r.bucket.kind: r.mode for r in self.rows}
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The table, its head first."""
+        """The rows of the table, its head first."""
         lines: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
         for r in self.rows:
             between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
@@ -72,14 +82,14 @@ class Report:
         return lines
 
     def notes(self) -> list[str]:
-        """What stands beside the table."""
+        """The lines below the table."""
         out = [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")
         budget = f" of {self.budget_bytes / 2**20:.1f}" if self.budget_bytes is not None else ""
         out.append(f"graphs hold {self.graph_bytes / 2**20:.1f}{budget} MiB, their inputs {self.input_bytes / 2**20:.1f} MiB")
         if self.dropped:
-            out.append(f"dropped, as the budget left no room: {', '.join(map(str, self.dropped))}")
+            out.append(f"dropped, over the memory budget: {', '.join(map(str, self.dropped))}")
         if self.eager_calls:
             out.append(f"{self.eager_calls} calls were over the largest bucket and ran without graphs")
         if self.compared:

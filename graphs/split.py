@@ -1,8 +1,6 @@
-"""Cuts a traced model at the calls that may not be captured, and at those of attention. What it gives is data: parts in order, each named
-by what goes in and out.
+"""Splits a traced model into parts, at calls that may not be captured and at calls of attention.
 
-The first kind of cut is for the device: a graph ends there. The second is for the compiler, to which the stretches between are alike; a
-graph goes on over it.
+A graph ends at the first kind. The second kind only bounds compiled pieces, which are then equal for all layers; a graph includes it.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..kernel import Kernel
-from .boundary import DATA, Break, break_of, is_cut, kernel_of, pinned
-from .once import make_once
+from .dedupe_metadata import dedupe
+from .graph_breaks import DATA, Break, break_of, forcing, is_cut, kernel_of
 
-# What starts no kernel may stand on either side of a boundary, and an allocation before it.
+# Nodes that launch no kernel may go to either side of a break, and allocations before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
 _ALLOCATING = {"new_empty", "new_empty_strided"}
 _FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
@@ -30,10 +28,11 @@ _VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "uns
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the model. module: takes the values named `inputs` and returns a tuple of those named `outputs`.
+    """A part of the model.
 
-    breaks: the calls in it that may not be captured; `()` says that it is captured.
-    calls: those in it that are captured as they are, `op.kernel`; `()` says that it is compiled, unless it is not captured.
+    module: takes the values named `inputs` and returns a tuple of those named `outputs`.
+    breaks: its calls that may not be captured; `()` for a captured part.
+    calls: its attention calls, `op.kernel`, captured but not compiled; `()` for a compiled part or one with breaks.
     """
 
     name: str
@@ -45,23 +44,29 @@ class Part:
 
     @property
     def captured(self) -> bool:
-        """Does it lie in a graph?"""
+        """Is it captured?"""
         return not self.breaks
 
     @property
     def compiled(self) -> bool:
-        """Is it a piece, for the compiler?"""
+        """Is it a piece for the compiler?"""
         return not self.breaks and not self.calls
 
     @property
     def examples(self) -> list[Any]:
-        """The fake tensors and symbolic sizes that stand for its inputs."""
+        """The fake tensors and symbolic sizes of its inputs."""
         return [value_of(n) for n in self.module.graph.nodes if n.op == "placeholder"]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A model in parts. inputs: names of the flat arguments in order. results: the structure returned, of names' placeholders."""
+    """A model in parts.
+
+    inputs: the names of the flat arguments, in order.
+    parts: in order.
+    constants: tensors and modules of the graph, by name.
+    results: the returned structure, with a `Name` for each value.
+    """
 
     inputs: tuple[str, ...]
     parts: tuple[Part, ...]
@@ -78,39 +83,39 @@ class Split:
 
 @dataclass(frozen=True)
 class Name:
-    """Stands for a value of this name."""
+    """A placeholder for the value of this name."""
 
     name: str
 
 
 def value_of(x: Any) -> Any:
-    """The fake value that a node stands for, or `x` itself."""
+    """The fake value of a node; any other `x` itself."""
     return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, fx.Node) else x
 
 
 def operations(module: fx.GraphModule) -> int:
-    """Nodes that are neither inputs nor outputs nor free."""
+    """The number of nodes that launch kernels or allocate."""
     return sum(n.op not in ("placeholder", "output", "get_attr") and not _free(n) for n in module.graph.nodes)
 
 
 def starts_work(module: fx.GraphModule) -> bool:
-    """Is there anything to compile: more than views, sizes and allocations?"""
+    """Does any node launch a kernel, not only views, sizes and allocations?"""
     return any(n.op not in ("placeholder", "output", "get_attr") and not _free(n) and not _allocates(n) for n in module.graph.nodes)
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
-    """Cut `gm`, which is changed: kernels decided for here are forced on their calls, metadata are made once, and allocations move before
-    the boundaries.
+    """Split `gm`.
 
     Args:
-        gm: a graph as Dynamo hands it to a backend, with fake values.
-        eager: names of further ops that shall not be captured.
+        gm: a graph as Dynamo gives it to a backend, with fake values. Changed in place: calls get the policy that forces the chosen
+            kernel, equal metadata calls are merged, and allocations move before breaks.
+        eager: names of further ops to keep out of graphs.
 
     Returns:
-        Parts, of which neighbours are never both compiled, both calls, or both not captured.
+        The parts. Two neighbours are never of one kind: compiled, attention calls, or not captured.
 
     Raises:
-        NoKernel: an op that no kernel can run.
+        NoKernel: no kernel can run an op.
     """
     breaks: dict[fx.Node, Break] = {}
     calls: dict[fx.Node, str] = {}
@@ -120,30 +125,30 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
             breaks[node] = found
         elif kernel is not None and is_cut(kernel):
             calls[node] = f"{kernel.op}.{kernel.name}"
-    for node in reversed(make_once(gm.graph, value_of)):
+    for node in reversed(dedupe(gm.graph, value_of)):
         breaks.pop(node, None)
         gm.graph.erase_node(node)
-    _raise_allocations(gm.graph, breaks)
+    _hoist_allocations(gm.graph, breaks)
     where = _partition(gm.graph, breaks, calls)
-    _repeat_numbers(gm.graph, where)
+    _repeat_sizes(gm.graph, where)
     from torch.fx.passes.split_module import split_module
 
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
     by_part: dict[str, list[Break]] = {}
     for node, found in breaks.items():
-        told = by_part.setdefault(f"submod_{where[node]}", [])
-        # Sizes and assertions about them go with the call that they are of.
-        if not told or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
-            told.append(found)
+        listed = by_part.setdefault(f"submod_{where[node]}", [])
+        # Sizes, and assertions about them, belong to the call that makes them.
+        if not listed or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
+            listed.append(found)
     called: dict[str, list[str]] = {}
     for node, name in calls.items():
         called.setdefault(f"submod_{where[node]}", []).append(name)
     return _described(whole, by_part, called)
 
 
-def _raise_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
-    # A buffer that a boundary op writes has to be of the graph before it, where its address is fixed; and it may not stand between two
-    # boundaries, where it would make a graph of nothing.
+def _hoist_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
+    # A buffer that a break writes must be allocated in the graph before it, which fixes its address. Between two breaks an allocation
+    # would make an empty graph.
     for node in list(graph.nodes):
         if not _allocates(node):
             continue
@@ -160,16 +165,16 @@ def _allocates(node: fx.Node) -> bool:
 
 
 def _decided(node: fx.Node, eager: Collection[str]) -> tuple[Kernel | None, Break | None]:
-    """The kernel that a call of ours runs, which is forced on it; and why a call may not be captured, if so."""
+    """The kernel of a call of an attnops op, which is forced on it, and the reason why the call may not be captured, or None."""
     if node.op in ("placeholder", "output", "get_attr"):
         return None, None
     if isinstance(node.target, torch._ops.OpOverloadPacket) and (node.target.overloads() == ["default"] or _is_ours(node.target)):
-        # A call by the op's name alone. Ours have an overload a kernel, all of one schema.
+        # A call of the packet. All overloads of an attnops op have one schema.
         node.target = node.target.default
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
-        node.kwargs = {**node.kwargs, "policy": pinned(kernel, kwargs.get("policy", ""))}
+        node.kwargs = {**node.kwargs, "policy": forcing(kernel, kwargs.get("policy", ""))}
     if (found := break_of(node.target, kernel, eager)) is not None:
         return kernel, found
     if any(map(_depends_on_data, (*node.all_input_nodes, node))):
@@ -201,50 +206,50 @@ def _free(node: fx.Node) -> bool:
 
 
 def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The part of every node. What is free between two calls joins them, and what else is free goes where it is."""
+    """The part of every node. A node that launches nothing joins the two calls around it, or else the part that needs it."""
     where: dict[fx.Node, int] = {}
     part = 0
     kind: Literal["compiled", "call", "break"] | None = None
-    waiting: list[fx.Node] = []
+    pending: list[fx.Node] = []
 
     def put(nodes: list[fx.Node]) -> None:
         where.update(dict.fromkeys(nodes, part))
-        waiting.clear()
+        pending.clear()
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
-            # What crosses between parts are tensors, whose addresses can be fixed, and no tuples of them.
+            # Only tensors cross between parts, because their addresses can be static; tuples do not.
             if node.args[0] in where:
                 where[node] = where[node.args[0]]
             else:
-                waiting.append(node)
+                pending.append(node)
             continue
         if node not in breaks and node not in calls and _joins(node, kind):
-            waiting.append(node)
+            pending.append(node)
             continue
         found: Literal["compiled", "call", "break"] = "break" if node in breaks else "call" if node in calls else "compiled"
         if found != kind:
             if kind == "call" and found == "break":
-                # An allocation among them has to be of the graph.
-                put(waiting)
+                # An allocation among the pending nodes must be captured.
+                put(pending)
             part += kind is not None
             kind = found
-        put([*waiting, node])
-    put(waiting)
+        put([*pending, node])
+    put(pending)
     return where
 
 
 def _joins(node: fx.Node, kind: str | None) -> bool:
-    """May it belong to the part that follows? In a compiled part the compiler is given all there is."""
+    """May the node join the part after it? A compiled part keeps all of its nodes."""
     return kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
 
 
-def _repeat_numbers(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
-    """Sizes that follow from sizes are worked out by every part that asks for them, where it first does.
+def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
+    """Compute sizes that follow from other sizes in every part that uses them, at the first use.
 
-    Handed on, or in the place where the whole model first does, they would tell one layer from others that are like it.
+    As inputs of a part, or at the first use in the whole model, they would make pieces of equal layers differ.
     """
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     numbers = {node for node in where if _is_size(node)}
@@ -272,7 +277,7 @@ def _repeat_numbers(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """A number made of numbers that are known on the host."""
+    """Is the node a number computed from numbers that the host knows?"""
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
     made = node.op == "call_function" and isinstance(value_of(node), numbers) and not _depends_on_data(node)
     return made and all(isinstance(value_of(n), numbers) for n in node.all_input_nodes)
@@ -298,7 +303,7 @@ def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dic
 
 
 def _outputs(node: fx.Node, module: fx.GraphModule) -> tuple[str, ...]:
-    """The names of what a part returns; the part is made to return a tuple."""
+    """The names of a part's results. Makes the part return a tuple."""
     [end] = [n for n in module.graph.nodes if n.op == "output"]
     if end.args[0] is None:
         end.args = ((),)

@@ -1,4 +1,4 @@
-"""What a step changes beside pages: saved, and put back."""
+"""Saves and restores the tensors that a step changes in place, the cache's pages apart."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ..errors import InvalidInput
 
 
 def tensors(state: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`state`, each tensor once. Raises InvalidInput: something in it is no tensor."""
+    """`state` without duplicates. Raises InvalidInput for anything but tensors."""
     if isinstance(state, Tensor) or not all(isinstance(t, Tensor) for t in state):
         raise InvalidInput("state", type(state).__name__, "a sequence of tensors, those that a step changes")
     return tuple({id(t): t for t in state}.values())
 
 
 def saved(state: Sequence[Tensor]) -> list[Tensor]:
-    """Copies."""
+    """Copies of the tensors."""
     return [t.detach().clone() for t in state]
 
 
-def put(state: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """What `saved` gave, where it was."""
+def restore(state: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Write the copies back."""
     with torch.no_grad():
-        for t, was in zip(state, copies, strict=True):
-            t.copy_(was)
+        for t, copy in zip(state, copies, strict=True):
+            t.copy_(copy)
 
 
 @contextmanager
 def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
-    """Whatever runs within, and fails there, the tensors hold afterwards what they held before."""
-    before = saved(state)
+    """Restore the tensors after the block, also where it raises."""
+    copies = saved(state)
     try:
         yield
     finally:
-        put(state, before)
+        restore(state, copies)

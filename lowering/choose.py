@@ -37,7 +37,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 
 
 def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
-    """The kernel for a call whose arguments are fake tensors. Heads, head dims and page size are made static: each is a guard."""
+    """The kernel chosen for fake arguments. Heads, head dims and page size specialise: each is a guard."""
     given = dict(kwargs)
     policy = given.pop("policy", "")
     problem = op.problem(*args, **given)
@@ -48,7 +48,7 @@ def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
 
 
 def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an FX node with the fake tensors and symbolic sizes that its input nodes stand for."""
+    """The arguments of an FX node, its input nodes replaced by their fake tensors and symbolic sizes."""
 
     def value(x: Any) -> Any:
         return x.meta["val"] if isinstance(x, torch.fx.Node) else x
@@ -58,12 +58,12 @@ def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Are the torch ops of a kernel that may be called as well lowered here?"""
+    """Does a kernel that may be called or inlined have its torch ops lowered here?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if kernel.inline_when is None or not kernel.inline_when(op.problem(*args, **{n: x for n, x in kwargs.items() if n != "policy"})):
         return False
-    # They ask for sizes that nobody knows before the call, where there are some; the kernel's call does not.
+    # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]
     return not any(map(free_unbacked_symbols, sizes))
 
@@ -119,7 +119,7 @@ def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import NodeSource
 
-    # By name: Inductor fills in the defaults that the graph leaves out.
+    # By name, because Inductor fills in the defaults that the graph leaves out.
     schema = op.packet.default._schema.arguments
     given = dict(zip((a.name for a in schema), values[0], strict=False)) | values[1]
     lowered = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
@@ -127,11 +127,11 @@ def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any
 
     def run(*traced: Any) -> Any:
         filled = given | dict(zip(dynamic, traced, strict=True))
-        by_place = [filled.pop(a.name) for a in schema if not a.kwarg_only and a.name in filled]
+        by_position = [filled.pop(a.name) for a in schema if not a.kwarg_only and a.name in filled]
         # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := kernel.run(*by_place, **filled)) is None else out
+        return () if (out := kernel.run(*by_position, **filled)) is None else out
 
-    # The code's comments say where its parts are from.
+    # The comments of the generated code name the kernel.
     source = NodeSource(V.graph.current_node, "attnops")
     source.node_info = NodeSource.NodeInfo(f"attnops.{kernel.op}.{kernel.name}", str(op.packet), id(V.graph.current_node.graph))
     with V.fake_mode:

@@ -1,4 +1,4 @@
-"""`explain`: which kernel every attention call of a model would get, on this machine or another, and why the others would not."""
+"""`explain`: the kernel of every attention call of a model, on this machine or another, and the reasons against the others."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,11 @@ from ..select import Decision, select, workspace_bytes
 
 @dataclass(frozen=True)
 class CallSite:
-    """One or more calls with the same decision. `where`: module paths, runs of numbers folded into `*`; `count`: how many calls."""
+    """One or more calls with the same decision.
+
+    where: module paths, with `*` for numbers.
+    count: the number of calls.
+    """
 
     where: str
     count: int
@@ -32,7 +36,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class FormSite:
-    """One or more steps of attention over latents (MLA) that took the same form for the same reasons; fields as of CallSite."""
+    """One or more steps of latent attention (MLA) with the same decision of form; fields as in CallSite."""
 
     where: str
     count: int
@@ -41,10 +45,11 @@ class FormSite:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` is the table; `sites` are the call sites in order of first use.
+    """The result of `explain`; `str()` is the table.
 
-    times: which measured times the choices rest on, "" for none: then all are ranked by the kernels' own estimates.
-    forms: where attention over latents had a choice of form, shown before the calls that followed from it.
+    sites: call sites in order of first use.
+    times: the measured times that the choices use; "" where all kernels are ranked by their own estimates.
+    forms: choices of form of latent attention, printed before the calls that follow from them.
     """
 
     target: str
@@ -56,10 +61,10 @@ class Explanation:
     def __str__(self) -> str:
         assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
         lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
-        told: set[str] = set()
+        printed: set[str] = set()
         for site in self.sites:
-            forms = () if site.where in told else tuple(f for f in self.forms if f.where == site.where)
-            told.add(site.where)
+            forms = () if site.where in printed else tuple(f for f in self.forms if f.where == site.where)
+            printed.add(site.where)
             entries: tuple[CallSite | FormSite, ...] = (*forms, site)
             for entry in entries:
                 lines.append(f"\n{entry.where}  x{entry.count}")
@@ -72,7 +77,7 @@ class Explanation:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of scratch with which every call gets the kernel it would choose if scratch were free. 0: none is needed."""
+        """Bytes of workspace with which every call gets the kernel that selection prefers. 0: none needs any."""
         return max((workspace_bytes(s.decision.problem, s.decision.policy) for s in self.sites), default=0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Explanation:
 
 
 def packages_of_kernels() -> tuple[str, ...]:
-    """Every module some kernel needs, sorted."""
+    """The modules that kernels need, sorted."""
     return tuple(sorted({p.module for k in all_kernels() for p in k.packages}))
 
 
@@ -126,30 +131,32 @@ def explain(
     quiet: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """Run `model(*args, **kwargs)` on fake tensors and say, per call site, what would be chosen and why nothing else was.
+    """Run `model(*args, **kwargs)` on fake tensors and report, per call site, the kernel and the reasons against all others.
 
-    No kernel runs and no weight is read; Python state of the arguments (lengths counted by a cache object, say) changes as in a call.
-    A compiled model or function is explained as its uncompiled self: selection sees the same Problems.
+    No kernel runs and no weight is read. Python state of the arguments, such as lengths in a cache object, changes as in a call. A
+    compiled model runs uncompiled, with the same Problems.
 
     Args:
-        model: a module or function. args, kwargs: its inputs, real or fake tensors.
-        target: None for this machine, or "cpu", "sm80", "sm90", "sm100", ...: answered on any machine.
-        assume: modules taken to be installed on a named target; default every module some kernel needs. With target=None: not allowed.
+        model: a module or function.
+        args: its inputs, real or fake tensors.
+        kwargs: its inputs by name.
+        target: None for this machine, or "cpu", "sm80", "sm90", "sm100", ..., on any machine.
+        assume: modules to treat as installed on a named target; default: all that kernels need. Not allowed with target=None.
         quiet: do not print.
 
     Returns:
-        An Explanation; it is printed too unless quiet.
+        An Explanation, printed unless quiet.
 
     Raises:
-        InvalidInput: an unknown target, or assume without a target. Whatever the call itself raises on bad input.
+        InvalidInput: an unknown target, or assume without a target. Errors of the call itself pass through.
     """
     from ..errors import InvalidInput
 
     if target is None and assume is not None:
-        raise InvalidInput("assume", assume, "None, unless a target is named (this machine's packages are looked up)")
-    goal = Target.parse(target, assume) if isinstance(target, str) else target
-    if goal is not None and goal.assume is None:
-        goal = dataclasses.replace(goal, assume=packages_of_kernels())
+        raise InvalidInput("assume", assume, "None without a target: packages of this machine are looked up")
+    named = Target.parse(target, assume) if isinstance(target, str) else target
+    if named is not None and named.assume is None:
+        named = dataclasses.replace(named, assume=packages_of_kernels())
     found: dict[tuple[str, Problem, str], int] = {}
     formed: dict[tuple[str, LatentCall, int], tuple[int, FormDecision]] = {}
     path = _ModulePath(model)
@@ -164,7 +171,7 @@ def explain(
 
     call = getattr(model, "_orig_mod", model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pretend(goal))
+        stack.enter_context(pretend(named))
         stack.enter_context(path.tracked())
         stack.callback(watch(watcher))
         stack.callback(watch_forms(form_watcher))
@@ -174,17 +181,17 @@ def explain(
             stack.enter_context(torch.no_grad())
         fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, _fake, (args, kwargs))
         call(*fake_args, **fake_kwargs)
-        here = str(goal) if goal is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
+        here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
         sites = _fold([(where, count, select(problem, policy)) for (where, problem, policy), count in found.items()])
     forms = tuple(FormSite(where, count, decision) for (where, _, _), (count, decision) in formed.items())
-    explanation = Explanation(here, goal.assume if goal else None, sites, _times(sites), forms)
+    explanation = Explanation(here, named.assume if named else None, sites, _times(sites), forms)
     if not quiet:
         print(explanation)
     return explanation
 
 
 def _times(sites: tuple[CallSite, ...]) -> str:
-    """Where the measured times come from, when a choice rests on any."""
+    """The source of the measured times, "" where no choice uses any."""
     for site in sites:
         decision = site.decision
         if decision.measured and (table := (found := in_force(decision.problem.target)).table) is not None:
@@ -194,7 +201,7 @@ def _times(sites: tuple[CallSite, ...]) -> str:
 
 
 def _fold(calls: list[tuple[str, int, Decision]]) -> tuple[CallSite, ...]:
-    """Join calls with the same decision whose paths differ in numbers only."""
+    """Merge calls with the same decision whose paths differ in numbers only."""
     folded: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
     for where, count, decision in calls:
         spot = (_folded(where), decision.problem, decision.policy.key)
@@ -259,5 +266,5 @@ def _fake_mode(args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _eager_stance() -> contextlib.AbstractContextManager[Any]:
-    # Compiled submodules run as they are; a process that never loaded the compiler has none.
+    # Compiled submodules run uncompiled. A process without Dynamo has none.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

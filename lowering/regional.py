@@ -1,4 +1,4 @@
-"""Regional compilation: identical layers compile once, whatever their number."""
+"""Regional compilation: identical layers compile once, whatever the depth."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from ..errors import InvalidInput
 def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
     """Compile every repeated block of `model` in place with `torch.compile(**options)`, so that N identical layers give one graph.
 
-    A block is a child of an outermost nn.ModuleList with two or more children of one class. Nothing but the blocks is compiled.
-    Compile time no longer grows with depth; what lies between blocks runs eagerly.
+    A block is a child of an outermost nn.ModuleList with two or more children of one class. Code outside the blocks runs eagerly, and
+    compile time does not grow with depth.
 
     Returns:
         The dotted names of the compiled blocks.
@@ -28,11 +28,10 @@ def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
-    out: list[str] = []
+    names: list[str] = []
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(c) for c in child}) == 1:
-            out += [f"{path}.{i}" for i in range(len(child))]
+            names += [f"{prefix}{name}.{i}" for i in range(len(child))]
         else:
-            out += _blocks(child, path + ".")
-    return out
+            names += _blocks(child, f"{prefix}{name}.")
+    return names

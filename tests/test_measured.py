@@ -406,16 +406,16 @@ def test_eager_calls_follow_the_table(cache, monkeypatch):
 
 
 def test_the_cache_key_follows_the_table(cache):
-    from attnops.lowering import key
+    from attnops.lowering import cache_key
 
-    keys = [key.circumstances()]
+    keys = [cache_key.choice_inputs()]
     for sdpa in (1.0, 2.0):
         save(cpu_table(sdpa=sdpa, reference=5.0), path_for(cpu_name()))
-        keys.append(key.circumstances())
+        keys.append(cache_key.choice_inputs())
     assert len(set(keys)) == 3
     path_for(cpu_name()).unlink()
     forget()
-    assert key.circumstances() == keys[0]
+    assert cache_key.choice_inputs() == keys[0]
 
 
 def ship(cache, name, text):
@@ -500,14 +500,14 @@ def test_scaled_times_are_marked_and_no_measured_ones(cache):
 
 
 def test_the_cache_key_knows_of_a_sibling(cache):
-    from attnops.lowering import key
+    from attnops.lowering import cache_key
 
     keys = []
     for us in (1.0, 2.0):
         ship(cache, "h200.json", table(replace(GRID, us={"fast": (us,) * len(GRID.us["fast"])}), gpu=H200).to_json())
         for gpu in (H200, H100):
             with pretend(Target("cuda", 90, gpu=gpu)):
-                keys.append(key.circumstances())
+                keys.append(cache_key.choice_inputs())
     assert len(set(keys)) == 4
 
 

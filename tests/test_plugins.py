@@ -262,13 +262,13 @@ import json, torch, attnops
 from attnops.cli import doctor
 from attnops.cli.tables import new_console, show_explanation
 from attnops.kernel import broken_kernels, kernels_of
-from attnops.lowering import key
+from attnops.lowering import cache_key
 from attnops.select import select
 q = torch.randn(1, 3, 2, 8)
 attnops.attention(q, q, q)
 torch.compile(lambda q: attnops.attention(q, q, q), backend="aot_eager", fullgraph=True)(q)
 found = attnops.explain(lambda: attnops.attention(q, q, q), quiet=True)
-assert len(key.circumstances()) > 5
+assert len(cache_key.choice_inputs()) > 5
 report = doctor.examine()
 json.dumps(report)
 doctor.show(report, new_console())

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attnops.graphs import Buckets, breakable, breaks, modes, pieces, piecewise
+from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.standin import StandIn
 
@@ -129,8 +129,8 @@ def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
 
 def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
     asked = []
-    real = breaks.break_of
-    monkeypatch.setattr(breaks, "break_of", lambda func, *given: asked.append(str(func)) or real(func, *given))
+    real = eager_capture.break_of
+    monkeypatch.setattr(eager_capture, "break_of", lambda func, *given: asked.append(str(func)) or real(func, *given))
 
     def forward(x):
         for _ in range(5):

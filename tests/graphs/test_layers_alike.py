@@ -6,7 +6,7 @@ from torch import nn
 
 import attnops
 from attnops.graphs import Buckets, piecewise
-from attnops.graphs.pieces import eager, likeness
+from attnops.graphs.pieces import eager, structure
 from attnops.nn import RotaryEmbedding, SelfAttention
 from tests.graphs.standin import StandIn
 
@@ -17,7 +17,7 @@ def pattern(step):
     """Pieces in order, each by the number of the first that does the same."""
     seen = {}
     [found] = step._method.splits().values()
-    return [seen.setdefault(likeness(part), len(seen)) for part in found.parts if part.compiled]
+    return [seen.setdefault(structure(part), len(seen)) for part in found.parts if part.compiled]
 
 
 @pytest.mark.parametrize(

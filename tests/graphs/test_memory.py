@@ -7,7 +7,7 @@ import torch
 
 from attnops.errors import BatchTooLarge, NotCapturable, OverBudget, ReplayMismatch, StaleGraph
 from attnops.graphs import Bucket, Buckets, Report, breakable, piecewise
-from attnops.graphs.boundary import Break
+from attnops.graphs.graph_breaks import Break
 from attnops.graphs.report import Row
 from tests.graphs.helpers import MODES, Pair
 from tests.graphs.models import BOUNDARY, boundary
@@ -73,7 +73,7 @@ def test_over_the_budget_drops_the_largest(over):
     pair = Pair(breakable, buckets, budget_bytes=8000, over_budget="drop", need=lambda: next(need))
     report = pair.step.capture(**example(pair))
     assert [str(b) for b in report.dropped] == ["decode x4"] and [str(r.bucket) for r in report.rows] == ["decode x2", "decode x1"]
-    assert "dropped, as the budget left no room: decode x4" in str(report)
+    assert "dropped, over the memory budget: decode x4" in str(report)
     if over == "raise":
         with pytest.raises(BatchTooLarge, match="got 3, want at most 2"):
             pair.step(**example(pair, "xyz"))

@@ -126,7 +126,7 @@ def test_what_a_replay_refuses(mode):
         pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
     with stale(pair, "tokens"):  # would be rounded
         pair.call(pair.step, pair.cache, tokens.double(), mine)
-    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as many as the batch has"):
+    with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
         pair.call(pair.step, pair.cache, tokens.new_zeros(3), mine)
     with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
         pair.call(pair.step, pair.cache, tokens, {})

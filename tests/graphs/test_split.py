@@ -7,7 +7,7 @@ from torch import nn
 
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
-from attnops.graphs.boundary import ATTENTION
+from attnops.graphs.graph_breaks import ATTENTION
 from attnops.graphs.split import Name, split
 from attnops.ops import OPS
 from tests.graphs.helpers import MODES, Pair, close

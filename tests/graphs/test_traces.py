@@ -50,7 +50,7 @@ def test_pieces_of_two_traces_are_compiled_each():
 def test_results_that_depend_on_data_are_refused(forward):
     """A caller would be given those of the capture at every step."""
     step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("x",), inner="eager", graphs=StandIn())
-    with pytest.raises(NotCapturable, match="it is returned, and its size or value depends on data"):
+    with pytest.raises(NotCapturable, match="the model returns it, and its size or value depends on data"):
         step(torch.ones(4))
 
 

@@ -36,7 +36,7 @@ def test_which_bucket_serves():
     assert BUCKETS.kind(4, 4, 1) == "decode" and BUCKETS.kind(5, 5, 2) == BUCKETS.kind(6, 1, 6) == "mixed"
     # Rows of no request need room, too.
     assert BUCKETS.find("verify", 7, 2, 3) == Bucket(12, 4, "verify") and BUCKETS.kind(30, 2, 3) == "mixed"
-    assert [b.queries for b in BUCKETS.alike("verify 3")] == [3, 3, 3] and BUCKETS.most == (32, 4)
+    assert [b.queries for b in BUCKETS.of_trace("verify 3")] == [3, 3, 3] and BUCKETS.most == (32, 4)
     dropped = replace(BUCKETS, dropped=frozenset({Bucket(12, 4, "verify")}))
     assert dropped.find("verify", 12, 4, 3) == Bucket(20, 4, "verify")
 

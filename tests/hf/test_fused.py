@@ -18,7 +18,7 @@ def short(fused):
     """One line a group: modules and rows."""
     names = [w.replace("_modules_", ".").replace("l_self.model.layers.", "").removesuffix("_parameters_weight_") for w in fused.weights]
     lines = " + ".join(f"{n}[{rows}]" for n, rows in zip(names, fused.rows, strict=True))
-    return f"{lines}: {fused.left}" if fused.left else lines
+    return f"{lines}: {fused.refusal}" if fused.refusal else lines
 
 
 def fused_groups(family, layers=2):
@@ -122,7 +122,7 @@ def test_generation_over_pages_gives_the_same_tokens():
     more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
 
     def backend(gm, inputs):
-        told.append([f.left for f in fuse_linears(gm)])
+        told.append([f.refusal for f in fuse_linears(gm)])
         return gm.forward
 
     with torch.no_grad():

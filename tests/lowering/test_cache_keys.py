@@ -79,20 +79,20 @@ def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
 
 
 def test_circumstances_follow_target_registry_and_code():
-    from attnops.lowering import key
+    from attnops.lowering import cache_key
     from attnops.problem import Target, pretend
 
-    here = key.circumstances()
+    here = cache_key.choice_inputs()
     with pretend(Target("cuda", 90)):
-        assert key.circumstances() != here
-    assert key.circumstances() == here
-    assert len(key.code_digest()) == 64
+        assert cache_key.choice_inputs() != here
+    assert cache_key.choice_inputs() == here
+    assert len(cache_key.code_digest()) == 64
 
 
 def test_the_digest_reads_the_linked_folders():
-    from attnops.lowering import key
+    from attnops.lowering import cache_key
 
-    assert any("lowering" in str(file) for file in key.code_files()), "a changed lowering must change the key"
+    assert any("lowering" in str(file) for file in cache_key.code_files()), "a changed lowering must change the key"
 
 
 def test_a_policy_reaches_dynamo_guards():

@@ -72,7 +72,7 @@ def test_one_product_and_slices_of_it(bias, x):
     backend, _ = agree(Three(bias=bias), x)
     assert backend.linears == [1]
     [[found]] = backend.told
-    assert found.rows == (32, 16, 16) and not found.left
+    assert found.rows == (32, 16, 16) and not found.refusal
 
 
 def test_the_graph_is_as_shown():
@@ -181,11 +181,11 @@ def test_weights_written_in_the_graph():
     with torch.no_grad():
         got = torch.compile(model, backend=backend)(x)
         close(got, Three.forward(model, x))  # the weight is what the compiled call left
-    assert "used by more than linears" in backend.told[0][0].left
+    assert "users other than linears" in backend.told[0][0].refusal
 
 
 STRIDES = {
-    "no such view": (lambda q, k, v: (q.view(-1, 8) * 2, k + 1, v * 3), "does not take it"),
+    "no such view": (lambda q, k, v: (q.view(-1, 8) * 2, k + 1, v * 3), "fails with the new strides"),
     "a copy": (lambda q, k, v: (q.reshape(-1, 8) * 2, k + 1, v * 3), "would copy it"),
     "returned": (lambda q, k, v: (q, k + 1, v * 3), "returned"),
     "a view returned": (lambda q, k, v: (q.unflatten(-1, (-1, 8)).transpose(1, 2), k + 1, v * 3), "returned"),
@@ -197,7 +197,7 @@ def test_strides_that_would_show_keep_apart(combine, why):
     model = Three(combine)
     x = torch.randn(3, 4, K)
     backend, compiled = agree(model, x)
-    assert why in backend.told[0][0].left and backend.linears == [3]
+    assert why in backend.told[0][0].refusal and backend.linears == [3]
     with torch.no_grad():
         assert [t.stride() for t in compiled(x)] == [t.stride() for t in model(x)]
 
@@ -220,7 +220,7 @@ def test_gradients_keep_apart():
     want = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     backend, compiled = agree(model, x, grad=True)
-    assert backend.told[0][0].left == "the weights need a gradient"
+    assert backend.told[0][0].refusal == "the weights need a gradient"
     sum(t.sum() for t in compiled(x)).backward()
     close([p.grad for p in model.parameters()], want)
 
@@ -250,7 +250,7 @@ def test_autocast(inside):
     assert [t.dtype for t in got] == [t.dtype for t in want] == [torch.bfloat16] * 3
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)  # one rounding of another order of sums
     [found] = backend.told[0]
-    assert bool(found.left) == inside
+    assert bool(found.refusal) == inside
 
 
 def swap(model):
@@ -351,7 +351,7 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
     with torch.no_grad():
         torch.compile(model, backend=later)(torch.randn(3, K))
     [found] = fuse_linears(again.graphs[0])
-    assert found.left == "nothing can be guarded here" and graph.code == before
+    assert found.refusal == "no guard can be added here" and graph.code == before
     assert fuse_linears(fx.symbolic_trace(model)) == ()
 
 

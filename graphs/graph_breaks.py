@@ -1,4 +1,4 @@
-"""What may not lie in a graph: the one question that the split of a traced model and a capture by hand both ask."""
+"""Which calls a CUDA graph may not contain: one answer for the split of a traced model and for an eager capture."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from ..kernel import Capture, Kernel, kernels_of
 from ..ops import OPS
 from ..select import choose, parse_policy
 
-ATTENTION = (
-    "attention",
-    "varlen_attention",
-    "paged_attention",
-    "mla_attention",
-    "sparse_mla_attention",
-    "vertical_slash_attention",
-)
-"""The ops that a model has one of in every layer, and that a compiler fuses with nothing: between two of them layers are alike."""
+ATTENTION = ("attention", "varlen_attention", "paged_attention", "mla_attention", "sparse_mla_attention", "vertical_slash_attention")
+"""Ops that a model calls once a layer and that a compiler fuses with nothing: cut there, the pieces of all layers are equal."""
 
 OUTSIDE = "marked outside"
 DATA = "depends on data"
+_MARK = "_attnops_outside"
 
 
 @dataclass(frozen=True)
 class Break:
-    """A call that runs between graphs. kernel: of an op of ours, else "". why: in a few words."""
+    """A call that runs between graphs.
+
+    op: the op or function.
+    kernel: the kernel of an op of attnops, else "".
+    why: the reason, in a few words.
+    """
 
     op: str
     kernel: str
@@ -39,9 +38,9 @@ class Break:
 
 
 def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
-    """The kernel that a call of `target` runs: that of the overload, or the one chosen for these arguments, fake ones too.
+    """The kernel that a call of `target` runs, by its overload or chosen for these arguments, real or fake.
 
-    None where `target` is no op of ours. Raises NoKernel.
+    None for a target that is not an op of attnops. Raises NoKernel.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "attnops":
         return None
@@ -56,15 +55,14 @@ def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ker
 
 
 def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) -> Break | None:
-    """Why a call of `target`, which runs `kernel`, may not be captured; None: it may. eager: ops that shall not be."""
+    """The reason why a call of `target`, which runs `kernel`, may not be captured, or None. eager: ops that the user keeps out."""
     if kernel is not None:
         if kernel.capture is not Capture.WHOLE:
             return Break(kernel.op, kernel.name, f"capture={kernel.capture.value}")
-        if kernel.op in eager:
-            return Break(kernel.op, kernel.name, "asked for")
-    elif (name := getattr(target, _MARK, None)) is not None:
+        return Break(kernel.op, kernel.name, "asked for") if kernel.op in eager else None
+    if (name := getattr(target, _MARK, None)) is not None:
         return Break(name, "", OUTSIDE)
-    elif isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch._ops.OpOverload):
         if torch.Tag.cudagraph_unsafe in target.tags:
             return Break(str(target), "", "tagged cudagraph_unsafe")
         if target._schema.name in eager:
@@ -73,18 +71,15 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
 
 
 def is_cut(kernel: Kernel | None) -> bool:
-    """Does a call that runs `kernel`, and may be captured, end what is compiled as one? Not where its glue is to be fused."""
+    """Does a capturable call of `kernel` end a compiled piece? Not where its torch ops are inlined, to be fused."""
     return kernel is not None and kernel.op in ATTENTION and not kernel.inline
 
 
-_MARK = "_attnops_outside"
-
-
 def mark(function: Any, name: str) -> None:
-    """Calls of `function` may not be captured."""
+    """Keep calls of `function` out of graphs."""
     setattr(function, _MARK, name)
 
 
-def pinned(kernel: Kernel, policy: str) -> str:
-    """The key of `policy` that forces `kernel` on its op: what was decided for all sizes is what runs at each."""
+def forcing(kernel: Kernel, policy: str) -> str:
+    """The key of `policy` with `kernel` forced on its op: the choice for all sizes of a trace holds at each of them."""
     return replace(parse_policy(policy), kernel=(f"{kernel.op}:{kernel.name}",)).key

@@ -1,4 +1,4 @@
-"""The circumstances of a choice, for the compile caches: a graph chosen under other circumstances must never be found in them."""
+"""Adds everything that a choice of kernel depends on to the keys of Inductor's caches: a stale choice is then never found there."""
 
 import functools
 import hashlib
@@ -15,7 +15,7 @@ from ..version import VERSION
 
 
 def code_files() -> list[Path]:
-    """attnops' own sources, lowering and graphs among them; in a checkout these are links, which a plain rglob would not follow."""
+    """The sources of attnops, those of lowering and graphs included: in a checkout these are links, which rglob does not follow."""
     root = Path(problem.__file__).parent
     folders = sorted(folder for folder, _, _ in os.walk(root, followlinks=True))
     return [file for folder in folders for file in sorted(Path(folder).glob("*.py"))]
@@ -23,39 +23,36 @@ def code_files() -> list[Path]:
 
 @functools.cache
 def code_digest() -> str:
-    """A digest of `code_files()`: another cost function or reference is another circumstance."""
+    """A digest of `code_files()`: a changed cost function or reference may change the choice."""
     digest = hashlib.sha256()
     for file in code_files():
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def circumstances() -> tuple[str, ...]:
-    """Everything outside the graph that a choice depends on: code, kernels with their packages' versions, machine, pretended target,
-    tables of measured times.
-
-    Policies are not here: they are arguments of the ops, so the graph itself differs.
-    """
+def choice_inputs() -> tuple[str, ...]:
+    """Everything outside the graph that a choice depends on: code, kernels and their packages' versions, GPU, pretended target, measured
+    times. Policies are arguments of the ops, so the graph itself differs."""
     kernels = tuple(f"{k.op}.{k.name}:{k.run.__module__}:{','.join(k.versions())}:{k.absences_key()}" for k in all_kernels())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return ("attnops", VERSION, str(CONTRACT), code_digest(), device, repr(pretended()), *measured.digests(), *kernels)
 
 
 def install() -> None:
-    """Have Inductor hash `circumstances()` into the keys of the FX-graph and AOTAutograd caches.
+    """Have Inductor hash `choice_inputs()` into the keys of the FX-graph and AOTAutograd caches.
 
-    Inductor hashes the uuid of every entry of this dict, whatever its device; one for a device that does not exist never runs and
-    leaves every slot a user may want free.
+    Inductor hashes the uuid of every entry of `custom_backend_passes`, whatever its device. An entry for a device that does not exist
+    never runs, and takes no slot that a user may want.
     """
     from torch._inductor.codegen.common import custom_backend_passes, init_backend_registration
     from torch._inductor.custom_graph_pass import CustomGraphModulePass
 
-    class Circumstances(CustomGraphModulePass):
+    class ChoiceInputs(CustomGraphModulePass):
         def __call__(self, gm: torch.fx.GraphModule) -> None:
             raise RuntimeError("the device 'attnops' does not exist")
 
         def uuid(self) -> Any:
-            return circumstances()
+            return choice_inputs()
 
     init_backend_registration()
-    custom_backend_passes["attnops"] = Circumstances()
+    custom_backend_passes["attnops"] = ChoiceInputs()

@@ -1,4 +1,4 @@
-"""Capture without a compiler: what runs is recorded, but for the calls that may not be, between which capture ends and begins again."""
+"""Captures a step as it runs, without a compiler: capture stops at every call that a graph may not contain, and resumes after it."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..errors import AttnopsError, NotCapturable
-from .boundary import OUTSIDE, Break, break_of, kernel_of, mark
 from .device import Device
+from .graph_breaks import OUTSIDE, Break, break_of, kernel_of, mark
 from .pieces import Recorded
 
 R = TypeVar("R")
 
 
-class Breaks(TorchDispatchMode):
-    """Sees every op of a step. To be entered within a `session` of the device, with a capture open while ordinary code runs.
+class CaptureMode(TorchDispatchMode):
+    """Sees every op of a step and splits the capture. Enter it within a `session` of the device.
 
-    eager: names of further ops that shall not be captured.
+    Args:
+        device: captures.
+        into: receives the graphs and the calls between them.
+        eager: names of further ops to keep out of graphs.
     """
 
     def __init__(self, device: Device, into: Recorded, eager: Collection[str] = ()) -> None:
         super().__init__()
         self._device, self._into, self._eager = device, into, eager
         self._made: set[int] = set()
-        # Most ops of a step are a few, whose answer does not follow from their arguments.
-        self._plain: dict[Any, bool] = {}
+        # By op: most may be captured whatever their arguments.
+        self._capturable: dict[Any, bool] = {}
         self._used = 0
-        self._asleep = False
+        self._paused = False
 
     def start(self) -> None:
-        """A graph begins."""
+        """Begin a graph."""
         self._used = self._device.used()
         self._device.begin()
 
     def stop(self) -> None:
-        """It ends, and is the next step."""
+        """End the graph and append it."""
         graph = self._device.end()
         self._into.add(graph, self._device.used() - self._used)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._asleep:
+        if self._paused:
             return func(*args, **kwargs)
-        if (plain := self._plain.get(func)) is None:
-            plain = self._plain[func] = _is_plain(func, self._eager)
-        if not plain:
+        if (capturable := self._capturable.get(func)) is None:
+            capturable = self._capturable[func] = _always_capturable(func, self._eager)
+        if not capturable:
             found = break_of(func, kernel_of(func, args, kwargs), self._eager)
             if found is not None:
                 return self.between(found, func, args, kwargs)
             if _depends_on_data(func, args, kwargs):
-                raise NotCapturable(str(func), "what follows depends on data; mark the function around it with attnops.graphs.outside")
+                raise NotCapturable(str(func), "later ops depend on data; mark the function that calls it with attnops.graphs.outside")
         out = self._device.call(func, args, kwargs)
         for t in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
             if isinstance(t, Tensor):
@@ -64,18 +67,18 @@ class Breaks(TorchDispatchMode):
         return out
 
     def between(self, found: Break, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `call` outside of graphs, now and at every replay, on the same tensors and into the same results."""
+        """Run `call` between graphs, now and at every replay, on the same tensors and into the same results."""
         self.stop()
-        self._asleep = True
+        self._paused = True
         try:
             out = call(*args, **kwargs)
         finally:
-            self._asleep = False
+            self._paused = False
         given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         leaves = pytree.tree_leaves(out)
         if bad := next((x for x in leaves if x is not None and not isinstance(x, Tensor)), None):
-            raise NotCapturable(str(found), f"it returns {type(bad).__name__}, which a graph cannot follow; tensors it can")
-        # Later captures may lie where what was captured lay; this call is over by then at every replay.
+            raise NotCapturable(str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
+        # Later captures may reuse the memory of captured tensors: this call has read them by then, at every replay.
         args, kwargs = pytree.tree_map_only(Tensor, self._weak, (args, kwargs))
         results = [x if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given else None for x in leaves]
 
@@ -83,7 +86,7 @@ class Breaks(TorchDispatchMode):
             for ours, new in zip(results, pytree.tree_leaves(call(*args, **kwargs)), strict=True):
                 if ours is not None:
                     if ours.shape != new.shape:
-                        raise NotCapturable(str(found), f"its result is {list(new.shape)} now and was {list(ours.shape)} when captured")
+                        raise NotCapturable(str(found), f"its result has shape {list(new.shape)}, and had {list(ours.shape)} at capture")
                     ours.copy_(new)
 
         self._into.steps.append(again)
@@ -95,8 +98,8 @@ class Breaks(TorchDispatchMode):
         return self._device.weak(tensor) if tensor.untyped_storage().data_ptr() in self._made else tensor
 
 
-def _is_plain(func: Any, eager: Collection[str]) -> bool:
-    """May every call of it be captured, whatever its arguments?"""
+def _always_capturable(func: Any, eager: Collection[str]) -> bool:
+    """May every call be captured, whatever its arguments?"""
     return func.namespace != "attnops" and break_of(func, None, eager) is None and not _DATA.intersection(func.tags)
 
 
@@ -104,28 +107,27 @@ _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _depends_on_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is the value given to Python, or the shape another for other values?"""
+    """Does Python read a value, or does the result's shape depend on values?"""
     if torch.Tag.data_dependent_output in func.tags:
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    # The tag is the op's. By whole numbers the result is as long as the index, and a known length is no question.
+    # The tag is the op's, not the call's: an integer index or a given output size fixes the shape.
     if func is torch.ops.aten.index.Tensor:
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     return kwargs.get("output_size") is None
 
 
 def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collection[str] = ()) -> Any:
-    """Capture `run`, broken where it has to be. Returns the tensors that every replay fills.
+    """Capture `run` into graphs and calls between them. Returns the tensors that every replay writes.
 
-    Raises NotCapturable: values of tensors are asked for, or something else that cannot be captured is done.
+    Raises NotCapturable for code that reads values of tensors, or fails in a capture.
     """
-    breaks = Breaks(device, into, eager)
-    with breaks:
-        breaks.start()
+    with CaptureMode(device, into, eager) as mode:
+        mode.start()
         try:
             out = run()
-            breaks.stop()
+            mode.stop()
         except (AttnopsError, torch.OutOfMemoryError):
             device.abort()
             raise
@@ -136,15 +138,15 @@ def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collec
 
 
 def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) -> Callable[..., R]:
-    """`function`, which runs outside of graphs at every step, e.g. because its control flow depends on data.
+    """Keep `function` out of graphs: it runs between them at every step, for instance because its control flow depends on data.
 
     Args:
-        function: takes tensors and returns tensors, of shapes that do not depend on data. It may be the method of a module.
-        fake: results of the right shapes, strides and dtypes for the same arguments, for the compiler, which does not look into the
-            function. Default: one tensor as the first argument that is one, contiguous.
+        function: a function or method of tensors that returns tensors, of shapes that do not depend on data.
+        fake: returns results of the right shapes, strides and dtypes, for the compiler, which does not trace the function. Default:
+            one contiguous tensor like the first tensor argument.
 
     Returns:
-        What to call instead. Outside of `piecewise` and `breakable` it is `function`, but that torch.compile does not look into it.
+        The function to call instead. Without `piecewise` and `breakable` it equals `function`, opaque to torch.compile.
     """
     from torch._dynamo import allow_in_graph
 
@@ -161,8 +163,8 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return opaque(*args, **kwargs)
-        mode = next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, Breaks)), None)
-        if mode is None or mode._asleep:
+        mode = next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, CaptureMode)), None)
+        if mode is None or mode._paused:
             return function(*args, **kwargs)
         return mode.between(Break(name, "", OUTSIDE), function, args, kwargs)
 
