@@ -44,6 +44,7 @@ class Method(Protocol):
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """(different pieces, all pieces) by trace."""
+        ...
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from ..kernel import Kernel
 from ..ops import Op
 from ..select import choose, select
-from .once import made_before
+from .reuse_calls import earlier_call
 
 log = logging.getLogger("attnops.lowering")
 
@@ -21,17 +21,17 @@ def lowering_of(op: Op) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
-        # Inductor drops a node's value after its last use.
-        node, made = V.graph.current_node, vars(V.graph).setdefault("attnops_made", {})
-        if (before := made_before(node)) is not None:
-            return made[before]
+        # Kept here, because Inductor drops a node's value after its last use.
+        node, lowered = V.graph.current_node, vars(V.graph).setdefault("attnops_lowered", {})
+        if (earlier := earlier_call(node)) is not None:
+            return lowered[earlier]
         values = node_values(node)
         kernel = decide(op, *values)
         if kernel.inline or _in_place(op, kernel, *values):
-            made[node] = _inline(op, kernel, values, args, kwargs)
+            lowered[node] = _inline(op, kernel, values, args, kwargs)
         else:
-            made[node] = _call(op, kernel, args, kwargs)
-        return made[node]
+            lowered[node] = _call(op, kernel, args, kwargs)
+        return lowered[node]
 
     return lower
 

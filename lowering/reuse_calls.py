@@ -1,4 +1,4 @@
-"""Metadata that several layers ask for are made once a graph: a later call of an op with the same arguments gives what the first gave."""
+"""Reuses the results of equal calls in a graph, for metadata that several layers ask for."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,27 +10,26 @@ from torch.utils import _pytree as pytree
 from ..traced import may_write
 
 
-def made_before(node: fx.Node) -> fx.Node | None:
-    """The first call in the graph that gives what `node`, a call of an op, gives. None: no call before it does.
+def earlier_call(node: fx.Node) -> fx.Node | None:
+    """The first call in the graph that equals `node`, a call of an op, or None.
 
-    Only of ops that write nothing, where nothing writes their arguments or results, and where the graph does not return the results:
-    two results of the model are two tensors.
+    Applies to ops that write nothing, if no node writes their arguments or results and the graph does not return the results, because
+    two results of a model are two tensors.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     if not inputs or any(_writes(user, n) for n in inputs for user in n.users):
         return None
-    alike = (n for n in inputs[0].users if n.target is node.target and _key(n) == _key(node))
-    first = min(alike)
-    return None if first is node or _taken(first) or _taken(node) else first
+    first = min(n for n in inputs[0].users if n.target is node.target and _arguments(n) == _arguments(node))
+    return None if first is node or _escapes(first) or _escapes(node) else first
 
 
-def _key(node: fx.Node) -> Any:
+def _arguments(node: fx.Node) -> Any:
     def of(x: Any) -> Any:
         if isinstance(x, fx.Node):
             value = x.meta.get("val")
-            # Layers ask for one size of tensors of their own, which are of one symbol.
+            # Equal sizes of different tensors have one symbol.
             return x if value is None or isinstance(value, torch.Tensor) else str(value)
         return type(x), str(x)
 
@@ -38,8 +37,8 @@ def _key(node: fx.Node) -> Any:
     return [of(x) for x in leaves], spec
 
 
-def _taken(node: fx.Node) -> bool:
-    """Are the results of a call returned or written?"""
+def _escapes(node: fx.Node) -> bool:
+    """Does the graph return or write the results of a call?"""
     return any(user.op == "output" or _writes(user, n) for n in _results(node) for user in n.users)
 
 
