@@ -185,6 +185,18 @@ def suite_of(tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.parametrize(("given", "want"), [(None, ["0", "1"]), ("", [""]), ("1", ["1"]), ("GPU-8a,GPU-9b", ["GPU-8a", "GPU-9b"])])
+def test_hidden_devices_stay_hidden(tmp_path, monkeypatch, given, want):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU 0: one\necho GPU 1: another\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert run.devices() == want
+
+
 def test_two_processes_run_each_test_once(suite_of, tmp_path):
     """Also one that ends its process, one that loses its device, and a fixture that fails when it is taken down: these fail alone."""
     go = suite_of(f"""

@@ -53,8 +53,8 @@ CODE = ("attnops", "lowering", "graphs", "tests")
 
 def devices() -> list[str]:
     """The GPUs to spread over, as CUDA_VISIBLE_DEVICES names them."""
-    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return given.split(",")
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return given.split(",")  # an empty value hides every GPU
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
