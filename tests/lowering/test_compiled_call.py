@@ -57,26 +57,27 @@ def test_every_kernel_can_be_called_directly():
 @pytest.mark.parametrize("given", ["all", "required", "defaults"])
 def test_a_kernel_gets_the_arguments_that_the_dispatcher_would_give(name, given):
     op, got = OPS[name], []
-    library = torch.library.Library("attnops_dispatched", "FRAGMENT")
-    library.define(f"{name}{op.schema}")
 
     def record(*args: Any, **kwargs: Any) -> None:
         got.append((args, kwargs))
         raise InterruptedError
 
-    library.impl(name, record, "CompositeExplicitAutograd")
-    overload = getattr(torch.ops.attnops_dispatched, name).default
-    values = {"Tensor": torch.zeros(1), "Optional[Tensor]": torch.zeros(1), "int": 3, "float": 7, "bool": None, "str": "x"}
-    kwargs: dict[str, Any] = {}
-    for a in overload._schema.arguments:
-        if given == "defaults" and a.has_default_value():
-            kwargs[a.name] = a.default_value
-        elif given == "all" or not a.has_default_value():
-            value = values[str(a.type)]
-            kwargs[a.name] = (not a.default_value) if value is None else value
-    with pytest.raises(InterruptedError):
-        overload(**kwargs)
-    args, named = as_dispatched(overload, (), kwargs)
+    # A namespace of its own: an operator of a library that was destroyed ends the process of torch 2.11 when it is called.
+    with torch.library._scoped_library(namespace := f"attnops_dispatched_{given}", "FRAGMENT") as library:
+        library.define(f"{name}{op.schema}")
+        library.impl(name, record, "CompositeExplicitAutograd")
+        overload = getattr(getattr(torch.ops, namespace), name).default
+        values = {"Tensor": torch.zeros(1), "Optional[Tensor]": torch.zeros(1), "int": 3, "float": 7, "bool": None, "str": "x"}
+        kwargs: dict[str, Any] = {}
+        for a in overload._schema.arguments:
+            if given == "defaults" and a.has_default_value():
+                kwargs[a.name] = a.default_value
+            elif given == "all" or not a.has_default_value():
+                value = values[str(a.type)]
+                kwargs[a.name] = (not a.default_value) if value is None else value
+        with pytest.raises(InterruptedError):
+            overload(**kwargs)
+        args, named = as_dispatched(overload, (), kwargs)
     assert (*args, *named.values()) == (*got[0][0], *got[0][1].values()) and [*named] == [*got[0][1]]
     assert [*map(type, named.values())] == [*map(type, got[0][1].values())]
 
