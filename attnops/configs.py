@@ -17,7 +17,6 @@ from attnops.errors import InvalidInput
 from attnops.package import require
 from attnops.shapes import SHAPES
 
-LONGEST_NAME = 200
 LARGEST_BYTES = 10_000_000
 MOST_MODULES = 2048
 
@@ -58,8 +57,7 @@ def config_of(model: str) -> Any:
     except OSError:  # the name is too long for a file
         found = False
     if not found:
-        short = model if len(model) <= LONGEST_NAME else f"{model[:LONGEST_NAME]}..."
-        raise InvalidInput("model", repr(short), f"a config.json, a folder with one, or one of {', '.join(names())}")
+        raise InvalidInput("model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise InvalidInput("model", f"{path} of {path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")

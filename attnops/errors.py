@@ -21,10 +21,22 @@ import torch
 from torch._guards import TracingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from attnops.problem import Refusal
     from attnops.select import Decision
+
+
+_HEAD, _TAIL = 240, 40
+
+
+def shown(value: object, text: Callable[[Any], str] = str) -> str:
+    """The text of a value within an error. A long one loses its middle, for callers give numbers of 400 digits and whole files."""
+    try:
+        whole = text(value)
+    except Exception:  # Python refuses the text of an int of over 4,300 digits, and a stranger's class may raise
+        return f"a value of type {type(value).__name__} that has no text"
+    return whole if len(whole) <= _HEAD + _TAIL else f"{whole[:_HEAD]}...{whole[-_TAIL:]} ({len(whole)} characters)"
 
 
 class AttnopsError(Exception):
@@ -48,7 +60,7 @@ def portable(value: object) -> object:
     try:
         pickle.loads(pickle.dumps(value))
     except Exception:  # whatever a stranger's class makes of it
-        return str(value)
+        return shown(value)
     return value
 
 
@@ -90,7 +102,7 @@ class InvalidInput(AttnopsError, ValueError):
     """An argument breaks the op's contract. `field` got `got`, the contract wants `want`."""
 
     def __init__(self, field: str, got: object, want: str) -> None:
-        super().__init__(f"{field}: got {got}, want {want}")
+        super().__init__(f"{field}: got {shown(got)}, want {want}")
         self.field, self.got, self.want = field, got, want
 
 
@@ -102,7 +114,7 @@ class UnsupportedVersion(AttnopsError, ImportError):
     """A package that is installed is of a version that attnops does not support."""
 
     def __init__(self, package: str, got: str, want: str) -> None:
-        super().__init__(f"{package}: got version {got}, want {want}; `pip install '{package}{want}'`")
+        super().__init__(f"{package}: got version {shown(got)}, want {want}; `pip install '{package}{want}'`")
         self.package, self.got, self.want = package, got, want
 
 
@@ -118,7 +130,7 @@ class UnknownKernel(AttnopsError, ValueError):
     """A kernel was asked for by a name that no registered kernel bears."""
 
     def __init__(self, name: str, op: str, known: tuple[str, ...]) -> None:
-        super().__init__(f"kernel: got {name!r}, want one of {', '.join(known) or 'none registered'} (op {op})")
+        super().__init__(f"kernel: got {shown(name, repr)}, want one of {', '.join(known) or 'none registered'} (op {op})")
         self.name, self.op, self.known = name, op, known
 
 
@@ -134,7 +146,9 @@ class NotCompiled(AttnopsError, RuntimeError):
     """A kernel that compiles at its first call of each kind met a new kind while a CUDA graph was captured."""
 
     def __init__(self, kernel: str, got: str) -> None:
-        super().__init__(f"{kernel}: got a kind of call not yet compiled ({got}) while a CUDA graph is captured, want one such call before")
+        super().__init__(
+            f"{kernel}: got a kind of call not yet compiled ({shown(got)}) while a CUDA graph is captured, want one such call before"
+        )
         self.kernel, self.got = kernel, got
 
 
@@ -159,7 +173,7 @@ class ContractMismatch(RegistrationError):
     """A kernel was written for another version of the kernel contract."""
 
     def __init__(self, kernel: str, got: int, want: int) -> None:
-        super().__init__(f"kernel {kernel}: contract got {got}, want {want}; see CONTRIBUTING.md for what changed")
+        super().__init__(f"kernel {kernel}: contract got {shown(got)}, want {want}; see CONTRIBUTING.md for what changed")
         self.kernel, self.got, self.want = kernel, got, want
 
 
@@ -176,7 +190,7 @@ class PageSizeConflict(AttnopsError, ValueError):
         takes: Mapping[str, tuple[int, ...]],
         refused: Mapping[str, tuple[Refusal, ...]],
     ) -> None:
-        lines = [f"page_size: got {page_size}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
+        lines = [f"page_size: got {shown(page_size)}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
         for kernel, sizes in takes.items():
             some = f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}" if sizes else "none"
             lines.append(f"  {kernel} takes {': '.join([some, *('; '.join(map(str, r)) for r in [refused[kernel]] if r)])}")
@@ -192,7 +206,7 @@ class OutOfPages(CacheError):
     """The pool has fewer free pages than the call needs."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(f"pages: need {needed}, got {free} free of {total}; free a request or build a larger cache")
+        super().__init__(f"pages: need {shown(needed)}, got {free} free of {total}; free a request or build a larger cache")
         self.needed, self.free, self.total = needed, free, total
 
 
@@ -200,7 +214,9 @@ class UnknownRequest(CacheError, KeyError):
     """A request id that the cache does not hold: never allocated, or freed already."""
 
     def __init__(self, request: object, live: int) -> None:
-        super().__init__(f"request: got {request!r}, want the id of one of the {live} live requests (freed twice, or from another cache?)")
+        super().__init__(
+            f"request: got {shown(request, repr)}, want the id of one of the {live} live requests (freed twice, or from another cache?)"
+        )
         self.request = request
 
     def __str__(self) -> str:
@@ -211,7 +227,7 @@ class RequestTooLong(CacheError, ValueError):
     """A request would pass the length its row of the page table can describe."""
 
     def __init__(self, request: object, got: int, limit: int, limited_by: str) -> None:
-        super().__init__(f"length of request {request!r}: got {got} tokens, want at most {limit} ({limited_by})")
+        super().__init__(f"length of request {shown(request, repr)}: got {shown(got)} tokens, want at most {limit} ({limited_by})")
         self.request, self.got, self.limit = request, got, limit
 
 
@@ -232,7 +248,7 @@ class BatchTooLarge(GraphError, ValueError):
 
     def __init__(self, kind: str, field: str, got: int, largest: int) -> None:
         want = f"at most {largest}, the largest bucket" if largest else "a bucket for such batches"
-        super().__init__(f"{kind} batch: {field} got {got}, want {want}; give Buckets more, or over='eager'")
+        super().__init__(f"{kind} batch: {field} got {shown(got)}, want {want}; give Buckets more, or over='eager'")
         self.kind, self.field, self.got, self.largest = kind, field, got, largest
 
 
@@ -240,7 +256,7 @@ class StaleGraph(GraphError):
     """What a graph was captured with is not what it is called with: replayed, it would read what is no longer there."""
 
     def __init__(self, field: str, got: object, want: object) -> None:
-        super().__init__(f"{field}: got {got}, want {want}, as captured; call free() to capture anew")
+        super().__init__(f"{field}: got {shown(got)}, want {shown(want)}, as captured; call free() to capture anew")
         self.field, self.got, self.want = field, got, want
 
 
@@ -257,7 +273,7 @@ class OverBudget(GraphError):
 
     def __init__(self, bucket: object, need: int, held: int, budget: int) -> None:
         super().__init__(
-            f"{bucket}: got a need of {need} bytes beside {held} held by graphs, want at most {budget} in all; "
+            f"{bucket}: got a need of {shown(need)} bytes beside {held} held by graphs, want at most {shown(budget)} in all; "
             "drop the bucket, raise budget_bytes, or give over_budget='drop'"
         )
         self.bucket, self.need, self.held, self.budget = bucket, need, held, budget

@@ -88,6 +88,6 @@ def reasons(types: dict[str, dict[str, Any]]) -> str:
 
 def plain(text: str) -> str:
     """A reason as one cell."""
-    text = re.sub(r"^(PatchError: )?patch: (nothing to patch in \w+ )?", "", text)
+    text = re.sub(r"^(PatchError: )?patch: (nothing to patch in \w+:? )?", "", text)
     text = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= 240 else text[:237] + "..."

@@ -6,10 +6,12 @@ import inspect
 import pickle
 import pkgutil
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import wraps
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -59,10 +61,11 @@ def value(name: str, annotation: str) -> Any:
     return plain[annotation]
 
 
-def make(kind: type[AttnopsError]) -> AttnopsError:
+def make(kind: type[AttnopsError], instead: Mapping[str, Any] = MappingProxyType({})) -> AttnopsError:
     signature = [*inspect.signature(kind.__init__).parameters.values()][1:]
     parameters = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return kind(*(value(p.name, str(p.annotation)) for p in parameters)) if parameters else kind("the text")
+    given = [instead[p.name] if p.name in instead else value(p.name, str(p.annotation)) for p in parameters]
+    return kind(*given) if parameters else kind("the text")
 
 
 def same(a: BaseException, b: BaseException) -> None:
@@ -80,6 +83,28 @@ def test_an_error_is_what_it_was(kind, again):
     same(again(error), error)
     same(again(again(error)), error)
     assert find(again(error)) is not None
+
+
+class Nameless:
+    """Has no text."""
+
+    def __str__(self):
+        raise TypeError("no")
+
+    __repr__ = __str__
+
+
+FROM_CALLERS = {"got", "request", "name", "page_size", "needed", "need", "budget"}
+LONG = {"400 digits": 10**400, "5000 digits": 10**5000, "text": "x" * 100_000, "list": [0] * 100_000, "no text": Nameless()}
+
+
+@pytest.mark.parametrize("given", LONG)
+@pytest.mark.parametrize("kind", [k for k in KINDS if FROM_CALLERS & {*inspect.signature(k.__init__).parameters}], ids=lambda k: k.__name__)
+def test_an_error_is_short_whatever_was_given(kind, given):
+    error = make(kind, dict.fromkeys(FROM_CALLERS, LONG[given]))
+    assert len(str(error)) < 1000 and error.__class__ is kind
+    assert ("has no text" if given in ("5000 digits", "no text") else " characters)") in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def raises(error: BaseException) -> None:

@@ -291,7 +291,9 @@ def patch(
     found = match(model)
     if all(site.reason is not None for site in found.sites):
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
-        raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *(reasons or ["it has no attention module"])]))
+        if not reasons:
+            raise PatchError(f"patch: nothing to patch in {type(owner).__name__}: it has no attention module")
+        raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *reasons]))
     handle = Patched(model, owner, asked, *_served(owner, found, asked), found, how)
     handle._apply()
     return handle
