@@ -39,6 +39,12 @@ def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return overload(*args, **kwargs) if watched() else run(*args, **kwargs)
+        # `watched()` without its two calls and without the question for a compiler, which never traces generated code.
+        if (
+            is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling()
+            or forward_ad._current_level >= 0 or _transformed()
+        ):  # fmt: skip
+            return overload(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return call
