@@ -20,7 +20,6 @@ from attnops.bench.profile import launched
 from attnops.bench.rows import one_line as why
 from attnops.tune.clock import Timed
 from attnops.tune.clock import host_us as host_us
-from attnops.tune.clock import memory_pass as memory_pass
 from attnops.tune.clock import spread as spread
 
 ROOT = Path(__file__).resolve().parent.parent

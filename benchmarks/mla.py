@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Job, arguments, environment, host_us, measure_all, memory_pass, spread, text_of
+from common import Job, arguments, environment, host_us, measure_all, spread, text_of
 from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from attnops.cache import PagedBatch, Planner
 from attnops.nn import LatentAttention
 from attnops.ops.latent_form import FormDecision, watch_forms
 from attnops.ops.plan_mla import LatentSpec
+from attnops.tune.clock import GraphClock, ceilings
 
 FULL = tuple(Size(Model(heads), b, k) for heads in (128, 16) for b in (1, 8, 64) for k in (1024, 8192, 32768))
 TOY = (Size(Model(4, 64, 24, 32, 16, 8, 12, torch.float32), 2, 24),)
@@ -49,8 +50,6 @@ class Bench:
         self.device = device
         self.layers: dict[Model, tuple[Any, dict[str, Tensor]]] = {}
         if device == "cuda":
-            from attnops.tune.clock import GraphClock
-
             self.clock = GraphClock("cuda")
 
     def layer(self, m: Model) -> tuple[Any, dict[str, Tensor]]:
@@ -78,13 +77,9 @@ class Bench:
         return self.device != "cuda" or moved < 0.8 * torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
     def ceilings(self) -> dict[str, float]:
-        """TB/s of a pass, read and written, and TFLOP/s of a matrix product, as measured."""
-        nbytes = 1 << 30 if self.device == "cuda" else 1 << 21
-        side = 8192 if self.device == "cuda" else 512
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        x = torch.randn(side, side, device=self.device, dtype=dtype)
-        us = {n: t["median_us"] for n, t in self.times({"copy": memory_pass(self.device, nbytes), "matrix": lambda: x @ x}).items()}
-        return {"copy_tb_s": 2 * nbytes / us["copy"] / 1e6, "matrix_tflop_s": 2 * side**3 / us["matrix"] / 1e6}
+        """TB/s of a pass, read and written, and TFLOP/s of a matrix product."""
+        found = ceilings(torch.device(self.device), torch.bfloat16 if self.device == "cuda" else torch.float32, quick=True)
+        return {"copy_tb_s": found["bandwidth_tb_s"], "matrix_tflop_s": found["matmul_tflop_s"]}
 
 
 def compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:

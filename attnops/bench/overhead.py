@@ -11,9 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from attnops.measured import Shape
 from attnops.problem import Target
 from attnops.select import active_policy, use
 from attnops.tune.clock import host_us
+from attnops.tune.pool import side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
 NOOP = "bench_noop"
@@ -41,8 +40,12 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 def in_a_process(setup: Setup) -> list[Row]:
     """The rows, measured in a process of its own. Raises its error, or TimeoutError."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96)))).result(LIMIT_S)
+    sizes = (5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96))
+    [found] = side_by_side({"overhead": (measure, (setup, *sizes))}, 1, LIMIT_S).values()
+    if isinstance(found, BaseException):
+        raise found
+    rows: list[Row] = found
+    return rows
 
 
 def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:

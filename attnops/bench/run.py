@@ -189,26 +189,13 @@ def _start_worker(gpu: int | None) -> None:
 
 
 def _in_worker(suite: str, case: str, setup: Setup) -> Outcome:
-    return outcome_of(_cases_of(suite, _Hashable(setup))[case])
-
-
-class _Hashable:
-    """A Setup as a cache key; its ceilings are a dict."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.key = setup, repr(setup)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashable) and other.key == self.key
+    return outcome_of(_cases_of(suite, setup)[case])
 
 
 @lru_cache(maxsize=1)
-def _cases_of(suite: str, given: _Hashable) -> Mapping[str, Case]:
+def _cases_of(suite: str, setup: Setup) -> Mapping[str, Case]:
     """The cases of a suite share a model, so a worker keeps them while it stays with the suite."""
-    return named((suite,))[0].cases(given.setup)
+    return named((suite,))[0].cases(setup)
 
 
 def outcome_of(case: Case) -> Outcome:

@@ -56,7 +56,7 @@ class Setup:
     points: tuple[Point, ...] = ()
     ways: tuple[str, ...] = ()
     backend: str = "inductor"
-    ceilings: Mapping[str, float] = field(default_factory=dict)
+    ceilings: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def on_gpu(self) -> bool:

@@ -1,7 +1,7 @@
 """The vendors' own calls of their kernels on the tensors of a call of ours, as their documentation has them.
 
-What a vendor works out from the batch alone is made beforehand, as an engine makes it once a step. Each raises what the vendor's package
-raises where it is missing or refuses.
+Metadata of the batch alone is made beforehand, as an engine makes it once a step. Each function raises the errors of the vendor's package,
+an ImportError if it is missing.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ LATENT: dict[str, Make] = {
 FLOAT8_LATENT: dict[str, Make] = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": flashmla_fp8_with_metadata}
 MERGE: dict[str, Make] = {"sgl_merge": sgl_merge, "flashinfer_merge": flashinfer_merge}
 OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
-"""Arguments that the calls here do not pass on."""
+"""Arguments that these calls do not support."""
 
 LEFT_OUT = {"flashinfer_cuda_cores", "flashmla_with_metadata"}
-"""A module to build that no kernel of ours shares, and what differs from `flashmla` in what is made beforehand alone."""
+"""One builds a module that no kernel of ours shares; the other differs from `flashmla` in its metadata alone."""
 
 
 def vendors_of(call: Call) -> dict[str, Make]:

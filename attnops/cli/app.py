@@ -1,4 +1,4 @@
-"""The commands and their arguments. Each is a few lines over a function that other code and the tests call directly."""
+"""The commands and their arguments. Each calls one function, which tests call directly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 
 
 class Phase(str, Enum):
-    """What of a model is explained."""
+    """The calls of a model to explain."""
 
     prefill = "prefill"
     decode = "decode"
@@ -43,7 +43,7 @@ def root(
 
 @contextmanager
 def _errors_end_it() -> Iterator[None]:
-    """A wrong argument is one line on stderr and exit code 2; anything else is a bug and keeps its traceback."""
+    """Print an AttnopsError as one line on stderr and exit with code 2. Other errors are bugs and keep their traceback."""
     try:
         yield
     except AttnopsError as error:
@@ -57,7 +57,7 @@ def _print_json(data: Any) -> None:
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """This machine, and every kernel: usable, or why not and what to install."""
+    """List this machine's packages and GPUs, and every kernel: usable, or the reason against it and the package to install."""
     from attnops.cli.doctor import examine, show
 
     with _errors_end_it():
@@ -81,7 +81,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
-    """Which kernel each attention call of a model would get on a machine, and why no other. Needs no weights and no GPU."""
+    """Show the kernel of each attention call of a model on a machine, and the reasons against the others. Needs no weights and no GPU."""
     from attnops.cli.explain import as_dict, explain_model
     from attnops.lowering.explain import packages_of_kernels
 
@@ -105,12 +105,12 @@ def tune(
     ops: Annotated[list[str] | None, typer.Option(help="Only these ops: a,b or repeated.")] = None,
     kernels: Annotated[list[str] | None, typer.Option(help="Only these kernels: a,b or repeated.")] = None,
     grid: Annotated[str, typer.Option(help="full, brief, cpu or tiny; default that of the device.")] = "",
-    budget_s: Annotated[float, typer.Option(help="Seconds in all; what comes too late is left out.")] = 150.0,
-    first_calls_s: Annotated[float, typer.Option(help="Seconds a kernel's first calls may take before it is left out.")] = 20.0,
+    budget_s: Annotated[float, typer.Option(help="Seconds in all; later sizes are left out.")] = 150.0,
+    first_calls_s: Annotated[float, typer.Option(help="Limit of a kernel's first calls in seconds; slower ones are left out.")] = 20.0,
     output: Annotated[Path | None, typer.Option(help="A file to write instead of this user's table.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time this machine's kernels; from then on selection goes by the times. Replaces the table there was."""
+    """Time this machine's kernels. Selection then uses the times. Replaces the previous table."""
     from attnops.cli.tune import run
 
     def names(given: list[str] | None) -> tuple[str, ...]:
@@ -128,23 +128,23 @@ def tune(
 @app.command()
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(help="Suites, default all; an unknown one lists them. With --compare two files.")
+        list[str] | None, typer.Argument(help="Suites; default all, an unknown one lists them. With --compare, two files.")
     ] = None,
     model: Annotated[str, typer.Option(help="A bundled shape or tiny model instead of the suite's; an unknown one lists them.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA where there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default CUDA if available.")] = "",
     layers: Annotated[int, typer.Option(help="Layers of the models; default the suite's.")] = 0,
-    points: Annotated[str, typer.Option(help="Sizes of steps: requests x tokens before, as 1x1k,8x1k.")] = "",
-    ways: Annotated[str, typer.Option(help="Only these ways of the suite decode, as hf_compiled,attnops_piecewise.")] = "",
-    budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would begin later are left out.")] = 400.0,
-    out: Annotated[Path | None, typer.Option(help="A folder for a results file of each suite.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="A folder for a picture of each suite; needs matplotlib.")] = None,
-    commit: Annotated[str, typer.Option(help="The commit to name in the files; default git's.")] = "",
-    gpus: Annotated[int, typer.Option(help="GPUs that share the cases, each with a process of its own.")] = 1,
-    compare: Annotated[bool, typer.Option("--compare", help="Measure nothing: compare the two results files given.")] = False,
+    points: Annotated[str, typer.Option(help="Sizes of steps: requests x cached tokens, such as 1x1k,8x1k.")] = "",
+    ways: Annotated[str, typer.Option(help="Only these implementations of the suite decode, such as hf_compiled,attnops_piecewise.")] = "",
+    budget_s: Annotated[float, typer.Option(help="Seconds in all; cases that would start later are left out.")] = 400.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for a results file of each suite.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for a plot of each suite; needs matplotlib.")] = None,
+    commit: Annotated[str, typer.Option(help="Commit to write into the files; default git's.")] = "",
+    gpus: Annotated[int, typer.Option(help="Number of GPUs that share the cases, one process each.")] = 1,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two results files instead of measuring.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine beside what one would use instead. Exit code 1: a result is wrong, a case failed, or a figure became worse."""
+    """Measure attnops beside its alternatives on this machine. Exit code 1: a wrong result, a failed case, or a regression."""
     from attnops.bench.files import bad
     from attnops.cli import bench as command
 

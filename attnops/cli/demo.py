@@ -22,7 +22,7 @@ from attnops.configs import quiet_transformers
 from attnops.package import require
 
 MODELS = ("llama-small", "gpt-oss-small")
-# "" is this machine. The dtypes are what one would use there.
+# "" is this machine. The dtypes are the usual ones there.
 MACHINES = {"": torch.float32, "sm90": torch.bfloat16, "sm100": torch.bfloat16}
 BATCH, PROMPT, LAYERS = 2, 40, 2
 LINE_WIDTH = 110
@@ -32,7 +32,7 @@ TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 @dataclass
 class Clock:
-    """Seconds by what they were spent on, in order."""
+    """Seconds by step, in order."""
 
     spent_s: dict[str, float] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 class _Bar:
-    """A streamer of transformers: what `generate` calls with the prompt, then with every new token."""
+    """A streamer: `generate` passes it the prompt, then every new token."""
 
     def __init__(self, progress: Progress, task: Any, compiled: bool) -> None:
         self.progress, self.task, self.compiled = progress, task, compiled
@@ -105,7 +105,7 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
         first = time.perf_counter()
         got = _generate(model, prompt, tokens, bar, compiled)
     steps = [b - a for a, b in pairwise((first, *bar.arrivals_s[1:]))]
-    # The second token waits for the compiler.
+    # The second token includes compilation.
     clock.add("compile the decode step, once a model" if compiled else "first decode step", steps[1])
     clock.add("generate with attnops, the rest", sum(steps) - steps[1])
     lines = kernel_lines(before)
@@ -131,7 +131,7 @@ def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Bar | No
 
     options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
-        # generate compiles the decode step by itself where the cache is static; on a CPU only when told so.
+        # generate compiles the decode step if the cache is static; on a CPU only with this option.
         config = CompileConfig(fullgraph=True, mode="default")
         setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
         options |= {"cache_implementation": "static", "compile_config": config}
@@ -148,7 +148,7 @@ def _loaded() -> set[str]:
 def kernel_lines(before: set[str]) -> dict[str, int]:
     """Calls of attnops in the code Inductor has loaded since `before`, shortened and without buffer numbers: how often each.
 
-    Of a kernel whose torch ops stand in its place: torch's own call, behind the kernel's name, which the comment above it gives.
+    A kernel that is lowered to torch ops shows torch's call after the kernel's name, which Inductor writes into the comment above.
     """
     found: dict[str, int] = {}
     for file in sorted(_loaded() - before):

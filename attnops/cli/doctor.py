@@ -1,4 +1,4 @@
-"""`attnops doctor`: what this machine has, and which kernels can run on it."""
+"""`attnops doctor`: the packages and GPUs of this machine, and the kernels that can run on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOKED_FOR = ("triton", "transformers")
 def examine() -> dict[str, Any]:
     """The report as plain data. Asks the driver for its devices; imports no kernel package.
 
-    machine: versions and devices, None for what is absent. kernels: op, name, usable, reasons, packages, about.
+    machine: versions and devices, None for absent packages. kernels: op, name, usable, reasons, packages, about.
     broken: third-party modules that could not be loaded, and why. policy: the policy in force, "" for none.
     table: the measured times in force, see `measured_times`.
     """
@@ -56,9 +56,9 @@ def examine() -> dict[str, Any]:
 
 
 def measured_times(target: Target) -> dict[str, Any]:
-    """The table in force for `target`. path: None when there is none. other_versions: kernels it does not speak for any more.
+    """The table in force for `target`. path: None without a table. other_versions: kernels whose version has changed since.
 
-    unmeasured: usable kernels of the ops it covers that it has no times of. ignored: files that are not used, and why.
+    unmeasured: usable kernels of its ops without times. ignored: unused files, and why.
     """
     found = in_force(target)
     table = found.table
@@ -124,7 +124,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"[yellow]ignored[/]: {escape(ignored['path'])}: {escape(ignored['reason'])}", soft_wrap=True)
     console.print(f"\n[bold]kernels on {report['target']}[/]")
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-    for column in ("op", "kernel", "", "why not, and what is wanted"):
+    for column in ("op", "kernel", "", "reason, and requirement"):
         table.add_column(column, overflow="fold", no_wrap=column in ("op", "kernel"))
     last = ""
     for k in report["kernels"]:
@@ -145,7 +145,7 @@ def _times(table: dict[str, Any]) -> str:
     lines = [f"{gpu}, {table['sizes']} sizes of {', '.join(table['ops'])}, {table['made'].get('date', 'no date')} ({where})"]
     lines += [f"{name} was timed as {v['timed']}, here is {v['here']}" for name, v in table["other_versions"].items()]
     lines += [f"without times: {', '.join(table['unmeasured'])}"] * bool(table["unmeasured"])
-    return escape("\n".join(lines + ["`attnops tune` measures what is here"] * (len(lines) > 1)))
+    return escape("\n".join(lines + ["`attnops tune` measures this machine"] * (len(lines) > 1)))
 
 
 def _devices(devices: list[dict[str, Any]]) -> str:

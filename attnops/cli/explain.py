@@ -16,7 +16,7 @@ PHASES = ("prefill", "decode")
 
 
 class CannotExplain(AttnopsError, RuntimeError):
-    """A model's own code asks for the values of tensors, so it cannot run without data. `model` names its config."""
+    """The model's code reads values of tensors, so it cannot run on fake tensors. `model` names its config."""
 
     def __init__(self, model: str, cause: Exception) -> None:
         super().__init__(f"model: got {model}, whose code needs the values of tensors, want one that runs on shapes alone\n{cause}")
@@ -65,8 +65,8 @@ def explain_config(
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
-    # On CUDA, patch hands kernels lengths where it would hand a CPU kernel a mask. For a named GPU the fake weights lie on the
-    # CPU, since a torch built without CUDA has no fake tensors of it, and patch has to be told.
+    # On CUDA, patch passes lengths to kernels, on a CPU a mask. The fake weights of a named GPU are CPU tensors, because a torch built
+    # without CUDA has no fake CUDA tensors, so patch needs the option.
     elsewhere = bool(target) and Target.parse(target).device == "cuda"
     found = {}
     try:
@@ -83,7 +83,7 @@ def explain_config(
         raise CannotExplain(type(config).__name__, error) from error
     except AttnopsError:
         raise
-    except Exception as error:  # whatever a model makes of the sizes in a stranger's config
+    except Exception as error:  # a model raises any error for the sizes of an unknown config
         got = f"{type(config).__name__} ({configs.first_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     return found

@@ -1,4 +1,4 @@
-"""What a kernel takes, found by asking it: typical Problems of every op, and each feature put on top of them one at a time."""
+"""The features of every kernel, found by querying it with typical Problems of its op and one feature at a time."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
 _DEEPSEEK = {"dtype": BF16, "kv_dtype": BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
 _BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
 
-# As large as any kernel asks for: the caller brings what `attnops.explain(...).workspace_bytes` says.
+# Large enough for any kernel. Callers allocate `attnops.explain(...).workspace_bytes`.
 _WORKSPACE: Change = {"workspace": 1 << 40}
 _FLOAT8: Change = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
 
-# The first that a kernel takes is what its features are put on: a kernel for latents refuses a Llama's heads.
+# Features are added to the first Problem that a kernel takes: a kernel for latents refuses the heads of a Llama.
 _BASES: dict[str, tuple[Change, ...]] = {
     DENSE: ({**_PREFILL, "sizes_equal": True}, {**_PREFILL, **_DECODE}),
     PACKED: (_PREFILL,),
@@ -115,7 +115,7 @@ class Support:
 
 
 def support(kernel: Kernel, targets: tuple[str, ...] = TARGETS) -> Support:
-    """Ask `kernel` about every target and feature, its packages taken to be installed."""
+    """Query `kernel` for every target and feature, as if its packages were installed."""
     assume = tuple(p.module for p in kernel.packages)
     rows = zip(*(problems(kernel.op, Target.parse(t, assume)) for t in targets), strict=True)
     bases = [dict(zip(targets, row, strict=True)) for row in rows]
@@ -125,7 +125,7 @@ def support(kernel: Kernel, targets: tuple[str, ...] = TARGETS) -> Support:
 
 
 def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
-    """Why `kernel` takes no typical Problem on `target`: empty when it takes one, else what is absent or what all of them meet."""
+    """Why `kernel` refuses every typical Problem on `target`: absent packages, or the shared refusals. Empty if it takes one."""
     if absent := kernel.absences(target):
         return absent
     asked = problems(kernel.op, target)

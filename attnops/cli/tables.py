@@ -58,7 +58,7 @@ def _decision(decision: Decision) -> Table:
         name = decision.kernel.name
         table.add_row(f"[bold {colour}]{name}[/]", f"[{colour}]chosen{judged}[/]{decision.measured}{decision.untried(name)}")
     else:
-        table.add_row("[bold red]none[/]", "[red]nothing fits[/]")
+        table.add_row("[bold red]none[/]", "[red]no kernel takes this call[/]")
     for name in decision.passed_over:
         table.add_row(name, decision.why_not(name) + decision.untried(name))
     for name, reasons in decision.refused.items():

@@ -1,4 +1,4 @@
-"""Calls of ops as data, with their inputs: what timing and testing kernels share. `build` makes the calls that are timed."""
+"""Calls of ops as data, with their inputs, for timing and testing kernels. `build` makes the calls that are timed."""
 
 from attnops.inputs.call import Call as Call
 from attnops.inputs.equip import equip as equip

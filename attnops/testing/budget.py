@@ -11,7 +11,7 @@ bounds the logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the
 4 u: the weights and the output are each rounded to the dtype once, with a factor of 2 for block-wise rescaling. A sum of n terms is
 given the growth sqrt(n) of random roundings; blocked sums stay below it. A weight is exp of a logit, hence 2 delta(logit).
 
-Gradients: each is a sum, and what counts is the sum of its terms' sizes, S. With p the weights, in float64,
+Gradients: each is a sum, bounded by the sum of its terms' sizes, S. With p the weights, in float64,
 dP = |dO| |v|, ds = p (dP + sum_j p dP + |dlse|): S is max |scale| ds |k| for dq, |scale| ds |q| for dk, p |dO| for dv, ds for the
 mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summed over whatever broadcasts.
 
@@ -85,7 +85,7 @@ class _Sizes:
         q_factor = _largest(t.get("q_scale")) or 1.0
         k_scale, v_scale = (t.get("kv_scale"),) * 2 if "latent_pages" in t else (t.get("k_scale"), t.get("v_scale"))
         self.k_factor, self.v_factor = _largest(k_scale) or 1.0, _largest(v_scale) or 1.0
-        # A quantised query is exact. What is rounded is the output, and, but for latents, the weights to the query's dtype.
+        # A quantised query is exact. The output is rounded and, except for latents, the weights to the query's dtype.
         self.rounding = roundoff(query.dtype)
         self.u = roundoff(t["output"].dtype if query.dtype in QUANTISED and "latent_pages" in t else query.dtype)
         self.a = FLOAT8_SUMS if query.dtype in QUANTISED and "latent_pages" not in t else min(self.u, roundoff(torch.float32))
@@ -111,7 +111,7 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
     if call.op in ("write_kv", "write_latent", "write_latent_packed"):
         return {}  # check.py compares it slot by slot
     if call.op in ("copy_kv", "pad_queries", "unpad_queries"):
-        return {}  # what is moved is moved exactly
+        return {}  # copies are exact
     if call.op == "merge_state":
         u = roundoff(call.arguments["output_a"].dtype)
         size = max(_largest(call.arguments["output_a"]), _largest(call.arguments["output_b"]))
@@ -195,7 +195,7 @@ def _terms(t: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def stored(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far what is stored may be from `exact` (float64, saturated already): half a step of `dtype` there; 0 if it is not quantised."""
+    """The allowed error of a number stored as `dtype`, from `exact` (float64, saturated): half a step; 0 if not quantised."""
     if dtype not in QUANTISED:
         return torch.zeros_like(exact)
     if dtype == torch.int8:

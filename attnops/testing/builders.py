@@ -52,7 +52,7 @@ def varlen(
 ) -> Call:
     """`varlen_attention`. padding: query and key tokens past the last request, free. slack: how loose the maxima are.
 
-    promise: say that there is no padding.
+    promise: pass padded=False.
     """
     tokens, keys = sum(q_lens) + padding[0], sum(k_lens) + padding[1]
     most = max(k_lens, default=0) + slack
@@ -70,7 +70,7 @@ def varlen(
 
 
 def past(source: Source, end: int, total: int, dims: int) -> Tensor:
-    """bool, `total` long in the first of `dims` dims: what lies from `end` on."""
+    """bool, `total` long in the first of `dims` dims: True from `end` on."""
     return (torch.arange(total, device=source.device) >= end).reshape(-1, *[1] * (dims - 1))
 
 
@@ -109,11 +109,11 @@ def paged(
     interleaved: bool = False,
     promise: bool = False,
 ) -> Call:
-    """`paged_attention`. Pages lie in random order.
+    """`paged_attention`. Pages are in random order.
 
     padding: query tokens past the last request. spare: pages of no request. wider: columns of the table past the longest request;
     entries past a request's end are -1 or a spare page. shared: the second request's first page is the first one's.
-    interleaved: key and value pages are views of one buffer. promise: say that there is no padding.
+    interleaved: key and value pages are views of one buffer. promise: pass padded=False.
     """
     table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
     total, width = used.shape[0], table.shape[1]
@@ -163,7 +163,7 @@ def page_layout(
 
 
 def _interleave(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as views of one buffer `[P, page, Hkv, D + Dv]`, as caches of several engines are laid out."""
+    """Both as views of one buffer `[P, page, Hkv, D + Dv]`, the layout of several engines."""
     both = torch.cat([k_pages.view(torch.uint8), v_pages.view(torch.uint8)], -1).view(k_pages.dtype)
     return both[..., : k_pages.shape[-1]], both[..., k_pages.shape[-1] :]
 
@@ -179,7 +179,7 @@ def write(
 ) -> Call:
     """`write_kv`. slots: one a token, negative to skip it; the keys of a skipped token are free."""
     kv = f.kv_dtype or f.dtype
-    # Some values lie far outside what a quantised dtype can hold.
+    # Some values exceed the range of a quantised dtype by far.
     spread = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}.get(kv, 1.0)
     k_pages = source.stored(pages, page_size, f.kv_heads, f.head_dim, dtype=kv)
     v_pages = source.stored(pages, page_size, f.kv_heads, f.v_dim, dtype=kv)
@@ -203,7 +203,7 @@ def write(
 def merge(
     source: Source, tokens: int, heads: int, dim: int, dtype: torch.dtype, empty_a: float = 0.0, empty_b: float = 0.0, stale: bool = True
 ) -> Call:
-    """`merge_state`. empty_a, empty_b: which share of the entries of a side saw no key; their outputs are free, or 0 if not stale."""
+    """`merge_state`. empty_a, empty_b: the share of a side's entries without a key; their outputs are free, or 0 if not stale."""
     arguments: dict[str, Any] = {}
     free = {}
     for side, share in (("a", empty_a), ("b", empty_b)):
@@ -223,7 +223,7 @@ def _fresh(op: str, arguments: dict[str, Any], free: dict[str, Tensor], stale: b
 def merge_states(
     source: Source, tokens: int, parts: int, heads: int, dim: int, dtype: torch.dtype, empty: float = 0.0, stale: bool = True
 ) -> Call:
-    """`merge_states`. empty: which share of the entries saw no key; their outputs are free, or 0 if not stale."""
+    """`merge_states`. empty: the share of entries without a key; their outputs are free, or 0 if not stale."""
     hidden = source.chance(tokens, parts, heads, p=empty)
     arguments = {
         "outputs": source.normal(tokens, parts, heads, dim, dtype=dtype),

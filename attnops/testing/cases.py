@@ -1,4 +1,4 @@
-"""The problem grid, `CASES[op]`: features on one shape, the telling ones on many."""
+"""The problem grid, `CASES[op]`: every feature on one shape, the important ones on many."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Build = Callable[[Source, Features], Call]
 
 
 def _grid(op: str, main: Build, shapes: dict[str, Build], skip: Sequence[str] = ()) -> tuple[Case, ...]:
-    """Every feature on the main shape, the telling ones on the other shapes."""
+    """Every feature on the main shape, the important ones on the other shapes."""
     out = [Case(op, name, _bound(main, f)) for name, f in FEATURES.items() if name not in skip]
     out += [Case(op, f"{shape}-{name}", _bound(build, FEATURES[name])) for shape, build in shapes.items() for name in TELLING]
     return tuple(out)

@@ -27,7 +27,7 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Figures:
-    """What came out. refused: why the kernel did not run. errors: by result, (worst error, what is allowed there)."""
+    """The outcome of a check. refused: why the kernel did not run. errors: (worst error, allowed error there) by result."""
 
     kernel: str
     op: str
@@ -36,7 +36,7 @@ class Figures:
 
     @property
     def worst(self) -> float:
-        """The largest error as a share of what is allowed."""
+        """The largest error as a share of the allowed one."""
         return max((e / a if a else (0.0 if e == 0 else float("inf")) for e, a in self.errors.values()), default=0.0)
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ def refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
 def check_kernel(kernel: Kernel, call: Call) -> Figures:
     """Run `kernel` on `call` and compare with the reference in float64.
 
-    Before the run, outputs and entries that nobody may read are filled with NaN. Checked besides the numbers: the call itself
-    keeps the contract; results have the fake's shapes, strides and dtypes, alias no input, and what is not declared written is
-    left alone. A kernel that refuses the call is not run; one that asks for a workspace or a plan gets it; one that reads a plan of the
-    device runs without and with it. The kernel need not be registered. `call` is not changed.
+    Before the run, outputs and unreadable entries are filled with NaN. Besides the numbers it checks that the call keeps the contract,
+    that results have the fake's shapes, strides and dtypes and alias no input, and that arguments not declared written are unchanged.
+    A kernel that refuses the call is not run. A kernel gets the workspace and host plan that it needs, and runs with and without an
+    optional device plan. The kernel need not be registered. `call` is not changed.
 
     Raises Mismatch, and InvalidInput when the call breaks the contract.
     """
@@ -78,7 +78,7 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
 
 
 def _of_tensors(settled: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """What a kernel settled, called as `run` is."""
+    """`Kernel.settled`'s function, with the signature of `run`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return settled(*args, *map(kwargs.get, names[len(args) :]))
@@ -87,7 +87,7 @@ def _of_tensors(settled: Callable[..., Any], names: tuple[str, ...]) -> Callable
 
 
 def _of_heads_first(turned: Callable[..., Tensor]) -> Callable[..., Any]:
-    """What a kernel makes of tensors whose heads come first, called as `run` is."""
+    """`Kernel.heads_first`'s function, with the signature of `run`."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
         mask, sinks, *_scales, start, end = (*others, *[None] * 6)[:6]
@@ -101,7 +101,7 @@ def _of_heads_first(turned: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
-    # Copies cost most where there is a workspace, which can be larger than all else: one is made for the run and one by the oracle.
+    # A workspace can be larger than all other arguments, so it is copied once for the run and once by the oracle.
     clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t if n == "workspace" else clone(t))
     given = call.map(lambda n, t: _poisoned(call, n, t))
     before = {n: clone(t) for n, t in given.tensors().items() if n not in given.mutated}
@@ -126,7 +126,7 @@ def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
     errors = {}
     for name, got in results.items():
         if name in ("plan", "workspace"):
-            continue  # scratch, and numbers that mean something to their maker alone
+            continue  # private to the kernel
         start = _schedule_words(clean) if kernel.op == "decode_rows" else 0
         errors[name] = compare(f"{where}: {name}", got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance)
     return Figures(kernel.name, kernel.op, errors=errors)
@@ -140,7 +140,7 @@ def oracle(call: Call) -> dict[str, Tensor]:
 
 
 def compare(what: str, got: Tensor, want: Tensor, allowed: float | Tensor, tolerance: float) -> tuple[float, float]:
-    """(worst error, what is allowed there). Integers and infinities must be the same. Raises Mismatch."""
+    """(worst error, allowed error there). Integers and infinities must be equal. Raises Mismatch."""
     if got.shape != want.shape:
         raise Mismatch(f"{what}: got shape {tuple(got.shape)}, want {tuple(want.shape)}")
     if not got.is_floating_point():
@@ -195,7 +195,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
-    """The results by name: what is returned, or what is written."""
+    """The results by name: returned or written tensors."""
     names = [r.name or "result" for r in OPS[call.op].packet.default._schema.returns]
     if not names:
         if returned is not None:
@@ -219,7 +219,7 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
             ("dtype", got.dtype, want.dtype),
             ("device", got.device, want.device),
         ):
-            # An empty tensor's strides say nothing, and Inductor writes zeros there.
+            # Inductor gives an empty tensor strides of zero.
             if a != b and (field_ != "strides" or got.numel()):
                 raise Mismatch(f"{where}: {name} has {field_} {a}, want {b}")
         if got.numel() and got.untyped_storage().data_ptr() in storages:
@@ -227,11 +227,11 @@ def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> Non
 
 
 OPAQUE = ("fa3_schedule",)
-"""Ops whose results mean something to one kernel only: shape, strides and dtype are all that can be compared."""
+"""Ops whose results only one kernel understands: shape, strides and dtype are compared."""
 
 
 def _schedule_words(call: Call) -> int:
-    """What of `decode_rows` only FlashMLA reads."""
+    """The words of `decode_rows` that only FlashMLA reads."""
     a = call.arguments
     return rows_schedule_words(a["num_tokens"], a.get("q_heads", 0), a.get("float8", False))
 
@@ -240,11 +240,11 @@ WRITES = {
     "write_kv": (("k_pages", ("key",), "k_scale"), ("v_pages", ("value",), "v_scale")),
     "write_latent": (("latent_pages", ("latent", "k_pe"), "kv_scale"),),
 }
-"""What an op that writes slots puts where: the pages, the arguments whose rows they take, end to end, and the scale."""
+"""Ops that write slots: the pages, the arguments whose rows they store, end to end, and the scale."""
 
 
 def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Every slot of the pages: written ones hold the row within half a step, the others what they held."""
+    """Compare every slot of the pages: a written one holds its row within half a step, the others are unchanged."""
     errors = {}
     slots = call.arguments["slots"].long()
     real = slots[slots >= 0]
@@ -259,7 +259,7 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[
         want = call.arguments[pages].double().flatten(0, 1)
         allowed = torch.zeros_like(want)
         want[real] = exact
-        # What comes quantised already is stored as it is.
+        # Quantised rows are stored unchanged.
         allowed[real] = 0.0 if call.arguments[rows[0]].dtype == got.dtype else budget.stored(exact, got.dtype)
         what = f"{kernel.op}.{kernel.name}: {pages}"
         errors[pages] = compare(what, got.double().flatten(0, 1), want, allowed, 1.0)
@@ -267,28 +267,28 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[
 
 
 def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """What is stored is within half a step of the exact numbers, or of what float32's roundings of a rotation make of them."""
+    """Compare stored numbers with exact ones: within half a step, plus float32's rounding of the rotation."""
     wide: dict[str, Any] = {"q_scale": 1.0, "kv_scale": 1.0, "interleaved": False}
     wide |= {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.arguments.items()}
     parts, errors = scaled(**wide), {}
     for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
         top = torch.finfo(got.dtype).max
         want = exact.clamp(-top, top)
-        # A pair is as long after its rotation as before, so that the largest number bounds what was added up.
+        # A rotation keeps the length of a pair, so the largest number bounds the terms of its sums.
         allowed = budget.stored(want, got.dtype) + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
         errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
     return errors
 
 
 def _written_packed(kernel: Kernel, call: Call, got: Tensor) -> dict[str, tuple[float, float]]:
-    """As `_written`: scales are exact, slots not written keep their bytes, what is read back is within half a step."""
+    """As `_written`: scales are exact, unwritten slots keep their bytes, and numbers read back are within half a step."""
     what = f"{kernel.op}.{kernel.name}: latent_pages"
     slots, latent, k_pe = (call.arguments[n] for n in ("slots", "latent", "k_pe"))
     real, before, after = slots[slots >= 0].long(), call.arguments["latent_pages"].flatten(0, 1), got.flatten(0, 1)
     kept = torch.ones(before.shape[0], dtype=torch.bool, device=got.device)
     kept[real] = False
     if not torch.equal(after[kept], before[kept]):
-        raise Mismatch(f"{what}: slot {int(torch.nonzero((after != before).any(1) & kept)[0])} changed, and no token goes there")
+        raise Mismatch(f"{what}: slot {int(torch.nonzero((after != before).any(1) & kept)[0])} changed, but no token is stored there")
     latent, k_pe, rows = latent[slots >= 0].double(), k_pe[slots >= 0].double(), after[real]
     groups = latent.unflatten(-1, (-1, GROUP))
     mantissa, exponent = torch.frexp(groups.abs().amax(-1) / TOP)

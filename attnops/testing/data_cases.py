@@ -1,4 +1,4 @@
-"""The problem grid of what moves data: KV write, merging, metadata."""
+"""The problem grid of the ops that move data: KV write, merging, metadata."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from attnops.inputs.call import Call as Call
 
 @dataclass(frozen=True)
 class Features:
-    """What an attention call asks for, apart from its lengths.
+    """The options of an attention call, without its lengths.
 
     kv_dtype: a quantised dtype, or None for `dtype`. q_dtype: a quantised query's, with `dtype` that of the output.
     v_head_dim: None for head_dim. sinks: the sinks' dtype.
@@ -71,7 +71,7 @@ class Source:
         return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * spread).to(dtype).to(self.device)
 
     def stored(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Keys or values as they lie in a cache of `dtype`."""
+        """Keys or values in the format of a cache of `dtype`."""
         if dtype == torch.int8:
             return torch.randint(-127, 128, shape, generator=self.generator).to(dtype).to(self.device)
         return self.normal(*shape, dtype=dtype, spread=8.0 if dtype in QUANTISED else 1.0)
@@ -135,7 +135,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid. `label` is unique within the op and says what is special about it."""
+    """One point of the grid. `label` is unique within the op and names its special features."""
 
     op: str
     label: str

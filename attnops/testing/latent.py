@@ -68,7 +68,7 @@ def write_latent(
     quantised: the latents are of `f.kv_dtype` already, and views of one tensor.
     """
     kv = f.kv_dtype or f.dtype
-    # Some values lie far outside what a quantised dtype can hold.
+    # Some values exceed the range of a quantised dtype by far.
     spread = {INT8: 3.0, E4M3: 60.0}.get(kv, 1.0)
     at = source.ints(slots, slot_dtype)
     arguments: dict[str, Any] = {
@@ -88,7 +88,7 @@ def write_latent(
 
 SMALL = Features(head_dim=20, v_head_dim=16, causal=True)
 DEEPSEEK = Features(head_dim=576, v_head_dim=512, q_heads=16, dtype=BF16, causal=True, scale=192**-0.5)
-"""What GPU kernels are built for; the scale is that of the heads before absorption."""
+"""The shape that GPU kernels support; the scale is that of the heads before absorption."""
 
 FEATURES = {
     "plain": SMALL,

@@ -27,7 +27,7 @@ def copy(
     index: torch.dtype = torch.int64,
     latents: bool = False,
 ) -> Call:
-    """`copy_kv`. pairs: (source slot, target slot). latents: pages without heads, and none of values."""
+    """`copy_kv`. pairs: (source slot, target slot). latents: pages without heads, and no value pages."""
     kv = f.kv_dtype or f.dtype
     shape = (layers, pages, page_size, f.kv_heads)[: 3 if latents else 4]
     arguments: dict[str, Any] = {"k_pages": _stored(source, *shape, f.head_dim, dtype=kv)}
@@ -55,7 +55,7 @@ def pad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, sl
 
 
 def unpad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, slack: int = 0) -> Call:
-    """`unpad_queries`, as `pad`; what lies past a request's end is free."""
+    """`unpad_queries`, as `pad`; rows past a request's end are free."""
     # opcheck cannot copy a tensor with two sizes of 0.
     width = max(0, max(q_lens, default=1) + slack)
     beyond = torch.arange(width, device=source.device)[None] >= source.ints(q_lens)[:, None]

@@ -17,7 +17,7 @@ from attnops.testing.inputs import Call, Case, Features, Source
 def _case(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int, f: Features, **more: Any) -> Case:
     def build(source: Source) -> Call:
         call = builders.paged(source, q_lens, seq_lens, page, f, **more)
-        # What any kernel asks for these calls: on a GPU, some bytes for each of its multiprocessors.
+        # Enough for any kernel: on a GPU, some bytes for each multiprocessor.
         size = 1 << (26 if source.device.type == "cuda" else 21)
         buffers = torch.zeros(1 << 15, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8, device=source.device)
         return plan_call(call, kernels_of("plan_paged_attention")["reference"], buffers)
@@ -28,7 +28,7 @@ def _case(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int,
 def _latent(label: str, q_lens: Sequence[int], seq_lens: Sequence[int], page: int, f: Features, **more: Any) -> Case:
     def build(source: Source) -> Call:
         call = latent.mla(source, q_lens, seq_lens, page, f, **more)
-        # As above; what FlashInfer's planner of latents asks for follows from the GPU alone.
+        # As above; the needs of FlashInfer's latent planner depend on the GPU alone.
         size = 1 << (25 if source.device.type == "cuda" else 21)
         buffers = torch.zeros(1 << 17, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8, device=source.device)
         return plan_call(call, kernels_of("plan_mla_attention")["reference"], buffers)

@@ -60,7 +60,7 @@ def _cases() -> tuple[Case, ...]:
         "fused": (some, {"f": replace(SMALL, dtype=torch.bfloat16), "fused": True}),
         "one_token": ((0,), {"f": SMALL, "rows": 1}),
         "no_tokens": ((), {"f": SMALL}),
-        # What GPU kernels are built for.
+        # The shape that GPU kernels support.
         "deepseek": (some, {**deep, "interleaved": True}),
         "deepseek_half_split": (some, {**deep, "index": torch.int32}),
         "deepseek_fused": (some, {**deep, "interleaved": True, "fused": True}),

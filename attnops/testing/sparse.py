@@ -16,7 +16,7 @@ from attnops.testing.latent import DEEPSEEK, SMALL
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 PAST = 2**31 - 1
-"""What stands in a list past its length."""
+"""Fills a list past its length."""
 
 
 def sparse(
@@ -34,7 +34,7 @@ def sparse(
 ) -> Call:
     """`sparse_mla_attention`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
-    counts: how many of its topk entries each token uses; they stand anywhere, the others are -1. lengths: they stand at the front,
+    counts: how many of its topk entries each token uses; at any position, the others are -1. lengths: they are at the front,
     `topk_length` says how many, and the others are no slots at all. twice: slots may repeat. whole: the query's two parts are
     views of one tensor. q_dtype: that of a quantised query, which comes with its scale.
     """
@@ -85,7 +85,7 @@ def write_packed(
 ) -> Call:
     """`write_latent_packed`. slots: one a token, negative to skip it; the latents of a skipped token are free."""
     at = source.ints(slots, slot_dtype)
-    # Groups of every size: of zeros, far below the least scale, far above what float8 holds.
+    # Groups of every size: zeros, far below the smallest scale, far above the range of float8.
     groups = f.v_dim // GROUP
     sizes = torch.tensor([[1.0, 0.0, 2.0**-16, 2000.0, 7.0][i % 5] for i in range(len(slots) * groups)], device=source.device)
     latent = source.normal(len(slots), groups, GROUP, dtype=f.dtype) * sizes.reshape(len(slots), groups, 1).to(f.dtype)

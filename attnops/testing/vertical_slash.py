@@ -26,9 +26,9 @@ def indexes(
     counted: bool = False,
     slack: int = 0,
 ) -> Call:
-    """`vertical_slash_indexes`. No request has more queries than keys. counted: each head means some of its entries only.
+    """`vertical_slash_indexes`. No request has more queries than keys. counted: each head uses some of its entries only.
 
-    The other entries of a head then stand for columns and diagonals that it is not to see.
+    The other entries of a head are columns and diagonals that it must not see.
     """
     batch = len(q_lens)
     vertical = torch.zeros(batch, heads, verticals, dtype=torch.int32)
@@ -36,7 +36,7 @@ def indexes(
     v_counts, s_counts = ([1 + source.permutation(n)[0] if counted else n for _ in range(heads)] for n in (verticals, slashes))
     for b, keys in enumerate(k_lens):
         for h in range(heads):
-            # Some lie past the end: a table of the longest request's size is filled for all.
+            # Some are past the end: every request fills a table as long as the longest one.
             vertical[b, h] = _distinct(source, verticals, keys + 2)
             slash[b, h, : s_counts[h]] = torch.cat([_distinct(source, s_counts[h] - 1, keys + 3).flip(0) + 1, torch.zeros(1)])
     arguments: dict[str, Any] = {"q_lens": source.ints(q_lens), "k_lens": source.ints(k_lens)}
@@ -100,7 +100,7 @@ def _indexes() -> tuple[Case, ...]:
 
 SMALL = Features(head_dim=16, lse=True)
 HALF = Features(dtype=BF16, head_dim=128, q_heads=4, kv_heads=2, lse=True)
-"""What the GPU kernels are built for."""
+"""The shape that GPU kernels support."""
 
 
 def _attention() -> tuple[Case, ...]:

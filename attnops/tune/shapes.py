@@ -1,4 +1,4 @@
-"""What `attnops tune` times: shapes of calls and, for each, the sizes. The most used shapes come first, for a budget may end."""
+"""The shapes of calls that `attnops tune` times, and the sizes of each. The most used shapes come first, in case the budget ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_FLOPS = 1e13
 
 @dataclass(frozen=True)
 class Plan:
-    """A shape and the sizes it is timed at: every combination but those too large to be worth the wait."""
+    """A shape and the sizes it is timed at: every combination except the largest."""
 
     shape: Shape
     batch: Axis
@@ -27,7 +27,7 @@ class Plan:
     def allows(self, at: Sizes) -> bool:
         """Is a call of these sizes timed?"""
         work = self.shape.work(at)
-        held = replace(self.shape, window=-1).work(at).bytes  # a window reads little of what must be there
+        held = replace(self.shape, window=-1).work(at).bytes  # a window reads a small part of the cache
         return held <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS
 
 
@@ -40,7 +40,7 @@ def powers(low: int, high: int, step: int = 2) -> Axis:
 
 
 ONE = (1.0,)
-# Times are all but linear in the keys of a request, and jump with the batch where it fills the device once more: at 16 or at 17.
+# Times are nearly linear in the keys of a request, and jump with the batch when it needs another wave: at 16 or at 17.
 BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 20, 24, 28, 32, 33, 40, 49, 64, 65, 81, 97, 128, 131, 160, 193, 256)
 KEYS = powers(64, 65536, 4)
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
@@ -50,7 +50,7 @@ FEW, SOME = powers(1, 16, 4), powers(1, 64, 4)
 MANY, EACH_MANY = powers(2, 2048, 4), (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 VERIFY = (2.0, 8.0, 64.0, 512.0)
 PROMPTS = powers(32, 8192, 4)
-# Where a tile of 64 or 128 queries is just full, times are level up to the next and jump behind it: 128 and 136, 256 and 272.
+# Times are flat within a tile of 64 or 128 queries and jump at the next one: 128 and 136, 256 and 272.
 LONG_PROMPTS = (32.0, 64.0, 128.0, 136.0, 192.0, 256.0, 272.0, 384.0, 512.0, 640.0, *powers(1024, 16384))
 PASTS, STRIDES = (1.0, 2.0, 4.0, 16.0, 64.0, 512.0, 4096.0), powers(4, 2048, 8)
 PAGED = Shape("paged_attention", page_size=16)
@@ -80,7 +80,7 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
     return Plan(shape, batch, queries, ONE)
 
 
-# Head dims of 128 first: kernels built ahead are built for them, and what has to be compiled for others may use up its account.
+# Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
 FULL = (
     _decode(PAGED, *FINE),
     _extend(PAGED, SOME, EACH_MANY),
@@ -141,7 +141,7 @@ FULL = (
 
 
 def _thinned(axis: Axis, most: int) -> Axis:
-    """`most` of the points at most, evenly spaced, both ends among them."""
+    """At most `most` of the points, evenly spaced, with both ends."""
     return tuple(axis[round(i * (len(axis) - 1) / (most - 1))] for i in range(most)) if len(axis) > most else axis
 
 
@@ -162,7 +162,7 @@ GRIDS: dict[str, tuple[Plan, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, 
 
 
 def plans_of(grid: str, ops: Sequence[str] = ()) -> tuple[Plan, ...]:
-    """The plans of a named grid, of `ops` only when given. Raises InvalidInput on a name that is none."""
+    """The plans of a named grid; ops: of these only. Raises InvalidInput for an unknown name."""
     if grid not in GRIDS:
         raise InvalidInput("grid", repr(grid), " | ".join(GRIDS))
     known = {p.shape.op for p in GRIDS[grid]}
