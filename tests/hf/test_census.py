@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 import attnops
 import attnops.hf
-from attnops.errors import PatchError
+from attnops.errors import InvalidInput, PatchError
 from benchmarks.census import checks, models, results, run
 from tests.helpers import ROOT
 
@@ -142,3 +142,27 @@ def test_a_type_that_was_run_with_another_torch_says_so():
     assert (found["torch"], found["commit"]) == ("2.13", "c")
     assert [found["types"][name].get("torch") for name in by_type] == ["2.11", None, None]
     assert found["types"]["a"]["compiled"] == ["aot_eager"]
+
+
+@pytest.mark.parametrize("stock_fails", [True, False])
+def test_what_eager_does_not_compile_either_is_no_refusal(stock_fails, monkeypatch):
+    one = subject("bert")
+    real = checks.run
+
+    def run_or_refuse(model, given):
+        if not isinstance(model, torch._dynamo.OptimizedModule):
+            return real(model, given)
+        if one.model.config._attn_implementation != "eager":
+            raise InvalidInput("mask", 17, "9")
+        if stock_fails:
+            raise RuntimeError("a dimension of length 17")
+        return real(one.model, given)
+
+    monkeypatch.setattr(checks, "run", run_or_refuse)
+    status = "eager" if stock_fails else "refused"
+    assert verdicts(one, "compile aot_eager none")["compile aot_eager none"][0] == status
+
+
+def test_weights_that_a_class_leaves_open_are_drawn():
+    drawn = [{n: p.clone() for n, p in models.build(KINDS["qwen3_omni_moe_talker_text"]).named_parameters()} for _ in range(2)]
+    assert all(torch.equal(first, drawn[1][name]) and first.abs().max() < 10 for name, first in drawn[0].items())
