@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.package import require
 from attnops.shapes import SHAPES
 
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name. Raises InvalidInput."""
     if name not in DTYPES:
-        raise InvalidInput("dtype", repr(name), " | ".join(DTYPES))
+        fail(InvalidInput, "dtype", repr(name), " | ".join(DTYPES))
     return DTYPES[name]
 
 
@@ -57,10 +57,10 @@ def config_of(model: str) -> Any:
     except OSError:  # the name is too long for a file
         found = False
     if not found:
-        raise InvalidInput("model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
+        fail(InvalidInput, "model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
     try:
         if path.stat().st_size > LARGEST_BYTES:
-            raise InvalidInput("model", f"{path} of {path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
+            fail(InvalidInput, "model", f"{path} of {path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
         given = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, InvalidInput):
@@ -80,7 +80,7 @@ def _from_dict(given: Any, source: str) -> Any:
 
     kind = str(given.get("model_type")) if isinstance(given, dict) else "none"
     if kind not in CONFIG_MAPPING:
-        raise InvalidInput("model_type", f"{kind!r} in {source}", "one that the installed transformers knows")
+        fail(InvalidInput, "model_type", f"{kind!r} in {source}", "one that the installed transformers knows")
     _check_counts(given)
     # Quantised weights do not change the attention calls, and need packages of their own.
     given.pop("quantization_config", None)
@@ -96,7 +96,7 @@ def _check_counts(given: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _check_counts(value)
         elif isinstance(value, (int, float)) and ("layers" in name or "experts" in name) and not value <= MOST_MODULES:
-            raise InvalidInput(name, value, f"<= {MOST_MODULES}")
+            fail(InvalidInput, name, value, f"<= {MOST_MODULES}")
 
 
 def build_fake(config: Any, dtype: torch.dtype) -> Any:
@@ -109,7 +109,7 @@ def build_fake(config: Any, dtype: torch.dtype) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = config.get_text_config(decoder=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidInput("model_type", repr(config.model_type), "a decoder (AutoModelForCausalLM)")
+        fail(InvalidInput, "model_type", repr(config.model_type), "a decoder (AutoModelForCausalLM)")
     # The default loop over experts reads the routing, and fake tensors hold no values.
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     return AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput, portable
+from attnops.errors import InvalidInput, fail, portable
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Target:
             return cls("cpu", 0, assume)
         if m := re.fullmatch(r"sm_?(\d{2,3})a?", text):
             return cls("cuda", int(m[1]), assume)
-        raise InvalidInput("target", repr(text), "'cpu' or 'smNN' such as 'sm80', 'sm90', 'sm100'")
+        fail(InvalidInput, "target", repr(text), "'cpu' or 'smNN' such as 'sm80', 'sm90', 'sm100'")
 
     @classmethod
     def of(cls, device: torch.device) -> Target:

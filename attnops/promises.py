@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.reference.holes import how
 
 
@@ -70,7 +70,7 @@ def refuse_plan_of_holes(plan: torch.Tensor | None, holes: bool) -> None:
     """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table that may have holes."""
     if holes and plan is not None and plan.dtype == torch.int32:
         want = "False, because a device plan is given: make it of the table that named_pages gives, and give both"
-        raise InvalidInput("holes", holes, want)
+        fail(InvalidInput, "holes", holes, want)
 
 
 def settled_of_whole(settled: Callable[..., Any]) -> Callable[..., Any]:

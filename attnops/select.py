@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from attnops.env import default_policy_key
-from attnops.errors import InvalidInput, NoKernel, UnknownKernel
+from attnops.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.kernel import Failed, Kernel, generation, kernel_names, kernels_of
 from attnops.measured import ESTIMATED, MEASURED, Cost, Table, costs, in_force, never_run
 from attnops.problem import Extent, Problem, Refusal
@@ -65,7 +65,7 @@ def parse_policy(key: str) -> Policy:
         elif name in ("kernel", "allow", "deny", "prefer") and text:
             values[name] = tuple(text.split(","))
         else:
-            raise InvalidInput("policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
+            fail(InvalidInput, "policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
     policy = Policy(**values)  # type: ignore[arg-type]
     _check_names(policy)
     return policy
@@ -76,9 +76,9 @@ def _check_names(policy: Policy) -> None:
     for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
         scope, _, name = entry.rpartition(":")
         if name not in known:
-            raise UnknownKernel(name, scope or "any", known)
+            fail(UnknownKernel, name, scope or "any", known)
         if scope and name not in kernels_of(scope):
-            raise UnknownKernel(name, scope, tuple(kernels_of(scope)))
+            fail(UnknownKernel, name, scope, tuple(kernels_of(scope)))
 
 
 @dataclass(frozen=True)

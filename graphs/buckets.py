@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import BatchTooLarge, InvalidInput
+from ..errors import BatchTooLarge, InvalidInput, fail
 
 Kind = Literal["decode", "verify", "mixed"]
 """decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the
@@ -83,16 +83,16 @@ class Buckets:
         for name, least in (("decode", 1), ("tokens", 1), ("verify", 2)):
             sizes = getattr(self, name)
             if any(isinstance(s, bool) or not isinstance(s, int) or s < least for s in sizes) or list(sizes) != sorted(set(sizes)):
-                raise InvalidInput(name, sizes, f"ascending ints >= {least}")
+                fail(InvalidInput, name, sizes, f"ascending ints >= {least}")
         for name, words in (("over", ("raise", "eager")), ("padding", ("absent", "null"))):
             if getattr(self, name) not in words:
-                raise InvalidInput(name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
         if not self.decode and not self.tokens:
-            raise InvalidInput("decode, tokens", "no size", "at least one bucket")
+            fail(InvalidInput, "decode, tokens", "no size", "at least one bucket")
         if self.verify and not self.decode:
-            raise InvalidInput("verify", self.verify, "() without decode: verify buckets take their requests from it")
+            fail(InvalidInput, "verify", self.verify, "() without decode: verify buckets take their requests from it")
         if isinstance(self.requests, bool) or not isinstance(self.requests, int) or self.requests < 0:
-            raise InvalidInput("requests", self.requests, "an int >= 0")
+            fail(InvalidInput, "requests", self.requests, "an int >= 0")
 
     @classmethod
     def up_to(
@@ -151,10 +151,10 @@ class Buckets:
         if found is not None or self.over == "eager":
             return found
         if kind == "mixed" and self.tokens and requests > self.rows:
-            raise BatchTooLarge(kind, "requests", requests, self.rows)
+            fail(BatchTooLarge, kind, "requests", requests, self.rows)
         field = "tokens" if kind == "mixed" else "requests"
         largest = max((getattr(b, field) for b in self._kept[kind] if kind != "verify" or b.queries >= queries), default=0)
-        raise BatchTooLarge(kind, field, tokens if kind == "mixed" else requests, largest)
+        fail(BatchTooLarge, kind, field, tokens if kind == "mixed" else requests, largest)
 
     def _fitting(self, kind: Kind, tokens: int, requests: int, queries: int) -> Bucket | None:
         for b in self._kept[kind]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, fail
 
 
 class Graph(Protocol):
@@ -105,7 +105,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
-            raise InvalidInput("device", self.device, "a CUDA device, or a Device of your own in graphs=")
+            fail(InvalidInput, "device", self.device, "a CUDA device, or a Device of your own in graphs=")
         self._stream = torch.cuda.Stream(self.device)
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()

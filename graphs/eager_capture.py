@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ..errors import AttnopsError, NotCapturable
+from ..errors import AttnopsError, NotCapturable, fail
 from .device import Device
 from .graph_breaks import OUTSIDE, Break, break_of, kernel_of, mark
 from .pieces import Recorded
@@ -59,7 +59,7 @@ class CaptureMode(TorchDispatchMode):
             if found is not None:
                 return self.between(found, func, args, kwargs)
             if _depends_on_data(func, args, kwargs):
-                raise NotCapturable(str(func), "later ops depend on data; mark the function that calls it with attnops.graphs.outside")
+                fail(NotCapturable, str(func), "later ops depend on data; mark the function that calls it with attnops.graphs.outside")
         out = self._device.call(func, args, kwargs)
         for t in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
             if isinstance(t, Tensor):
@@ -77,7 +77,7 @@ class CaptureMode(TorchDispatchMode):
         given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         leaves = pytree.tree_leaves(out)
         if bad := next((x for x in leaves if x is not None and not isinstance(x, Tensor)), None):
-            raise NotCapturable(str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
+            fail(NotCapturable, str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
         # Later captures may reuse the memory of captured tensors: this call has read them by then, at every replay.
         args, kwargs = pytree.tree_map_only(Tensor, self._weak, (args, kwargs))
         results = [x if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given else None for x in leaves]
@@ -86,7 +86,7 @@ class CaptureMode(TorchDispatchMode):
             for ours, new in zip(results, pytree.tree_leaves(call(*args, **kwargs)), strict=True):
                 if ours is not None:
                     if ours.shape != new.shape:
-                        raise NotCapturable(str(found), f"its result has shape {list(new.shape)}, and had {list(ours.shape)} at capture")
+                        fail(NotCapturable, str(found), f"its result has shape {list(new.shape)}, and had {list(ours.shape)} at capture")
                     ours.copy_(new)
 
         self._into.steps.append(again)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages, ordinary
-from ..errors import InvalidInput, OverBudget, StaleGraph
+from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket, Buckets
 from .device import CudaGraphs, Device
 from .guard import Guard, compare, uncached_casts
@@ -75,9 +75,9 @@ class Options:
     def __post_init__(self) -> None:
         for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
             if getattr(self, name) not in words:
-                raise InvalidInput(name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
         if self.check_every < 0:
-            raise InvalidInput("check_every", self.check_every, "an int >= 0, 0 for never")
+            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
 
 
 class Graphed:
@@ -104,9 +104,9 @@ class Graphed:
         self._names, more = _parameters(model)
         unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
         if unknown and not more:
-            raise InvalidInput("batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
+            fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
         if roles.batch is None and buckets.verify:
-            raise InvalidInput("verify", buckets.verify, "() where the model takes no batch: only a batch has the tokens of each request")
+            fail(InvalidInput, "verify", buckets.verify, "() where the model takes no batch: only a batch has the tokens of each request")
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
@@ -192,10 +192,10 @@ class Graphed:
         if not args:
             return kwargs
         if len(args) > len(self._names):
-            raise InvalidInput("arguments", f"{len(args)} without a name", f"at most {len(self._names)}: {', '.join(self._names)}")
+            fail(InvalidInput, "arguments", f"{len(args)} without a name", f"at most {len(self._names)}: {', '.join(self._names)}")
         values = dict(zip(self._names, args, strict=False))
         if twice := values.keys() & kwargs.keys():
-            raise InvalidInput("arguments", sorted(twice), "each once")
+            fail(InvalidInput, "arguments", sorted(twice), "each once")
         return {**values, **kwargs}
 
     # Replay --------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Graphed:
             return
         lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
         if lengths.numel() and int(lengths.max()) > most:
-            raise StaleGraph(f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
+            fail(StaleGraph, f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
 
     def _plan_again(self, entry: Entry) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
@@ -250,10 +250,10 @@ class Graphed:
         for name in ("plan", "workspace"):
             got, want = getattr(new, name), getattr(old, name)
             if _described(got) != _described(want):
-                raise StaleGraph(f"{self._roles.batch}.{name} of prepare", _described(got), _described(want))
+                fail(StaleGraph, f"{self._roles.batch}.{name} of prepare", _described(got), _described(want))
             if got is not None and got.data_ptr() != want.data_ptr():
                 if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
-                    raise StaleGraph(f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+                    fail(StaleGraph, f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
                 want.copy_(got)
 
     # Capture -------------------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Graphed:
         if budget is None or max(need, held) <= budget:
             return True
         if self.options.over_budget == "raise":
-            raise OverBudget(bucket, need, held, budget)
+            fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled as _any_autocast
 from torch.utils import _pytree as pytree
 
-from ..errors import ReplayMismatch, StaleGraph
+from ..errors import ReplayMismatch, StaleGraph, fail
 from ..select import active_policy
 
 _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -49,18 +49,18 @@ class Guard:
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise StaleGraph with the name of an argument, policy or dtype that differs."""
         if active_policy() != self.policy:
-            raise StaleGraph("policy", repr(active_policy()), repr(self.policy))
+            fail(StaleGraph, "policy", repr(active_policy()), repr(self.policy))
         if casting() != self.casting:
-            raise StaleGraph("autocast", casting() or "off", self.casting or "off")
+            fail(StaleGraph, "autocast", casting() or "off", self.casting or "off")
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
-            raise StaleGraph("arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
+            fail(StaleGraph, "arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
         for name, value, frozen in self._items:
             if values[name] is not value or not frozen:
                 self._compare(name, values[name])
         if not self._same_addresses():
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
                 if t.data_ptr() != pointer:
-                    raise StaleGraph(name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
+                    fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
     def _same_addresses(self) -> bool:
         if _equal_pointers is not None:
@@ -70,15 +70,15 @@ class Guard:
     def _compare(self, name: str, value: Any) -> None:
         ours, theirs = self._leaves[name], _leaves(value)
         if [p for p, _ in ours] != [p for p, _ in theirs]:
-            raise StaleGraph(name, f"{len(theirs)} values", f"the {len(ours)}")
+            fail(StaleGraph, name, f"{len(theirs)} values", f"the {len(ours)}")
         for (path, want), (_, got) in zip(ours, theirs, strict=True):
             if want is got:
                 continue
             if isinstance(want, Tensor) and isinstance(got, Tensor):
                 if _layout(want) != _layout(got):
-                    raise StaleGraph(f"{name}{path}", _described(got), _described(want))
+                    fail(StaleGraph, f"{name}{path}", _described(got), _described(want))
             elif type(want) is not type(got) or want != got:
-                raise StaleGraph(f"{name}{path}", repr(got), repr(want))
+                fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
 
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:
@@ -133,7 +133,7 @@ def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> Non
         largest = float(b.double().abs().nan_to_num(posinf=0.0).max())
         limit = (allowed(b.dtype) if tolerance is None else tolerance) * max(largest, 1e-30)
         if (error := _error(a, b)) > limit:
-            raise ReplayMismatch(bucket, path or "0", error, limit)
+            fail(ReplayMismatch, bucket, path or "0", error, limit)
 
 
 def _error(a: Tensor, b: Tensor) -> float:

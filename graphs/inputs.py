@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
-from ..errors import InvalidInput, StaleGraph
+from ..errors import InvalidInput, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
 
 Values = dict[str, Any]
@@ -36,7 +36,7 @@ class Roles:
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)
         if not rows or len(set(rows)) != len(rows) or self.batch in rows:
-            raise InvalidInput("tokens, requests", rows, "one or more different names, none equal to batch")
+            fail(InvalidInput, "tokens, requests", rows, "one or more different names, none equal to batch")
 
     def fixed(self, values: Mapping[str, Any]) -> Values:
         """The arguments that are the same at every call."""
@@ -57,11 +57,11 @@ def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Ki
         return ("decode" if buckets.decode and roles.requests and tokens == requests else "mixed"), tokens, requests, tokens
     batch = values.get(roles.batch)
     if not isinstance(batch, PagedBatch):
-        raise InvalidInput(roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
+        fail(InvalidInput, roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
     if batch.prefix or batch.shared is not None:
-        raise InvalidInput(f"{roles.batch}.prefix, shared", "cached tokens", "None or (): the sizes of their tensors differ at every step")
+        fail(InvalidInput, f"{roles.batch}.prefix, shared", "cached tokens", "None or (): the sizes of their tensors differ at every step")
     if batch.others:
-        raise InvalidInput(f"{roles.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
+        fail(InvalidInput, f"{roles.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
     tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
     return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
 
@@ -70,7 +70,7 @@ def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
     """The tensor of this name. Raises InvalidInput."""
     found = values.get(name)
     if not isinstance(found, Tensor) or found.dim() == 0:
-        raise InvalidInput(name, type(found).__name__, "a tensor whose first dim counts tokens or requests")
+        fail(InvalidInput, name, type(found).__name__, "a tensor whose first dim counts tokens or requests")
     return found
 
 
@@ -130,18 +130,18 @@ class Inputs:
         for name, dtype, device, dims, rest in self._kinds:
             given = rows_of(name, values)
             if given.dtype is not dtype or given.device != device or given.dim() != dims or (dims > 1 and given.shape[1:] != rest):
-                raise StaleGraph(name, _described(given), _described(self._rows[name]))
+                fail(StaleGraph, name, _described(given), _described(self._rows[name]))
         if self._batch is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
             table = batch.page_table
             if table.size(1) > self.width:
-                raise StaleGraph(f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
+                fail(StaleGraph, f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
             if table.device != self._device:
-                raise StaleGraph(f"{self.roles.batch}.page_table", table.device, self._device)
+                fail(StaleGraph, f"{self.roles.batch}.page_table", table.device, self._device)
             if batch.holes and not self._batch.holes:
-                raise StaleGraph(f"{self.roles.batch}.holes", True, False)
+                fail(StaleGraph, f"{self.roles.batch}.holes", True, False)
             if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
-                raise StaleGraph(f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
+                fail(StaleGraph, f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
 
     def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
         """Copy a call's tensors into the bucket's rows and clear its padding rows. Raises InvalidInput."""
@@ -151,7 +151,7 @@ class Inputs:
             filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)
             given = rows_of(name, values)
             if given.shape[0] != filled:
-                raise InvalidInput(f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
+                fail(InvalidInput, f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
             pairs.append((buffer[:filled], given))
             if filled < count:
                 buffer[filled:count].zero_()
@@ -182,7 +182,7 @@ class Inputs:
         assert ours is not None
         null = bucket.kind == "decode" and self.buckets.padding == "null"
         if null and (batch.padded or tokens != requests):
-            raise InvalidInput("batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
+            fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
         width = batch.page_table.shape[1]
         pairs += [
             (ours.page_table[:requests, :width], batch.page_table), (ours.seq_lens[:requests], batch.seq_lens),

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages
-from ..errors import AttnopsError, InvalidInput, NotCapturable
+from ..errors import AttnopsError, InvalidInput, NotCapturable, fail
 from . import eager_capture
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
@@ -87,7 +87,7 @@ def piecewise(
     """
     roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
-        raise InvalidInput("inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
+        fail(InvalidInput, "inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
     method = Compiled(
         model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes), one_differs,
         planning=_planning(cache, prepare),
@@ -128,7 +128,7 @@ def breakable(
 def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
     found = {str(k): tuple(v) for k, v in (eager or {}).items()}
     if unknown := found.keys() - {"decode", "verify", "mixed"}:
-        raise InvalidInput("eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
+        fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
     return found
 
 

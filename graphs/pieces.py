@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..errors import AttnopsError, NotCapturable
+from ..errors import AttnopsError, NotCapturable, fail
 from .cached_guards import whole_guards
 from .dedupe_metadata import comparable
 from .device import Device
@@ -262,7 +262,7 @@ def _check_results(found: Split) -> None:
             # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
             read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
             if name in wanted and any(_changes(value_of(n)) for n in (node, *read)):
-                raise NotCapturable(str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
+                fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
 
 
 def structure(part: Part) -> Any:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, fail
 
 
 def tensors(state: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`state` without duplicates. Raises InvalidInput for anything but tensors."""
     if isinstance(state, Tensor) or not all(isinstance(t, Tensor) for t in state):
-        raise InvalidInput("state", type(state).__name__, "a sequence of tensors, those that a step changes")
+        fail(InvalidInput, "state", type(state).__name__, "a sequence of tensors, those that a step changes")
     return tuple({id(t): t for t in state}.values())
 
 

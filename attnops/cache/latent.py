@@ -14,7 +14,7 @@ from attnops.cache.page_size import OP, PageSizeChoice, negotiate_page_size
 from attnops.cache.paged import Layer, Pages, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.kernel import kernels_of
 from attnops.ops._check import FLOATS, name, workspace_bytes
 from attnops.ops._op import target_of
@@ -83,7 +83,7 @@ class LatentCache(Pages):
         most = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
         scratch = count("workspace_bytes", workspace_bytes, 0)
         if dtype not in (*FLOATS, *STORED):
-            raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
+            fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
         self.page_size_choice: PageSizeChoice = negotiate_page_size(
             latent_dim=latent_dim, rope_dim=rope_dim, max_requests=max_requests, max_tokens_per_request=most, page_size=page_size,
             q_heads=q_heads, kernels=kernels, dtype=dtype, device=device, workspace_bytes=scratch, max_new_tokens=max_new_tokens,
@@ -121,7 +121,7 @@ class LatentCache(Pages):
         """
         most = None if prefix_tokens is None else count("prefix_tokens", prefix_tokens, 1, "tokens")
         if not isinstance(share, bool):
-            raise InvalidInput("share", repr(share), "True | False")
+            fail(InvalidInput, "share", repr(share), "True | False")
 
         def more(batch: PagedBatch, entries: list[Request], counts: list[int]) -> PagedBatch:
             before = [entry.length for entry in entries]

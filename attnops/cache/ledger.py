@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
+from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
 
 # One count for the whole process: an id of one cache is never an id of another.
 _IDS = itertools.count(1)
@@ -91,7 +91,7 @@ class Ledger:
         """The live request of this id. Raises UnknownRequest."""
         found = self.requests.get(request) if isinstance(request, int) and not isinstance(request, bool) else None
         if found is None:
-            raise UnknownRequest(request, len(self.requests))
+            fail(UnknownRequest, request, len(self.requests))
         return found
 
     def alloc(self, tokens: int) -> Plan:
@@ -113,7 +113,7 @@ class Ledger:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
         entry = self.get(request)
         if length > entry.length:
-            raise InvalidInput("length", length, f"<= {entry.length} tokens, the request's length")
+            fail(InvalidInput, "length", length, f"<= {entry.length} tokens, the request's length")
         for pool in self.pools:
             check_kept("length", length, entry.high, pool.window, pool.columns * self.page_size)
         return self._release(request, entry, length)
@@ -168,7 +168,7 @@ class Ledger:
         for name, _, entry, tokens in more:
             lengths.append(entry.length + tokens)
             if lengths[-1] > self.limit:
-                raise RequestTooLong(name, lengths[-1], self.limit, self.limited_by)
+                fail(RequestTooLong, name, lengths[-1], self.limit, self.limited_by)
         cells: list[list[Cell]] = [[] for _ in more]
         copies: list[list[tuple[int, int]]] = []
         taken = []
@@ -187,7 +187,7 @@ class Ledger:
                         released[old] = released.get(old, 0) + 1
                     wanted.append((at, column, old if index == begin and entry.length % size else 0))
             if len(wanted) > len(pool.free):
-                raise OutOfPages(len(wanted), len(pool.free), pool.num_pages - 1)
+                fail(OutOfPages, len(wanted), len(pool.free), pool.num_pages - 1)
             pages_of = list(zip(wanted, reversed(pool.free), strict=False))
             for (at, column, _), page in pages_of:
                 cells[at].append((i, column, page))
@@ -223,7 +223,7 @@ class Ledger:
 
     def _row(self) -> int:
         if not self.free_rows:
-            raise TooManyRequests(len(self.requests))
+            fail(TooManyRequests, len(self.requests))
         return self.free_rows[-1]
 
 
@@ -240,4 +240,4 @@ def check_kept(field: str, length: int, high: int, window: int, room: int) -> No
     least = high - room + window - 1
     if window and 0 < length < least:
         want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
-        raise InvalidInput(field, length, want)
+        fail(InvalidInput, field, length, want)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnops.cache.paged import count
-from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
+from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops._check import FLOATS, name
 from attnops.ops.latent import STORED
@@ -95,7 +95,7 @@ def negotiate_page_size(
         UnknownKernel: one of `kernels` is none of `mla_attention`. InvalidInput: a number, a dtype or `kernels` is none.
     """
     if dtype not in (*FLOATS, *STORED):
-        raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
+        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
     latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
     heads = HEADS if q_heads is None else count("q_heads", q_heads, 1)
     step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
@@ -141,7 +141,7 @@ def negotiate_kv_page_size(
         UnknownKernel: one of `kernels` is none of `paged_attention`. InvalidInput: a number, a dtype or `kernels` is none.
     """
     if dtype not in FLOATS:
-        raise InvalidInput("dtype", dtype, " | ".join(map(name, FLOATS)))
+        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, FLOATS)))
     queries, keys, k_dim = count("q_heads", q_heads, 1), count("kv_heads", kv_heads, 1), count("head_dim", head_dim, 1)
     v_dim = k_dim if v_head_dim is None else count("v_head_dim", v_head_dim, 1)
     step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
@@ -183,7 +183,7 @@ def _negotiate(
     takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in against.items()}
     fits = [s for s in sizes if (any if named is None else all)(s in taken for taken in takes.values())]
     if not fits if given is None else named is not None and given not in fits:
-        raise PageSizeConflict(given, sizes, takes, {k: _once(r for s in sizes for r in refused[s]) for k, refused in against.items()})
+        fail(PageSizeConflict, given, sizes, takes, {k: _once(r for s in sizes for r in refused[s]) for k, refused in against.items()})
 
     costs = {s: min((us for k, us in here[s].us.items() if k in against), default=math.inf) for s in fits}
     if given is None:
@@ -238,8 +238,8 @@ def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
 def _kernels(names: Sequence[str], op: str) -> tuple[Kernel, ...]:
     known = kernels_of(op)
     if isinstance(names, str) or not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
-        raise InvalidInput("kernels", repr(names), "None, or at least one name of a kernel, e.g. ('flashmla',)")
+        fail(InvalidInput, "kernels", repr(names), "None, or at least one name of a kernel, e.g. ('flashmla',)")
     for kernel in names:
         if kernel not in known:
-            raise UnknownKernel(kernel, op, tuple(known))
+            fail(UnknownKernel, kernel, op, tuple(known))
     return tuple(known[n] for n in dict.fromkeys(names))

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Ledger, Plan, Pool, Request
 from attnops.cache.step import Tokens, describe, ring_columns
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import copy_kv, cu_seqlens, token_rows
 from attnops.ops._check import FLOATS, QUANTISED, name
 
@@ -151,7 +151,7 @@ class Pages:
         end = length if stop is None else count("stop", stop, 0, "tokens")
         first = count("start", start, 0, "tokens")
         if end > length or first > end:
-            raise InvalidInput("start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
+            fail(InvalidInput, "start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
         with ordinary():
             return self._upload(self._ledger.slots(request, first, end, self.table_of[layer]))
 
@@ -204,18 +204,18 @@ class Pages:
     ) -> PagedBatch:
         """See `batch`. more: adds to the step's description, given the requests as they were before and their counts."""
         if not isinstance(requests, Sequence):
-            raise InvalidInput("requests", repr(requests), "a sequence of request ids")
+            fail(InvalidInput, "requests", repr(requests), "a sequence of request ids")
         ids = tuple(requests)
         given = tuple(new_tokens) if isinstance(new_tokens, Sequence) else (new_tokens,) * len(ids)
         if len(given) != len(ids):
-            raise InvalidInput("new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
+            fail(InvalidInput, "new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
         counts = [count(f"new_tokens[{i}]", n, 0, "tokens") for i, n in enumerate(given)]
         if any(self.windows) and counts and max(counts) > self.max_new_tokens:
             want = f"at most {self.max_new_tokens} tokens a request and step: sliding windows have room for no more. Split the prompt"
-            raise InvalidInput("new_tokens", max(counts), want)
+            fail(InvalidInput, "new_tokens", max(counts), want)
         entries = [self._ledger.get(request) for request in ids]
         if not ids or len(set(ids)) != len(ids):
-            raise InvalidInput("requests", ids, "at least one request, each once")
+            fail(InvalidInput, "requests", ids, "at least one request, each once")
         plan = self._ledger.append(list(zip(ids, counts, strict=True)))
         with ordinary():
             self._write(plan)
@@ -328,10 +328,10 @@ class PagedCache(Pages):
         scratch = count("workspace_bytes", workspace_bytes, 0)
         seen = [count(f"windows[{i}]", window, 0, "tokens") for i, window in enumerate(windows or (0,) * layers)]
         if len(seen) != layers:
-            raise InvalidInput("windows", f"{len(seen)} windows", f"{layers}, one a layer")
+            fail(InvalidInput, "windows", f"{len(seen)} windows", f"{layers}, one a layer")
         new = max(1, *seen) if max_new_tokens is None else count("max_new_tokens", max_new_tokens, 1, "tokens")
         if dtype not in (*FLOATS, *QUANTISED):
-            raise InvalidInput("dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
+            fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
         super().__init__(
             [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen], pages, size, max_requests=rows,
             max_pages_per_request=width, max_new_tokens=new, limit=width * size, limited_by="max_pages_per_request * page_size",
@@ -388,11 +388,10 @@ def count(field: str, value: object, least: int, unit: str = "") -> int:
     """`value` as an int of at least `least`."""
     want = f"an int >= {least}{' (' + unit + ')' if unit else ''}"
     if isinstance(value, bool):
-        raise InvalidInput(field, value, want)
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidInput(field, repr(value), want) from None
+        fail(InvalidInput, field, value, want)
+    if not isinstance(value, SupportsIndex):
+        fail(InvalidInput, field, repr(value), want)
+    number = operator.index(value)
     if number < least:
-        raise InvalidInput(field, number, want)
+        fail(InvalidInput, field, number, want)
     return number

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf import paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
@@ -98,7 +98,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             check_others(others)
         if not (additive or proven or routed(type(module))):
             want = "attnops.patch(model), which tries what masks this model can do with: transformers does not route it through sdpa"
-            raise InvalidInput("attn_implementation", f"attnops for {type(module).__name__}", want)
+            fail(InvalidInput, "attn_implementation", f"attnops for {type(module).__name__}", want)
         if sinks is None:
             sinks = s_aux
         if sinks is not None and sinks.dim() != 1:
@@ -108,10 +108,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         weights_too = output_attentions or _recorded(module)
         if weights_too and key.dim() == 5:
             want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
-            raise InvalidInput("output_attentions", True, want)
+            fail(InvalidInput, "output_attentions", True, want)
         if isinstance(attnops_cache, PagedKeyCache):
             if key.dim() != 5:
-                raise InvalidInput("key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
+                fail(InvalidInput, "key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
             odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
             return pages.attend_keys(
                 module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,
@@ -165,10 +165,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             return output, pad(weights, (0, keys - weights.shape[3]))
         if drops or weights_too:
             field, got, want = ("dropout", dropout, "0") if drops else ("output_attentions", True, "False")
-            raise InvalidInput(field, got, f"{want} for packed requests without a mask: no kernel does that")
+            fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
         if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1 or mask is not None:
             want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
-            raise InvalidInput("cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
+            fail(InvalidInput, "cu_seq_lens_q", f"a batch of {query.shape[0]}", want)
         near = sliding_window - 1 if sliding_window else -1
         output = varlen_attention(
             query[0], key[0], value[0], packed, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
@@ -204,10 +204,10 @@ def check_others(others: dict[str, Any]) -> None:
         if name in HARMLESS or value is None or value is False:
             continue
         if name == "output_attentions":
-            raise InvalidInput(name, value, "False: kernels of continuous batching return no attention weights")
+            fail(InvalidInput, name, value, "False: kernels of continuous batching return no attention weights")
         if _holds_tensor(value) or any(word in name for word in _TELLING):
             want = f"one of {', '.join(sorted(HANDLED))}: dropping it would change the result"
-            raise InvalidInput(f"attention argument {name}", type(value).__name__, want)
+            fail(InvalidInput, f"attention argument {name}", type(value).__name__, want)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -230,7 +230,7 @@ def apart(query: Tensor, key: Tensor, mask: Tensor | None, cu_seq_lens_q: Tensor
     same = cu_seq_lens_k is None or cu_seq_lens_k.shape == cu_seq_lens_q.shape
     if batch != 1 or count != key.shape[2] or not same:
         got = f"a batch of {batch}, {count} queries and {key.shape[2]} keys beside a mask"
-        raise InvalidInput("cu_seq_lens_q", got, "one row of as many keys as queries, or no mask")
+        fail(InvalidInput, "cu_seq_lens_q", got, "one row of as many keys as queries, or no mask")
     tokens = torch.arange(count, device=query.device)
     request = torch.searchsorted(cu_seq_lens_q.to(tokens), tokens, right=True)
     together = (request[:, None] == request)[None, None]

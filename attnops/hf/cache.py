@@ -44,7 +44,7 @@ class Returned:
         if name.startswith("__"):
             raise AttributeError(name)
         want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        raise InvalidInput("past_key_values", "the cache of a generate() call that has ended", want)
+        fail(InvalidInput, "past_key_values", "the cache of a generate() call that has ended", want)
 
 
 class State:
@@ -150,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Raises InvalidInput: rows keep their pages."""
         want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
-        raise InvalidInput("past_key_values", "a cache of pages", want)
+        fail(InvalidInput, "past_key_values", "a cache of pages", want)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raises InvalidInput: rows keep their pages."""
@@ -318,5 +318,5 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     for i in missing:
         if i >= len(made) or not isinstance(made[i], LinearAttentionCacheLayerMixin) or isinstance(made[i], CacheLayerMixin):
             kind = type(made[i]).__name__ if i < len(made) else "none"
-            raise InvalidInput(f"cache of layer {i}", kind, "one of pages, or the states of linear attention")
+            fail(InvalidInput, f"cache of layer {i}", kind, "one of pages, or the states of linear attention")
     return {i: made[i] for i in missing}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.hf.attention import check_others
 from attnops.hf.match import routed, usage_of
 from attnops.kernel import own_kernel
@@ -82,15 +82,15 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         """
         if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
             want = 'what generate_batch() passes. Use "attnops" for an ordinary forward'
-            raise InvalidInput("cache, cu_seq_lens_q, cu_seq_lens_k", "nothing", want)
+            fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", "nothing", want)
         for name, given in (("attention_mask", attention_mask), ("block_table", block_table)):
             if given is not None:
-                raise InvalidInput(name, list(given.shape), "None: continuous batching says lengths to attnops")
+                fail(InvalidInput, name, list(given.shape), "None: continuous batching says lengths to attnops")
         if is_causal is False or (dropout > 0.0 and module.training):
-            raise InvalidInput("is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
+            fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
         if not ((proven or routed(type(module))) and _keeps_what_it_is_given(type(module))):
             want = "a model whose masks and cached keys transformers' own kernels know; generate() for this one"
-            raise InvalidInput("attn_implementation", f"{PREFIX}attnops for {type(module).__name__}", want)
+            fail(InvalidInput, "attn_implementation", f"{PREFIX}attnops for {type(module).__name__}", want)
         check_others({name: given for name, given in others.items() if name not in _OF_THE_STEP})
         keys, values = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index

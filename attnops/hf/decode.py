@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.device import Device
@@ -58,9 +58,9 @@ class Decode:
 
     def __post_init__(self) -> None:
         if self.mode not in ("hf", "piecewise", "breakable"):
-            raise InvalidInput("decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
+            fail(InvalidInput, "decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
         if isinstance(self.inner, str) and self.inner not in INNER:
-            raise InvalidInput("decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
+            fail(InvalidInput, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
 
 
 class _Over(NamedTuple):
@@ -108,12 +108,12 @@ class Decoder:
         """
         state, most = _state_of(cache), cache.max_batch
         if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
-            raise InvalidInput("input_ids", _told(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+            fail(InvalidInput, "input_ids", _told(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         batch = input_ids.shape[0]
         if position_ids is not None and (position_ids.shape, position_ids.dtype) != (input_ids.shape, torch.int64):
-            raise InvalidInput("position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
+            fail(InvalidInput, "position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
-            raise InvalidInput("past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+            fail(InvalidInput, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
             if found is None:
                 return None
@@ -222,7 +222,7 @@ class Decoder:
 
 def _state_of(cache: Any) -> State:
     if not isinstance(cache, PagedModelCache):
-        raise InvalidInput("past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
+        fail(InvalidInput, "past_key_values", type(cache).__name__, "a cache of Patched.new_cache")
     return cache.state
 
 
@@ -319,6 +319,6 @@ def _add(module: nn.Module, found: list[Any]) -> None:
 def _place(module: nn.Module, name: str, t: Tensor) -> Any:
     if t.is_meta:
         want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-        raise InvalidInput("decode", f"graphs over {type(module).__name__}.{name}, which is on meta", want)
+        fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{name}, which is on meta", want)
     # Tensor subclasses keep their numbers in tensors of their own, and have no address.
     return (t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 
 FIELDS = 4
 DTYPE = torch.int64
@@ -69,7 +69,7 @@ def read(mask: Tensor, batch: int) -> Range:
     """The inverse of `build`. Raises InvalidInput when `mask` is an int64 tensor of another shape: no mask HuggingFace or attnops made."""
     if mask.dim() != 4 or mask.shape[3] != FIELDS or mask.shape[1] not in (1, 2) or mask.shape[0] != batch:
         want = f"bool or float [B, H, S, T], or attnops' descriptor [{batch}, 1 or 2, 1 + window, {FIELDS}]. A model that edits its "
-        raise InvalidInput("attention_mask", f"int64 {list(mask.shape)}", want + 'masks needs attnops.patch(model, mask="dense")')
+        fail(InvalidInput, "attention_mask", f"int64 {list(mask.shape)}", want + 'masks needs attnops.patch(model, mask="dense")')
     fields = mask[:, 0, 0]
     return Range(mask.shape[1] == 1, mask.shape[2] - 2, fields[:, 0], fields[:, 1])
 

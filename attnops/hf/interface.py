@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnops.errors import InvalidInput, UnknownKernel
+from attnops.errors import InvalidInput, UnknownKernel, fail
 from attnops.hf.attention import attention_function
 from attnops.hf.continuous import PREFIX, continuous_function
 from attnops.hf.mask import MODES, Mode
@@ -49,7 +49,7 @@ def _registered(kernel: str | None, mask: Mode, cache: Kept, proven: bool) -> Op
 def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
     """Raise UnknownKernel unless one of `ops` has a kernel of that name."""
     if not any(kernel in kernels_of(op) for op in ops):
-        raise UnknownKernel(kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
+        fail(UnknownKernel, kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
 
 
 def register() -> None:
@@ -66,7 +66,7 @@ def implementation(options: Options) -> str:
     """
     for field, value, known in (("mask", options.mask, MODES), ("cache", options.cache, CACHES)):
         if value not in known:
-            raise InvalidInput(field, repr(value), " | ".join(map(repr, known)))
+            fail(InvalidInput, field, repr(value), " | ".join(map(repr, known)))
     if options.kernel is not None:
         check_kernel(options.kernel, ("attention",) if options.cache == "hf" else ("paged_attention", "mla_attention"))
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.

@@ -24,7 +24,8 @@ HANDLED = frozenset((*_MATHS, *_PACKED))
 _INPUTS = ("position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states")
 _LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
 _SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
-HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES))
+_GENERATION = ("cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias")
+HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES, *_GENERATION))
 """Arguments that models hand down to every layer and that do not change what attention computes."""
 
 _KNOWN = HANDLED | HARMLESS | {"query", "key", "value", "output_attentions"}

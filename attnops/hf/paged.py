@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnops.errors import InvalidInput, PatchError
+from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf import paged_models, supported
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
 from attnops.hf.decode import Decode, Decoder, Forward
@@ -47,7 +47,7 @@ class PagedMode:
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
         if supported.older_than(supported.PAGED):
-            raise PatchError(f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
+            fail(PatchError, f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
         sites = [site for site in found.sites if site.reason is None]
         owned: Any = owner
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
@@ -57,18 +57,18 @@ class PagedMode:
                 paged_models.check_module(site.path, site.module)
         else:
             if getattr(owned.config, "is_encoder_decoder", False):
-                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
+                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
             sites = [site for site in sites if paged_models.keeps_keys(site.module)]
             if not sites:
-                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
+                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
             if (editor := next((site.module for site in sites if site.usage and site.usage.edits_cached), None)) is not None:
                 told = f"{type(editor).__name__} computes with what its cache gives back, and pages give back what is new alone"
-                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, whose {told}; want cache="hf"')
+                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, whose {told}; want cache="hf"')
             if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
                 told = "which takes a cache of its own class alone"
-                raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
+                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
             if found.edits is not None:
-                raise PatchError(f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
+                fail(PatchError, f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
         self.kernel, self.implementation = kernel, implementation
@@ -78,7 +78,7 @@ class PagedMode:
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
         if len(set(self.layers)) != len(self.layers):
             got = f"layers {list(self.layers)} of {type(owner).__name__}"
-            raise PatchError(f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
+            fail(PatchError, f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
         self.blocks = not self.latents and paged_models.sees_blocks(owner)
         self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
         try:
@@ -87,14 +87,14 @@ class PagedMode:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {type(owner).__name__}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
             want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
-            raise PatchError(f'patch: cache="paged" got {type(owner).__name__} without {want}')
+            fail(PatchError, f'patch: cache="paged" got {type(owner).__name__} without {want}')
         self.decode = decode
         if decode.mode != "hf" and (others := layers_without_pages(self._config(), self.layers)):
             got = f"decode={decode.mode!r} for {type(owner).__name__}, whose layers {list(others)} have states that move"
-            raise PatchError(f"patch: got {got}; want decode='hf'")
+            fail(PatchError, f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
             got = f"decode={decode.mode!r} for {type(owner).__name__}, which counts positions by its masks"
-            raise PatchError(f"patch: got {got}; want decode='hf', or a model that takes position_ids")
+            fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
         self._decoder: Decoder | None = None
         self._own_forward: Any = None
         self.packed: Packed | None = None
@@ -218,7 +218,7 @@ class PagedMode:
         places = {paged_models.where(module, self._owner) for module in self._modules}
         if len(places) > 1:
             got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
-            raise InvalidInput("attention layers", got, "one dtype and one device for all pages")
+            fail(InvalidInput, "attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
         fixed = self.decode.mode != "hf"
         if self.latents:
@@ -261,9 +261,10 @@ def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
     if others:
         names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
         more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
-        raise PatchError(
+        fail(
+            PatchError,
             f'patch: cache="paged" takes models whose every attention caches latents, or none. {type(owner).__name__} has some with '
-            f"expand_kv, and others:\n  {names}{more}"
+            f"expand_kv, and others:\n  {names}{more}",
         )
 
 
@@ -282,12 +283,12 @@ def _prepare(
     if isinstance(given, PagedModelCache):
         if elsewhere is not None:
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            raise InvalidInput("past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
+            fail(InvalidInput, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
         for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
             if got > most:
-                raise InvalidInput(f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
+                fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
         if beams > 1:
-            raise InvalidInput("num_beams", beams, "1 with a paged cache: rows keep their pages")
+            fail(InvalidInput, "num_beams", beams, "1 with a paged cache: rows keep their pages")
     named = generation_config.cache_implementation
     if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
         # Written into some checkpoints, where nobody who asked for pages would look.

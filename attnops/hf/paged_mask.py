@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf.generation import Generation, current_generation
 from attnops.hf.mask import Call, Mode, far, mask_function, pattern_of, tracing
@@ -54,7 +54,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
             skip = allow_is_causal_skip or (q_length == 1 and local_size is not None)
             pattern = pattern_of(call, mask_function, local_size, skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is None or not pattern.causal:
-                raise InvalidInput("mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
+                fail(InvalidInput, "mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
             start = _padding(call, kv_offset) if kv_offset.dim() == 1 else kv_offset[:, 0]
             return descriptor.build(pattern, batch_size, start, q_offset + q_length, q_offset, 0, call.device)
         return other(
@@ -68,7 +68,7 @@ def paged_mask_function(mode: Mode) -> Callable[..., Tensor | None]:
 def _padding(call: Call, known: Tensor) -> Tensor:
     """int64 `[B]`: the padding each row begins with. known: `[rows]`, what it was so far, EMPTY for a row that the last step had not."""
     if call.batch > known.shape[0]:
-        raise InvalidInput("batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
+        fail(InvalidInput, "batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
     own, known = known, known[: call.batch]
     seen = torch.as_tensor(call.q_offset, device=known.device)
     high = seen + call.queries
@@ -95,11 +95,11 @@ def _padding(call: Call, known: Tensor) -> Tensor:
         return start
     run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
     if not fits_all:
-        raise InvalidInput("length", past + call.queries, f"at most {call.keys} positions, the room of this cache")
+        fail(InvalidInput, "length", past + call.queries, f"at most {call.keys} positions, the room of this cache")
     if not run_all:
-        raise InvalidInput("attention_mask", "holes, padding on the right, or too few columns", _RUN)
+        fail(InvalidInput, "attention_mask", "holes, padding on the right, or too few columns", _RUN)
     if not same_all:
-        raise InvalidInput("attention_mask", "another padding than before, or rows that the last step had not", _SAME)
+        fail(InvalidInput, "attention_mask", "another padding than before, or rows that the last step had not", _SAME)
     if generation is not None:
         generation.checked = own
     return start

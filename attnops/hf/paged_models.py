@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from attnops.errors import InvalidInput, PatchError
+from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf.cache import PagedKeyCache, default_layers
 from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
 from attnops.hf.pages import KeyLayer
@@ -90,7 +90,7 @@ def check_module(path: str, module: Any) -> None:
     name = f"{path} ({type(module).__name__})"
     missing = [part for part in (*_LATENT_SIZES, "kv_b_proj") if not hasattr(module, part)]
     if missing:
-        raise PatchError(f'patch: cache="paged" got {name} without {", ".join(missing)}, want a module as DeepSeek-V3\'s')
+        fail(PatchError, f'patch: cache="paged" got {name} without {", ".join(missing)}, want a module as DeepSeek-V3\'s')
     dims = dims_of(module)
     device, dtype = where(module)
     if device.type == "meta" or any(isinstance(p, FakeTensor) for p in module.parameters()):
@@ -108,7 +108,7 @@ def check_module(path: str, module: Any) -> None:
     except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
         raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
     if not same:
-        raise PatchError(f'patch: cache="paged" got {name}, whose expand_kv does more than unfold latents by its kv_b_proj')
+        fail(PatchError, f'patch: cache="paged" got {name}, whose expand_kv does more than unfold latents by its kv_b_proj')
 
 
 # Models of keys and values --------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
     if isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs):
         want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
-        raise InvalidInput("token_type_ids", f"a kind for each token of {type(model).__name__}", want)
+        fail(InvalidInput, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
 def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
@@ -146,22 +146,22 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     name = type(owner).__name__
     if getattr(config, "num_kv_shared_layers", None):
         got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
-        raise PatchError(f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
+        fail(PatchError, f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
     made = default_layers(config)
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:
-        raise PatchError(f'patch: cache="paged" got chunked attention in {name}; pages are read whole or through a sliding window')
+        fail(PatchError, f'patch: cache="paged" got chunked attention in {name}; pages are read whole or through a sliding window')
     found = []
     for layer in layers:
         kind = made[layer] if layer < len(made) else None
         if type(kind).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not isinstance(kind, CacheLayerMixin):
             got = f"layer {layer} ({type(kind).__name__}) of {name}, which pages here cannot hold"
-            raise PatchError(f'patch: cache="paged" got {got}; want plain keys and values, all or those of a sliding window')
+            fail(PatchError, f'patch: cache="paged" got {got}; want plain keys and values, all or those of a sliding window')
         window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
         found.append(int(window or 0))
     if any(found) and not _masks_slide(owner):
         got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
-        raise PatchError(f'patch: cache="paged" got {got}; want a model whose masks slide as its cache does')
+        fail(PatchError, f'patch: cache="paged" got {got}; want a model whose masks slide as its cache does')
     return tuple(found)
 
 
@@ -196,7 +196,7 @@ def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int
         kept: Any = cache.layers[module.layer_idx]
         key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
         if key is None or value is None or key.dim() != 4 or value.dim() != 4:
-            raise InvalidInput(f"cache of layer {module.layer_idx}", "no tensors", "keys [B, H, S, D] and values [B, H, S, Dv]")
+            fail(InvalidInput, f"cache of layer {module.layer_idx}", "no tensors", "keys [B, H, S, D] and values [B, H, S, Dv]")
         heads = key.shape[1] * int(getattr(module, "num_key_value_groups", 0) or max(1, config.num_attention_heads // key.shape[1]))
         capped = bool(getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None))
         sinks = getattr(module, "sinks", None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnops.errors import InvalidInput, PatchError
+from attnops.errors import InvalidInput, PatchError, fail
 from attnops.graphs import Graphed
 from attnops.graphs import Report as GraphReport
 from attnops.graphs.graphed import Progress
@@ -119,7 +119,7 @@ class Patched:
             that was forced does not take such pages.
         """
         if self._paged is None or not self.active:
-            raise PatchError(f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
+            fail(PatchError, f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
         return self._paged.new_cache(max_batch, max_length, page_size)
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
@@ -160,7 +160,7 @@ class Patched:
 
     def _decoder(self, what: str) -> Decoder:
         if self._paged is None or not self.active or self.decode.mode == "hf":
-            raise PatchError(f"{what}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
+            fail(PatchError, f"{what}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
         return self._paged.decoder()
 
     @property
@@ -189,7 +189,7 @@ class Patched:
         Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
         """
         if not self.active:
-            raise PatchError("verify: the model is not patched any more")
+            fail(PatchError, "verify: the model is not patched any more")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
         with evaluating(self.model), torch.no_grad():
@@ -203,7 +203,7 @@ class Patched:
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
         figures = replace(compare(ours, eager, visible, name, tolerance), dtype=str(eager.dtype).removeprefix("torch."))
         if strict and not figures.passed:
-            raise PatchError(f"verify {figures}")
+            fail(PatchError, f"verify {figures}")
         return figures
 
     def _set(self, name: str) -> None:
@@ -271,29 +271,29 @@ def patch(
         UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode, cache or way to decode.
     """
     if not isinstance(model, nn.Module):
-        raise PatchError(f"patch: got {type(model).__name__}, want a transformers model")
+        fail(PatchError, f"patch: got {type(model).__name__}, want a transformers model")
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
     if mask == "additive" and cache == "paged":
-        raise InvalidInput("mask", repr(mask), "another with cache='paged': pages take no additive masks")
+        fail(InvalidInput, "mask", repr(mask), "another with cache='paged': pages take no additive masks")
     if how.mode != "hf" and cache != "paged":
-        raise InvalidInput("decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
+        fail(InvalidInput, "decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
-        raise PatchError(f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+        fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
     there: Patched | None = owner.__dict__.get(_HANDLE)
     if there is not None:
         if (there.asked, there.decode) != (asked, how):
             got = f"patched with {there.asked} and {there.decode}, asked now for {asked} and {how}"
-            raise PatchError(f"patch: this model is {got}; call unpatch() first")
+            fail(PatchError, f"patch: this model is {got}; call unpatch() first")
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
         if not reasons:
-            raise PatchError(f"patch: nothing to patch in {type(owner).__name__}: it has no attention module")
-        raise PatchError("\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *reasons]))
+            fail(PatchError, f"patch: nothing to patch in {type(owner).__name__}: it has no attention module")
+        fail(PatchError, "\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *reasons]))
     handle = Patched(model, owner, asked, *_served(owner, found, asked), found, how)
     handle._apply()
     return handle
@@ -305,10 +305,10 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
         return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
     proof = prove(owner, found, asked)
     if proof.mode is None:
-        raise PatchError(f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.told}")
+        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.told}")
     if asked.cache == "paged" and proof.mode == "additive":
         told = "which needs the additive masks of eager attention, and pages take none"
-        raise PatchError(f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
+        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
     trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
     return replace(asked, mask=proof.mode, proven=proof.mode != "additive" and not trusted), proof.told
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnops.errors import PatchError
+from attnops.errors import PatchError, fail
 
 PATCHED = "patched"
 
@@ -147,7 +147,7 @@ def output_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Tensor]:
     result = model(**inputs)
     for name, value in outputs_of(result).items():
         return name, value
-    raise PatchError(f"verify: got {type(result).__name__}, want an output with a tensor, as logits or last_hidden_state")
+    fail(PatchError, f"verify: got {type(result).__name__}, want an output with a tensor, as logits or last_hidden_state")
 
 
 @contextmanager

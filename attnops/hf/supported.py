@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from attnops.errors import UnsupportedVersion
+from attnops.errors import UnsupportedVersion, fail
 from attnops.versions import parse
 
 OLDEST = "5.4"
@@ -31,7 +31,7 @@ def older_than(bound: str) -> bool:
 def check() -> None:
     """Raise UnsupportedVersion when transformers is older than `OLDEST`."""
     if older_than(OLDEST):
-        raise UnsupportedVersion("transformers", str(installed()), f">={OLDEST}")
+        fail(UnsupportedVersion, "transformers", str(installed()), f">={OLDEST}")
 
 
 check()

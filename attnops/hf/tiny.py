@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 
 VOCAB = 128
 
@@ -255,9 +255,9 @@ def config(name: str, **overrides: Any) -> Any:
         cls, values = _DECODERS[name]
         values = {**_BASE, **values}
     else:
-        raise InvalidInput("name", repr(name), f"one of {', '.join(NAMES)}")
+        fail(InvalidInput, "name", repr(name), f"one of {', '.join(NAMES)}")
     if not hasattr(transformers, cls):
-        raise InvalidInput("name", repr(name), f"a transformers that has {cls} (this one is {transformers.__version__})")
+        fail(InvalidInput, "name", repr(name), f"a transformers that has {cls} (this one is {transformers.__version__})")
     if name == "llava":
         vision = transformers.CLIPVisionConfig(**_VISION, projection_dim=64)
         text = transformers.LlamaConfig(**_BASE)

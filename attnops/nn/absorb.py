@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 
 PLAIN = (Tensor, nn.Parameter)
 INTERNAL = frozenset(vars(nn.Module()))
@@ -46,7 +46,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     linear = _is_linear(kv_b)
     # A tensor: wrappers keep flags and words of this name.
     if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
-        raise InvalidInput("kv_b.bias", "a bias", "None, for it cannot be absorbed")
+        fail(InvalidInput, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
     weight: Tensor
     if linear:
         weight = kv_b.weight  # type: ignore[assignment]
@@ -56,7 +56,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         weight = _kept(kv_b, like)
     rows, latent = weight.shape
     if rows % (nope + v):
-        raise InvalidInput("kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
+        fail(InvalidInput, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
     heads = weight.view(rows // (nope + v), nope + v, latent)
     return heads[:, :nope], heads[:, nope:]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import attend_pages, by_head, check_weights, tell_form
@@ -53,7 +53,7 @@ def attend_float8(
     """
     check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
     if check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype != torch.float8_e4m3fn:
-        raise InvalidInput("latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
+        fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
     absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=None, query_dtype=latent_pages.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.nn import _check as check
 from attnops.nn._positions import positions_of
 from attnops.nn.attention import Attention
@@ -54,16 +54,16 @@ class SelfAttention(nn.Module):
         check.size("num_heads", num_heads)
         if head_dim is None:
             if hidden_size % num_heads:
-                raise InvalidInput("head_dim", None, f"an int, because hidden_size {hidden_size} is no multiple of {num_heads} heads")
+                fail(InvalidInput, "head_dim", None, f"an int, because hidden_size {hidden_size} is no multiple of {num_heads} heads")
             head_dim = hidden_size // num_heads
         self.attention = Attention(
             num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
             kernel=kernel, device=device, dtype=dtype,
         )  # fmt: skip
         if rope is not None and not isinstance(rope, RotaryEmbedding):
-            raise InvalidInput("rope", type(rope).__name__, "a RotaryEmbedding or None")
+            fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
         if rope is not None and rope.head_dim != head_dim:
-            raise InvalidInput("rope.head_dim", rope.head_dim, f"{head_dim}, the layer's head_dim")
+            fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{head_dim}, the layer's head_dim")
         self.rope = rope
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias, device=device, dtype=dtype)

@@ -29,7 +29,10 @@ def need(ok: Any, field: str, got: object, want: str) -> None:
     if not statically_known_true(ok):
         if statically_known_true(torch.sym_not(ok)):
             fail(InvalidInput, field, got, want)
-        torch._check(ok, lambda: f"{field}: got {got}, want {want}")
+        try:
+            torch._check(ok, lambda: f"{field}: got {got}, want {want}")
+        except RuntimeError:
+            fail(InvalidInput, field, got, want)
 
 
 def tensor(field: str, value: Any, ndim: int | tuple[int, ...], dtypes: tuple[torch.dtype, ...], layout: str) -> Tensor:

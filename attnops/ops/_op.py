@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
-from attnops.errors import NoGradient, NotCapturable, RegistrationError
+from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
 from attnops.kernel import Capture, Core, Kernel, generation, on_register
 from attnops.ops.layouts import refuse_others
 from attnops.ops.watched import direct
@@ -72,9 +72,9 @@ def define(op: Op) -> Op:
 def check_binding(kernel: Kernel) -> None:
     """Raise RegistrationError for a kernel that can have no overload."""
     if kernel.op not in OPS:
-        raise RegistrationError(f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
+        fail(RegistrationError, f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
     if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):
-        raise RegistrationError(f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
+        fail(RegistrationError, f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
     if kernel.core is not None:
         try:
             torch._C.parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
@@ -167,7 +167,7 @@ def capturing(tensor: Tensor) -> bool:
 def _outside_of_captures(kernel: Kernel) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if capturing(args[0]):
-            raise NotCapturable(f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
+            fail(NotCapturable, f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
         return kernel.run(*args, **kwargs)
 
     return run
@@ -225,7 +225,7 @@ def _refuse_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     names = [a.name for a in op.packet.default._schema.arguments]
     given = [*zip(names, args, strict=False), *kwargs.items()]
     if fields := tuple(n for n, v in given if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None):
-        raise NoGradient(op.name, fields, forward=True)
+        fail(NoGradient, op.name, fields, True)
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -256,12 +256,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NoGradient(ctx.name, ("its arguments",))
+        fail(NoGradient, ctx.name, ("its arguments",))
 
 
 def _refuse_grad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and (fields := _grad_fields(args, kwargs, op)):
-        raise NoGradient(op.name, fields)
+        fail(NoGradient, op.name, fields)
 
 
 def _without_grad(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:

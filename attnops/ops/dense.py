@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from attnops.errors import NoGradient
+from attnops.errors import NoGradient, fail
 from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct, gradient
 from attnops.ops._op import Op, applied, below, define, target_of
@@ -170,7 +170,7 @@ class _Attention(torch.autograd.Function):
 def _autograd(overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
     if q_scale is not None or tensors[5] is not None or tensors[6] is not None:
-        raise NoGradient("attention with q_scale, k_scale or v_scale", ("query, key or value",))
+        fail(NoGradient, "attention with q_scale, k_scale or v_scale", ("query, key or value",))
     output, lse = applied(_Attention, overload, statics, return_lse, *tensors)
     return output, lse if return_lse else lse.new_empty(0)
 

@@ -15,7 +15,7 @@ from math import inf
 
 import torch
 
-from attnops.errors import UnknownKernel
+from attnops.errors import UnknownKernel, fail
 from attnops.kernel import generation, kernels_of, own_kernel
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
@@ -141,7 +141,7 @@ def crossover(
 def kernel_for(op: str, name: str | None) -> str | None:
     """`name` where `op`, one of ATTENTION, has a kernel of that name, else None. Raises UnknownKernel for a name that none of them has."""
     if name is not None and not any(name in kernels_of(other) for other in ATTENTION):
-        raise UnknownKernel(name, op, tuple(kernels_of(op)))
+        fail(UnknownKernel, name, op, tuple(kernels_of(op)))
     return own_kernel(op, name)
 
 

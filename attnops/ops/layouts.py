@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 
 KEYS = (
     "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "QuantizedCPU", "QuantizedCUDA", "NestedTensorCPU",
@@ -29,8 +29,8 @@ def refuse_others(library: torch.library.Library, packet: Any) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested or value.is_quantized):
-                raise InvalidInput(name, described(value), PACKED if value.is_nested else "a plain strided tensor")
-        raise InvalidInput(op, "a tensor of another layout", "plain strided tensors")
+                fail(InvalidInput, name, described(value), PACKED if value.is_nested else "a plain strided tensor")
+        fail(InvalidInput, op, "a tensor of another layout", "plain strided tensors")
 
     for key in KEYS:
         library.impl(packet._qualified_op_name.partition("::")[2], run, key)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
 from attnops.ops.dense import _packed_last
@@ -25,7 +25,7 @@ def _check_copy(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target:
     if v_pages is not None:
         check.tensor("v_pages", v_pages, k_pages.dim(), STORED, "[L, P, page, Hkv, Dv] or [L, P, page, Dv], as the keys")
         if v_pages.dtype != k_pages.dtype:
-            raise InvalidInput("v_pages.dtype", check.name(v_pages.dtype), f"{check.name(k_pages.dtype)}, as the keys")
+            fail(InvalidInput, "v_pages.dtype", check.name(v_pages.dtype), f"{check.name(k_pages.dtype)}, as the keys")
         for dim, meaning in enumerate(("layers", "pages", "page size", "heads")[: k_pages.dim() - 1]):
             check.equal(f"v_pages.shape[{dim}]", v_pages.shape[dim], k_pages.shape[dim], f"the keys' {meaning}")
     check.tensor("source", source, 1, check.INDEX, "[N]")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
+from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
 from attnops.ops import _check as check
 from attnops.ops._op import Op, define, target_of
@@ -72,10 +72,10 @@ def check_buffers(plan: Tensor, workspace: Tensor, dtype: str, kv_dtype: str) ->
     check.tensor("plan", plan, 1, (torch.int64,), "int64 [n], on the CPU")
     check.tensor("workspace", workspace, 1, (torch.uint8,), "uint8 [n], on the device of page_table")
     if plan.device.type != "cpu":
-        raise InvalidInput("plan.device", plan.device, "cpu")
+        fail(InvalidInput, "plan.device", plan.device, "cpu")
     for field, value in (("plan", plan), ("workspace", workspace)):
         if value.stride(0) != 1 and value.shape[0] > 1:
-            raise InvalidInput(f"{field}.stride()", value.stride(), "(1,)")
+            fail(InvalidInput, f"{field}.stride()", value.stride(), "(1,)")
 
 
 def _problem_plan(

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from attnops.errors import NoGradient
+from attnops.errors import NoGradient, fail
 from attnops.ops import _check as check
 from attnops.ops._direct import UNBOUNDED, Direct, gradient
 from attnops.ops._op import Op, applied, below, define, target_of
@@ -157,9 +157,9 @@ class _Varlen(torch.autograd.Function):
 def _autograd(overload: Any, *args: Any, return_lse: bool = False, q_scale: Tensor | None = None, **statics: Any) -> tuple[Tensor, Tensor]:
     tensors = (*args, *[None] * (9 - len(args)))
     if q_scale is not None or tensors[7] is not None or tensors[8] is not None:
-        raise NoGradient("varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
+        fail(NoGradient, "varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
     if tensors[5] is not None and tensors[5].requires_grad:
-        raise NoGradient("varlen_attention", ("mask",))
+        fail(NoGradient, "varlen_attention", ("mask",))
     output, lse = applied(_Varlen, overload, statics, return_lse, *tensors)
     return output, lse if return_lse else lse.new_empty(0)
 

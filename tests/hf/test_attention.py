@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import GenerationConfig
 
 import attnops.hf
 from attnops.errors import InvalidInput, UnknownKernel
@@ -154,6 +155,11 @@ def test_nothing_that_matters_is_swallowed(extra):
 def test_what_does_not_matter_is_let_pass():
     tensors = {name: torch.zeros(1) for name in HARMLESS}
     attend(MODULE, *qkv(), None, **tensors, indices=None, output_attentions=False, a_flag_of_the_user=True, a_number=3)
+
+
+def test_options_of_generate_do_not_matter():
+    """The generate() of CTC models hands them down to its one forward."""
+    attend(MODULE, *qkv(), None, **dict.fromkeys(vars(GenerationConfig()), "a value"))
 
 
 def test_autocast():
