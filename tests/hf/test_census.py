@@ -132,6 +132,9 @@ def test_the_committed_census_has_no_wrong_row():
         pytest.skip("no census is committed")
     found = json.loads(run.RESULTS.read_text())
     assert not found["counts"]["checks"].get("wrong")
+    ran = {name: one["compiled"] for name, one in found["types"].items() if one["state"] == "ran"}
+    assert not [name for name, backends in ran.items() if "aot_eager" not in backends]
+    assert {name for name, backends in ran.items() if "inductor" in backends} == set(run.INDUCTOR)
     assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
 
 
