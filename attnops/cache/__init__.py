@@ -1,4 +1,4 @@
-"""The paged caches: pages of keys and values or of latents, who owns them, and what a step of a batch needs to know of them."""
+"""The paged caches: pages of keys and values or of latents, their owners, and the tensors of a step."""
 
 from attnops.cache.batch import PagedBatch as PagedBatch
 from attnops.cache.batch import PrefixChunk as PrefixChunk

@@ -1,4 +1,4 @@
-"""`PagedBatch`: the tensors of one step of several requests, and what a step may say of cached tokens."""
+"""`PagedBatch`: the tensors of one step of several requests, and the descriptions of its cached tokens."""
 
 from __future__ import annotations
 

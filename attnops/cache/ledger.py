@@ -1,6 +1,6 @@
 """`Ledger`: which request owns which page. Plain Python on the host: it plans a change, and commits it once the tensors have followed.
 
-Planning raises the cache's typed errors and changes nothing. Pages are shared by reference count. Page 0 of each pool is the null page:
+Planning raises the cache's typed errors, and makes no change. Pages are shared by reference count. Page 0 of each pool is the null page:
 it fills the unused entries of a page table and has no owner.
 """
 
@@ -141,7 +141,7 @@ class Ledger:
                 self.free_rows.append(step.row)
 
     def edits(self, plan: Plan, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
-        """(row, column, page) of each pool, and (row, length): what `plan` writes into the tables, or (undo) what it overwrites.
+        """(row, column, page) of each pool, and (row, length): the entries that `plan` writes into the tables, or (undo) overwrites.
 
         Call it before the commit.
         """

@@ -1,4 +1,4 @@
-"""Which page size a cache gets: what the kernels that may be chosen say of it, asked of their own needs."""
+"""The page size of a cache, negotiated with the kernels that may be chosen for it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from attnops.select import active_policy, select
 OP = "mla_attention"
 PAGED = "paged_attention"
 SIZES = (1, 16, 32, 64, 128, 256)
-"""What is tried."""
+"""The sizes that are tried."""
 
 USUAL = 64
-"""The size that is chosen, or the nearest to it, where nothing else tells two apart."""
+"""Of several equally good sizes the nearest to this one is chosen."""
 
 STEP = 64
 """Requests of the decode step that kernels are compared on, where the cache has room for as many."""
@@ -40,11 +40,13 @@ PLANS = ("none", "device", "host")
 
 @dataclass(frozen=True)
 class PageSizeChoice:
-    """A page size, and what it rests on.
+    """A page size, and the reasons for it.
 
-    page_size: in tokens. target: the machine it was chosen for. why: in a few words.
-    takes: the sizes, of those tried, that each kernel takes: the kernels asked for, or all that can run on the target.
-    refused: why the others cannot run on the target at this page size.
+    page_size: in tokens.
+    target: the machine it was chosen for.
+    why: in a few words.
+    takes: for each kernel that was asked for, or that can run on the target, the sizes it takes of those tried.
+    refused: why the other kernels cannot run on the target at this page size.
     """
 
     page_size: int
@@ -80,19 +82,25 @@ def negotiate_page_size(
     those alike, the one that most kernels take; then the nearest to 64. A kernel counts with whichever plan and, over quantised
     latents, query dtype it runs with.
 
-    kernels given: all of them must take the size. Only what they say of the call counts here, and not of the machine: pages may be meant
-    for another one, or for several.
+    kernels given: all of them must take the size. Their needs of the machine do not count, because pages may be meant for another one, or
+    for several.
 
-    page_size given: it is taken, if all of `kernels` take it.
+    page_size given: it is the result, if all of `kernels` take it.
 
     Args:
-        latent_dim, rope_dim: Dc and Dr. max_requests, max_tokens_per_request: of the cache. page_size: tokens, or None.
-        q_heads: query heads; None: 128. kernels: names, or None. dtype: of the pages. device: where they lie.
-        workspace_bytes: scratch that batches carry. max_new_tokens: the most new tokens of a request in a decode step.
+        latent_dim, rope_dim: Dc and Dr.
+        max_requests, max_tokens_per_request: of the cache.
+        page_size: tokens, or None.
+        q_heads: query heads; None: 128.
+        kernels: names, or None.
+        dtype, device: of the pages.
+        workspace_bytes: scratch that batches carry.
+        max_new_tokens: the most new tokens of a request in a decode step.
 
     Raises:
         PageSizeConflict: no size suits all of `kernels`, or the one given does not, or no kernel can run at any.
-        UnknownKernel: one of `kernels` is none of `mla_attention`. InvalidInput: a number, a dtype or `kernels` is none.
+        UnknownKernel: `mla_attention` has no kernel of that name.
+        InvalidInput: a size, the dtype or `kernels` is invalid.
     """
     if dtype not in (*FLOATS, *STORED):
         fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
@@ -133,12 +141,18 @@ def negotiate_kv_page_size(
 ) -> PageSizeChoice:
     """The page size for keys and values of these sizes, from the kernels of `paged_attention`. Allocates nothing and calls no kernel.
 
-    As `negotiate_page_size`, for causal layers without a window whose calls bring no plan of the host. dtype: of query and pages, a
-    float of 16 bits or more. softcap: do the layers have one. sinks: their dtype, or None.
+    As `negotiate_page_size`, for causal layers without a window whose calls bring no plan of the host.
+
+    Args:
+        dtype: of query and pages, a float of 16 bits or more.
+        softcap: do the layers have one?
+        sinks: their dtype, or None.
+        the rest: as in `negotiate_page_size`.
 
     Raises:
         PageSizeConflict: no size suits all of `kernels`, or the one given does not, or no kernel can run at any.
-        UnknownKernel: one of `kernels` is none of `paged_attention`. InvalidInput: a number, a dtype or `kernels` is none.
+        UnknownKernel: `paged_attention` has no kernel of that name.
+        InvalidInput: a size, the dtype or `kernels` is invalid.
     """
     if dtype not in FLOATS:
         fail(InvalidInput, "dtype", dtype, " | ".join(map(name, FLOATS)))
@@ -200,7 +214,7 @@ def _negotiate(
 
 @dataclass(frozen=True)
 class _Answers:
-    """us: the least cost of each kernel that can run one of some problems. refused: of each other one, why it cannot run the nearest."""
+    """us: the least cost of each kernel that can run one of the problems. refused: of each other one, why it cannot run the nearest."""
 
     us: Mapping[str, float]
     refused: Mapping[str, tuple[Refusal, ...]]
@@ -217,13 +231,13 @@ def _on_target(op: str, problems: Iterable[Problem]) -> _Answers:
 
 
 def _anywhere(kernel: Kernel, problems: Iterable[Problem]) -> tuple[Refusal, ...]:
-    """What the kernel has against the nearest of `problems`, wherever it runs."""
+    """The refusals of the kernel for the nearest of `problems`, on any machine."""
     unmet = [tuple(r for r in kernel.unmet(p) if r.field not in ("target", "device")) for p in problems]
     return min(unmet, key=_far)
 
 
 def _far(refusals: tuple[Refusal, ...]) -> tuple[int, int]:
-    """How far a kernel is from running: what else it wants counts before the query's dtype, of which there are several to ask with."""
+    """How far a kernel is from running. The query's dtype counts last, because several are tried."""
     return len(refusals), sum("dtype" in r.field for r in refusals)
 
 

@@ -297,7 +297,7 @@ class PagedCache(Pages):
         tables: the page tables of all windows. A layer reads table `table_of[layer]`, and its batch is `batch.of(table_of[layer])`.
 
     All tensors are written in place and keep their addresses. A call that raises leaves the cache as it was. The constructor raises
-    InvalidInput; methods raise what they list, and UnknownRequest for an id that was freed or belongs to another cache.
+    InvalidInput; methods raise the errors they list, and UnknownRequest for an id that was freed or belongs to another cache.
     """
 
     def __init__(

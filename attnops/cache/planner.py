@@ -1,4 +1,4 @@
-"""`Planner`: the plan of a step, made by whatever the kernel that will answer the layers wants it made by: the host or the device."""
+"""`Planner`: the plan of a step, made on the host or on the device, as the kernel of the layers needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.paged import ordinary
+from attnops.cache.paged import fix_address, ordinary
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import _check as check
 from attnops.ops._op import target_of
@@ -58,19 +58,15 @@ class Planner:
             numbers, size = plan_mla_sizes(spec, **sizes, device=device)
         else:
             numbers, size = plan_sizes(spec, **sizes, device=device)
-        # As the cache's pages: born outside of inference mode, and told to the compiler to lie where they lie.
+        # As the cache's pages: born outside of inference mode, at a static address.
         with ordinary():
             self.plan = torch.zeros(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
             self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         if size:
-            from torch._dynamo import mark_static, mark_static_address
-
-            for buffer in (self.plan, self.workspace):
-                mark_static(buffer, [0])
-                mark_static_address(buffer)
+            fix_address(self.plan, self.workspace, static=(0,))
 
     def __call__(self, batch: PagedBatch) -> PagedBatch:
-        """`batch` with its plan. Raises what `plan_paged_attention` and `plan_mla_attention` raise."""
+        """`batch` with its plan. Raises as `plan_paged_attention` and `plan_mla_attention` do."""
         if isinstance(self.spec, LatentSpec):
             return self._latents(self.spec, batch)
         found = plan_paged_attention(
@@ -93,7 +89,7 @@ class Planner:
         return replace(batch, plan=self.plan, workspace=self.workspace)
 
     def _answers(self, spec: LatentSpec, batch: PagedBatch) -> Kernel:
-        """The kernel that the layers had best run. No call has a plan of both kinds, so what runs with either is chosen from."""
+        """The best kernel for the layers. No call has plans of both kinds, so that the kernels of either kind are compared."""
         requests, pages = batch.page_table.shape
         problem = spec.problem(target_of(batch.page_table), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
         elsewhere = replace(problem, plan="device", workspace=check.workspace_bytes(batch.workspace))
@@ -110,13 +106,13 @@ def _planned_by_host() -> tuple[str, ...]:
 
 
 def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:
-    """What makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None where it reads none."""
+    """The function that makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None: it reads none."""
     plan, heads, dim, latent, dtype, causal = kernel.device_plan, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
     if plan is None:
         return None
 
     def make(batch: PagedBatch) -> Tensor:
-        # The query's numbers are not read, and there are none yet: a plan needs its shape, its dtype and its device.
+        # A plan needs the query's shape, dtype and device, and there is no query yet.
         query = torch.empty((), dtype=dtype, device=batch.page_table.device).expand(batch.slots.shape[0], heads, dim)
         return plan(
             q_nope=query[..., :latent], q_pe=query[..., latent:], page_table=batch.page_table, seq_lens=batch.seq_lens,

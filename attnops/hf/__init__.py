@@ -3,9 +3,8 @@
     import attnops.hf
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnops")
 
-works as soon as this package is imported: it registers the name with transformers. `attnops.patch(model)` does the same to a
-model that exists already, reaches what the name alone does not (encoder-decoder models copy their config), can be undone, and
-tells what it did.
+works as soon as this package is imported: it registers the name with transformers. `attnops.patch(model)` does the same to an
+existing model, reaches all its parts (encoder-decoder models copy their config), can be undone, and returns a report.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from attnops.ops.dense import default_scale
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 
-# Whatever bears one of these in its name changes the result, be it a tensor or not.
+# An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
 
 _collector: Any = None
@@ -43,8 +43,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
 
     Args:
         kernel: forced on every call of an op that has a kernel of that name.
-        additive: the mask alone says what is visible, as in eager attention. None shows all, whatever `is_causal` says.
-        proven: serve modules of any class. Otherwise those alone whose masks transformers itself leaves out, see `routed`.
+        additive: the mask alone decides, as in eager attention. None means that all keys are visible; `is_causal` is ignored.
+        proven: serve modules of any class. False: only those whose masks transformers itself leaves out, see `routed`.
     """
     ops = ("attention", "paged_attention", "mla_attention")
     dense_kernel, paged_kernel, latent_kernel = (own_kernel(op, kernel) for op in ops)
@@ -97,7 +97,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if others:
             check_others(others)
         if not (additive or proven or routed(type(module))):
-            want = "attnops.patch(model), which tries what masks this model can do with: transformers does not route it through sdpa"
+            want = "attnops.patch(model), which tries masks with this model: transformers does not route it through sdpa"
             fail(InvalidInput, "attn_implementation", f"attnops for {type(module).__name__}", want)
         if sinks is None:
             sinks = s_aux
@@ -111,7 +111,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             fail(InvalidInput, "output_attentions", True, want)
         if isinstance(attnops_cache, PagedKeyCache):
             if key.dim() != 5:
-                fail(InvalidInput, "key.dim()", key.dim(), "5, as a cache of pages hands on what is new: this layer did not ask it")
+                fail(InvalidInput, "key.dim()", key.dim(), "5, the new keys from a cache of pages: this layer did not call its update()")
             odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
             return pages.attend_keys(
                 module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,
@@ -180,7 +180,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
 
 
 def _recorded(module: Any) -> bool:
-    """Does transformers record attention weights now, whatever of it reaches this layer?"""
+    """Does transformers record attention weights now? Not every layer receives the argument that asks for them."""
     config = getattr(module, "config", None)
     if config is not None and config.__dict__.get("_output_attentions"):
         return True
@@ -199,7 +199,7 @@ def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def check_others(others: dict[str, Any]) -> None:
-    """Raise InvalidInput for an argument that would change the result: a tensor, or a telling name, that nobody here knows."""
+    """Raise InvalidInput for an unknown argument that may change the result: a tensor, or a name with one of _TELLING."""
     for name, value in others.items():
         if name in HARMLESS or value is None or value is False:
             continue
@@ -222,7 +222,7 @@ def join(bias: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def apart(query: Tensor, key: Tensor, mask: Tensor | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Tensor:
-    """The mask (None: nothing more) with the packed requests of a row kept apart.
+    """The mask (or None), restricted to pairs of tokens of one packed request.
 
     Raises InvalidInput: several rows, or other keys than queries, whose positions a mask does not know.
     """
@@ -258,7 +258,7 @@ def in_torch(
     """
     see = dense_visible(query, key, start, end, rules)
     logits = scores(wide(query), dequantise(key, None, query.dtype), see, mask, rules)
-    # Not exp(logits - lse): the rounding of a large lse would be in every weight.
+    # Not exp(logits - lse): every weight would have the rounding of a large lse.
     sink = None if sinks is None else sinks.to(logits.dtype)[None, :, None, None]
     top = logits.amax(-1, keepdim=True)
     top = (top if sink is None else torch.maximum(top, sink)).clamp(min=torch.finfo(logits.dtype).min)

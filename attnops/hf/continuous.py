@@ -1,7 +1,7 @@
 """`paged|attnops`: attention for transformers' continuous batching (`generate_batch`), which keeps its own cache of pages.
 
-That cache packs the requests of a step into one row. Its `update` writes what is new, and gives the keys and values that each request sees,
-gathered one request after the other: what `attnops.varlen_attention` takes.
+That cache packs the requests of a step into one row. Its `update` writes the new keys and values, and returns those that each request
+sees, gathered one request after the other, as `attnops.varlen_attention` takes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 
 PREFIX = "paged|"
-"""What transformers puts before the name of an implementation for continuous batching."""
+"""transformers' prefix of an implementation for continuous batching."""
 
 # Of the step as a whole, or of which tokens' logits are wanted.
 _OF_THE_STEP = ("logits_indices", "logits_processor_args")
@@ -69,7 +69,8 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
 
         Args:
             query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
-            cache: transformers' PagedAttentionCache. read_index, write_index: what it asks for in `update`.
+            cache: transformers' PagedAttentionCache.
+            read_index, write_index: arguments of its `update`.
             cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
             max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
             scaling, softcap, s_aux, sinks, sliding_window: as in `attnops.hf.attention`.
@@ -81,11 +82,11 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
             InvalidInput: there is no such cache, or an argument that would change the result and is not known here.
         """
         if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
-            want = 'what generate_batch() passes. Use "attnops" for an ordinary forward'
-            fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", "nothing", want)
+            want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
+            fail(InvalidInput, "cache, cu_seq_lens_q, cu_seq_lens_k", None, want)
         for name, given in (("attention_mask", attention_mask), ("block_table", block_table)):
             if given is not None:
-                fail(InvalidInput, name, list(given.shape), "None: continuous batching says lengths to attnops")
+                fail(InvalidInput, name, list(given.shape), "None: continuous batching passes lengths")
         if is_causal is False or (dropout > 0.0 and module.training):
             fail(InvalidInput, "is_causal, dropout", (is_causal, dropout), "causal, and no dropout, in continuous batching")
         if not ((proven or routed(type(module))) and _keeps_what_it_is_given(type(module))):

@@ -1,8 +1,8 @@
 """Decode steps of `generate()` in CUDA graphs: `patch(model, cache="paged", decode="piecewise")`.
 
-The whole step lies in the graph, from the tokens to the logits: positions in the pages, masks and lengths follow there from what the
-cache's own tensors hold. What a step is given is copied into buffers for the bucket of rows that it belongs to. Rows that fill a bucket
-are rows of the cache that no request has: nothing is stored for them, and they are left as dead as they were.
+The graph holds the whole step, from the tokens to the logits: it computes positions in the pages, masks and lengths from the cache's own
+tensors. The arguments of a step are copied into the buffers of its bucket of rows. Padding rows, which fill a bucket, are rows of the
+cache without a request: they store no token, and stay unused.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
-_STOP = "attnops: a step of rows that the step before had not, or a cache that is full"
+_STOP = "attnops: rows that the step before did not have, or a cache that is full"
 _TAKEN = ("input_ids", "position_ids", "past_key_values")
-# What else generate() says at such a step: masks are known, and all the rest has one meaning for one token.
+# Further arguments of generate() at such a step: masks are known, and the others have one meaning for one token.
 _KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
 
 
@@ -44,8 +44,8 @@ _KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache
 class Decode:
     """How decode steps of `generate()` run. The other fields are arguments of `attnops.graphs.piecewise`, where they are described.
 
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. pack: of piecewise
-    steps, lay weights of linears that share an input together, so that they are one matrix product (docs/linears.md).
+    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU.
+    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product (docs/linears.md).
     """
 
     mode: Literal["hf", "piecewise", "breakable"] = "hf"
@@ -72,12 +72,13 @@ class _Over(NamedTuple):
 
 
 class Decoder:
-    """The graphs of one model, over one set of pages at a time. make: a cache over given pages, which keep what they hold.
+    """The graphs of one model, over one set of pages at a time.
 
-    forward: the model's own, as it was before `decode=` took its place.
+    While the last served cache lives, caches on other pages run without graphs: a capture costs more than steps without graphs.
 
-    While the cache that was served last lives, others on pages of their own are not: capture costs more than steps without graphs.
-    plain_steps: how many of `generate()` went without, for that or because more was asked of them than logits.
+    forward: the model's own, which `decode=` replaced.
+    make: returns a cache over given pages, which keep their tokens.
+    plain_steps: steps of `generate()` that ran without graphs, for that reason or because they asked for more than logits.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
@@ -88,23 +89,24 @@ class Decoder:
         self._user: Callable[[], State | None] = lambda: None
         self._given: tuple[Any, ...] = ()
         self._look = True
-        # Graphs have one set of buffers. Who comes while another thread is at them goes without.
+        # Graphs have one set of buffers. While one thread uses them, others run without graphs.
         self._lock = threading.Lock()
 
     @property
     def graphed(self) -> Graphed | None:
-        """What was captured, for reports."""
+        """The captured graphs, for reports."""
         return None if self._over is None else self._over.graphed
 
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
-        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: others are at the graphs.
+        """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: the graphs are in use.
 
         Args:
             input_ids: int64 `[B, 1]`. position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
             cache: of this model, with a first step behind it, of as many rows.
 
         Raises:
-            InvalidInput: an argument is of another shape or dtype, or the cache is empty or half written. What `Graphed` raises.
+            InvalidInput: an argument is of another shape or dtype, or the cache is empty or half written.
+            StaleGraph and others: as `Graphed`.
         """
         state, most = _state_of(cache), cache.max_batch
         if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
@@ -124,7 +126,7 @@ class Decoder:
             return logits
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
-        """Capture every bucket up to the cache's rows now. Its tokens stay. None: others are at the graphs. Raises as `Graphed`."""
+        """Capture every bucket up to the cache's rows now. Its tokens stay. None: the graphs are in use. Raises as `Graphed`."""
         with self._graphs_of(_state_of(cache)) as found:
             if found is None:
                 return None
@@ -133,14 +135,14 @@ class Decoder:
 
     @contextmanager
     def _graphs_of(self, state: State) -> Iterator[_Over | None]:
-        """The graphs over these pages, for the block alone; None: others are at them."""
+        """The graphs over these pages, for the block alone; None: they are in use."""
         if not self._lock.acquire(blocking=False):
             yield None
             return
         try:
             yield self._of(state)
         finally:
-            # A capture that failed half way is of nobody's tokens.
+            # A capture that failed half way leaves no step behind.
             if self._over is not None:
                 self._over.cache.state.end_step()
             self._lock.release()
@@ -156,7 +158,7 @@ class Decoder:
         return one and isinstance(cache, PagedModelCache) and cache.state.filled
 
     def serves(self, kwargs: dict[str, Any]) -> bool:
-        """Is it that, and nothing besides?"""
+        """Could it serve this call, and does the call ask for logits only?"""
         if not self.could_serve(kwargs):
             return False
         given: dict[str, Any] = kwargs
@@ -238,7 +240,7 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
         begun = pages.pad[:rows]
         real = live != 0
         torch.ops.aten._assert_async.msg((~real | ((begun < EMPTY) & (pages.seen < pages.sizes.length))).all(), _STOP)
-        # A row of nobody stores nothing and reads the first token of its pages, whatever that is: no kernel meets a length of 0.
+        # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
         state.rows = Rows(torch.where(real, begun, pages.seen), real)
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
         state.rows = None
@@ -249,14 +251,14 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 class Forward:
-    """What stands for the forward of a patched model: graphs for the decode steps of its `generate()`, the model's own for all else."""
+    """The forward of a patched model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
 
     def __init__(self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None) -> None:
         self.owner, self.decoder, self.prompted, self.own = owner, decoder, prompted, own
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """transformers looks which arguments a model takes."""
+        """transformers inspects the arguments of a model."""
         return inspect.signature(self._own())
 
     def _own(self) -> Callable[..., Any]:
@@ -272,7 +274,7 @@ class Forward:
             return self._plain(*args, **kwargs)
         cache: Any = kwargs.get("past_key_values")
         decoder = self.decoder()
-        # The prompt's mask was looked at, and generate() only appends ones to it. Of a prompt in chunks each brings more of its mask.
+        # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
         mask, prompt = kwargs.get("attention_mask"), generation.prompt
         whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
         if not whole or not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:

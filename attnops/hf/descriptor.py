@@ -5,8 +5,8 @@ HuggingFace passes any 4-D tensor from the mask function to the attention functi
     int64 [B, kind, 1 + window, 4]    kind 1: causal, 2: bidirectional; window 0: unbounded
     fields: kv_start, kv_end (indices into the keys at hand), q_offset, kv_offset (positions, as HuggingFace gave them)
 
-What a kernel must know before it runs (causal or not, the window) is in the shape, which is free to read; what may change from
-step to step is in the data. The two inner dims are expanded, so the memory is that of `[B, 4]`.
+The shape holds the facts that select a kernel (causal or not, the window), and is free to read; the data may change from step to
+step. The two inner dims are expanded, so the memory is that of `[B, 4]`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DTYPE = torch.int64
 Number = int | Tensor
 
 _RANGE = "_attnops_range"
-"""Of a mask that was made eagerly: None, or its version when it was read, and what was read."""
+"""Attribute of a mask that was made eagerly: None, or its version and range when it was read."""
 
 
 class Pattern(NamedTuple):
-    """What a query may see besides padding. window: keys a causal query sees, its own included; 0 is unbounded."""
+    """The keys a query may see, apart from padding. window: keys a causal query sees, its own included; 0 is unbounded."""
 
     causal: bool
     window: int
@@ -75,10 +75,10 @@ def read(mask: Tensor, batch: int) -> Range:
 
 
 def read_once(mask: Tensor, batch: int) -> Range:
-    """As `read`, for all layers of a step: what the first one reads is kept with the mask, in int32, which kernels want.
+    """As `read`, for all layers of a step: the mask keeps the range that the first layer reads, in int32, which kernels take.
 
-    It is for masks that were made eagerly, as those of every step are. One that a graph makes is the same tensor at every replay, which
-    writes what no version tells of.
+    It is for masks that were made eagerly, anew in every step. A graph's mask is the same tensor at every replay, and a replay does not
+    change its version.
     """
     if torch.compiler.is_compiling() or not hasattr(mask, _RANGE) or _captured(mask):
         return read(mask, batch)

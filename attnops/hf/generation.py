@@ -1,10 +1,9 @@
-"""Which calls of a model are the steps of a `generate()`, whose 2-D mask is the one before with ones appended.
+"""Recognises the steps of a `generate()`, whose 2-D mask is the previous mask with ones appended, and needs no further check.
 
-A mask of such a step need not be looked at again. What else runs in the meantime (another model that a LogitsProcessor steps, the same
-model on a negative prompt, a nested `generate()`) promises nothing. So the promise is kept for one model and one chain of masks:
-`generate()` makes the arguments of each step by `prepare_inputs_for_generation`, and the mask that comes out of there is the very object
-its forward is given; the next one comes from `_update_model_kwargs_for_generation`, which is given the last. Where that chain breaks,
-masks are looked at.
+Other calls in the meantime (another model in a LogitsProcessor, the same model on a negative prompt, a nested `generate()`) make no such
+promise. It holds for one model and one chain of masks: `generate()` makes the arguments of each step by `prepare_inputs_for_generation`,
+whose mask is the very object that the forward gets; `_update_model_kwargs_for_generation` makes the next mask from the last. Where that
+chain breaks, masks are checked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Verdict(NamedTuple):
-    """What a look at a 2-D mask told: every row is one run of ones; nothing is masked; it stays one run when ones are appended."""
+    """The check of a 2-D mask. run: every row is one run of ones. full: it has no zeros. grows: it stays one run with ones appended."""
 
     run: bool
     full: bool
@@ -30,11 +29,13 @@ class Verdict(NamedTuple):
 
 
 class Generation:
-    """What is known of the masks of one `generate()` call. A mask that once failed spoils the whole call.
+    """The masks of one `generate()` call. After a mask that fails the check, all masks of the call are checked.
 
-    owner: the model, or None for a block in which all masks grow. inside: its own step is under way.
-    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.paged_mask).
-    prompt: columns of the prompt's mask, None if there is none. lent: the caches made for it (attnops.hf.paged).
+    owner: the model, or None for a block in which all masks grow.
+    inside: a step of the owner is under way.
+    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.mask).
+    prompt: columns of the prompt's mask, None without one.
+    lent: the caches made for it (attnops.hf.paged).
     """
 
     def __init__(self, owner: nn.Module | None = None) -> None:
@@ -46,7 +47,7 @@ class Generation:
         self.lent: list[Any] = []
         self._begun = False
         self._last: Any = None  # the mask that the last step left behind
-        self._prepared: Any = None  # what the next step's forward will be given
+        self._prepared: Any = None  # the mask of the next step's forward
 
     def note(self, new: Verdict) -> None:
         """Take a look at one more mask into account."""
@@ -106,7 +107,7 @@ def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
         _GENERATION.running = before
 
 
-# What is set on a model -----------------------------------------------------------------------------------------------
+# Methods and hooks of a model -----------------------------------------------------------------------------------------
 
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
@@ -119,7 +120,7 @@ class _Method:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """transformers looks which arguments it takes."""
+        """transformers inspects its arguments."""
         return inspect.signature(self._call())
 
     def _call(self) -> Callable[..., Any]:
@@ -156,7 +157,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def watch(owner: Any) -> list[RemovableHandle]:
-    """Let the model tell which calls are steps of its `generate()`. The handles of its hooks are for `unwatch`."""
+    """Follow the model's calls, to recognise the steps of its `generate()`. Returns the hooks, for `unwatch`."""
     for name in _METHODS:
         if hasattr(owner, name):
             owner.__dict__[name] = _Method(owner, name, owner.__dict__.get(name))

@@ -11,8 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from attnops.errors import InvalidInput, UnknownKernel, fail
 from attnops.hf.attention import attention_function
 from attnops.hf.continuous import PREFIX, continuous_function
-from attnops.hf.mask import MODES, Mode
-from attnops.hf.paged_mask import paged_mask_function
+from attnops.hf.mask import MODES, Mode, mask_function
 from attnops.kernel import kernels_of
 
 NAME = "attnops"
@@ -25,9 +24,12 @@ CACHES: tuple[Kept, ...] = ("hf", "paged")
 
 @dataclass(frozen=True)
 class Options:
-    """What `patch` was asked for. kernel: forced by name, or None. mask: see attnops.hf.mask. cache: see attnops.hf.paged.
+    """The options of `patch`.
 
-    proven: these masks were tried with the model (attnops.hf.proof), whatever transformers says of its class.
+    kernel: forced by name, or None.
+    mask: see attnops.hf.mask.
+    cache: see attnops.hf.paged.
+    proven: these masks were tried with the model (attnops.hf.proof); transformers' flags of its class do not count.
     """
 
     kernel: str | None = None
@@ -53,7 +55,7 @@ def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
 
 
 def register() -> None:
-    """Make `attn_implementation="attnops"` known to transformers. `import attnops.hf` does it; calling it again changes nothing."""
+    """Make `attn_implementation="attnops"` known to transformers. `import attnops.hf` does it; calling it again has no effect."""
     implementation(Options())
 
 
@@ -74,6 +76,6 @@ def implementation(options: Options) -> str:
     # A second registration would be another function object, and compiled code is guarded by the first.
     if name not in AttentionInterface._global_mapping:
         AttentionInterface.register(name, attention_function(options.kernel, options.mask == "additive", options.proven))
-        AttentionMaskInterface.register(name, paged_mask_function(options.mask))
+        AttentionMaskInterface.register(name, mask_function(options.mask))
         AttentionInterface.register(PREFIX + name, continuous_function(options.kernel, options.proven))
     return name

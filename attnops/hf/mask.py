@@ -1,18 +1,23 @@
-"""The mask function HuggingFace calls once a forward and layer type, and what it makes.
+"""The mask function that transformers calls once a forward and layer type.
 
-`dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and nothing is padded. `explicit`: as dense, but a causal mask
-is always written out, for models that compute with it. `additive`: floats that are added to scores, as eager attention is given them.
+`dense`: a bool `[B, 1, S, T]`, or None where the pattern is plain and without padding.
+`explicit`: as dense, but a causal mask is always written out, for models that compute with it.
+`additive`: floats that are added to scores, as eager attention gets them.
 `compact`: a descriptor (see descriptor.py) where it is exact, else dense.
 `auto`: compact on CUDA, dense elsewhere.
 
-A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. That is checked on the mask itself,
-which makes the host wait for the device. Where it must not wait, nothing is guessed: a tracer, and one-token steps on CUDA under
-`auto`, get a dense mask. Inside `generate()` of a patched model one-token steps need no check: the prefill's mask was checked
-and generate appends ones only (attnops.hf.generation). Outside generate(), `mask="compact"` waits at one-token steps too.
+A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
+the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
+`generate()` of a patched model need no check: the prompt's mask was checked, and generate appends ones only (attnops.hf.generation).
+Outside of it, `mask="compact"` waits at one-token steps too.
 
-Outputs of padding are finite, and not eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
-padding a padded query sees padded keys in a descriptor. Nobody reads them, but generate() from a right-padded prompt, of which
-transformers itself warns, and a loss that has the first token after left padding as a label.
+A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
+padding a row begins with. Holes, padding on the right, a mask shorter than the text, another padding than before, and more tokens than
+the cache has room for are errors. Where the host must not wait, the device asserts instead.
+
+Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
+padding a padded query sees padded keys in a descriptor. Only generate() from a right-padded prompt, of which transformers itself warns,
+and a loss whose label is the first token after left padding read them.
 """
 
 from __future__ import annotations
@@ -26,22 +31,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
+from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf.descriptor import Pattern
-from attnops.hf.generation import Verdict, current_generation
+from attnops.hf.generation import Generation, Verdict, current_generation
 from attnops.problem import pretended
 
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = ("auto", "dense", "explicit", "compact", "additive")
 
 
-_FAR = ("cuda",)  # device types that run behind the host: a look at their data waits, and a mask costs more than lengths
+_FAR = ("cuda",)  # device types that run behind the host: a read of their data waits, and a mask costs more than lengths
+
+_RUN = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
+_STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
+_SAME = "the padding of the first step, in every step: pages hold the tokens that were not padding then"
 
 
 class Call(NamedTuple):
-    """One request for a mask. Query i stands at position i + q_offset, key j at j + kv_offset. padding: bool `[B, positions]`.
+    """One request for a mask. Query i is at position i + q_offset, key j at j + kv_offset.
 
-    may_skip: None will do for a plain causal mask. Not so when a compiled step must find the same kind of mask every time.
+    padding: bool `[B, positions]`, or None.
+    may_skip: None may stand for a plain causal mask. It may not where a compiled step needs the same kind of mask every time.
     """
 
     batch: int
@@ -63,7 +74,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         q_length: int,
         kv_length: int,
         q_offset: Any = 0,  # an int, or a 0-dim tensor for a static cache
-        kv_offset: int = 0,
+        kv_offset: Any = 0,  # an int, or a tensor for a cache of pages, see PagedLayer.get_mask_sizes
         mask_function: Callable[..., Any] = causal_mask_function,
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
@@ -74,6 +85,16 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **others: Any,
     ) -> Tensor | None:
+        if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:  # of a cache of pages alone
+            call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
+            # transformers forbids the skip in one-token steps of every cache that can be compiled. It edits no sliding pattern of one
+            # token over a cache: packed texts have no cache, and blocks of an image come with the prompt.
+            skip = allow_is_causal_skip or (q_length == 1 and local_size is not None)
+            pattern = pattern_of(call, mask_function, local_size, skip, allow_is_bidirectional_skip, use_vmap, config)
+            if pattern is None or not pattern.causal:
+                fail(InvalidInput, "mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
+            start = _left_padding(call, kv_offset) if kv_offset.dim() == 1 else kv_offset[:, 0]
+            return descriptor.build(pattern, batch_size, start, q_offset + q_length, q_offset, 0, call.device)
         call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
         if mode == "compact" or (mode == "auto" and far(call.device)):
             pattern = pattern_of(call, mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config)
@@ -86,27 +107,16 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
             return None
         skip = not _must_not_wait(call)
         return (eager_mask if mode == "additive" else sdpa_mask)(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=skips and skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip,
-            use_vmap=use_vmap,
-            config=config,
-            device=device,
-            **others,
-        )
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=skips and skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip, use_vmap=use_vmap, config=config, device=device, **others,
+        )  # fmt: skip
 
     return attnops_mask
 
 
 def _says_nothing(call: Call, local_size: int | None) -> bool:
-    """Is it plainly causal, as far as sizes alone tell? transformers writes every mask out while a compiler traces."""
+    """Do the sizes alone show that it is plainly causal? transformers writes every mask out while a compiler traces."""
     if call.padding is not None or isinstance(call.q_offset, Tensor):
         return False
     if local_size is not None and not statically_known_true(call.keys < local_size):
@@ -116,24 +126,24 @@ def _says_nothing(call: Call, local_size: int | None) -> bool:
     return statically_known_true(call.queries == call.keys) or statically_known_true(call.queries == 1)
 
 
-# Is it a pattern a descriptor can say? --------------------------------------------------------------------------------
+# Patterns -------------------------------------------------------------------------------------------------------------
 
 
 def pattern_of(
     call: Call, rule: Callable[..., Any], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, use_vmap: bool, config: Any
 ) -> Pattern | None:
-    """The pattern of HuggingFace's `rule`, None for one that a descriptor cannot say. The other arguments are those of a mask function."""
+    """The pattern of transformers' `rule`; None: a descriptor cannot describe it. The other arguments are those of a mask function."""
     if use_vmap:
         return None
     if rule is bidirectional_mask_function:
         return Pattern(False, 0) if bidirectional_skip else None
-    # HuggingFace forbids the skip when it wants to edit the mask, and also for one-token steps of a static cache, where it does not.
+    # transformers forbids the skip when it edits the mask, and also in one-token steps of a static cache, where it does not edit it.
     if not causal_skip and call.queries != 1:
         return None
     if rule is causal_mask_function:
         return Pattern(True, 0) if causal_skip or isinstance(call.q_offset, Tensor) else None
     if torch.compiler.is_compiling():
-        # Closures cannot be looked into under a tracer. The skip is allowed for unedited patterns only: sliding, or chunked.
+        # A tracer hides closures. The skip is allowed for unedited patterns only: sliding, or chunked.
         plain = causal_skip and local_size is not None and getattr(config, "attention_chunk_size", None) is None
         return Pattern(True, local_size or 0) if plain else None
     window = _window(rule)
@@ -146,7 +156,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _window(rule: Callable[..., Any]) -> int | None:
-    """The window of HuggingFace's `sliding_window_causal_mask_function(window)`, None for any other function."""
+    """The window of transformers' `sliding_window_causal_mask_function(window)`; None for any other function."""
     parts = _cells(rule).get("mask_functions", ())
     if len(parts) != 2 or parts[1] is not causal_mask_function:
         return None
@@ -160,7 +170,7 @@ def _window(rule: Callable[..., Any]) -> int | None:
 
 
 def _compact(call: Call, pattern: Pattern) -> tuple[bool, Tensor | None]:
-    """(is it exact, the mask). (False, None) asks for a dense mask."""
+    """(is a descriptor exact, the mask). (False, None): the mask must be dense."""
     padding = call.padding
     if padding is None:
         return True, _unpadded(call, pattern)
@@ -191,7 +201,7 @@ def _compact(call: Call, pattern: Pattern) -> tuple[bool, Tensor | None]:
         return True, _unpadded(call, pattern)
     end = high - low if pattern.causal else (past - low).clamp(min=0)
     start = (first - low).clamp(min=0)
-    # A row without any key: start lies past the end, which would give kernels a negative length.
+    # In a row without any key `start` is past the end, which would give kernels a negative length.
     start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
     return True, descriptor.build(pattern, call.batch, start, end, call.q_offset, call.kv_offset, call.device)
 
@@ -223,8 +233,8 @@ def _look(call: Call, pattern: Pattern, count: Tensor, first: Tensor, past: Tens
 
 
 def far(device: torch.device) -> bool:
-    """Does a look at this device's data make the host wait?"""
-    # `explain` for another machine must see the masks of that machine.
+    """Does the host wait for this device when it reads its data?"""
+    # `explain` for another machine needs the masks of that machine.
     target = pretended()
     return (device.type if target is None else target.device) in _FAR
 
@@ -234,9 +244,57 @@ def _must_not_wait(call: Call) -> bool:
 
 
 def tracing(padding: Tensor) -> bool:
-    """Can the data of `padding` not be read now: a compiler traces, the tensor is fake, or a CUDA graph is being captured."""
+    """Is the data of `padding` unreadable: under a compiler, of a fake tensor, or while a CUDA graph is captured?"""
     return (
         torch.compiler.is_compiling()
         or isinstance(padding, FakeTensor)
         or (padding.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def _left_padding(call: Call, known: Tensor) -> Tensor:
+    """int64 `[B]`: the padding of each row. known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have."""
+    if call.batch > known.shape[0]:
+        fail(InvalidInput, "batch size", call.batch, f"at most {known.shape[0]}, the rows of this cache")
+    own, known = known, known[: call.batch]
+    seen = torch.as_tensor(call.q_offset, device=known.device)
+    high = seen + call.queries
+    unseen = tracing(high)
+    generation = None if unseen else current_generation()
+    fits = high <= call.keys
+    if generation is not None and generation.checked is own and call.queries == 1 and far(call.device) and _generated(call, generation):
+        torch.ops.aten._assert_async.msg(fits, _STOP)
+        return known
+    if call.padding is None:
+        start = torch.zeros_like(known)
+        run = torch.ones_like(known, dtype=torch.bool)
+    else:
+        length = call.padding.shape[1]
+        columns = torch.arange(length, device=known.device)
+        shown = call.padding & (columns < high)
+        start = torch.minimum(length - (shown * (length - columns)).amax(-1), high)
+        run = (shown.sum(-1) == high - start) & (high <= length)
+    same = torch.where(known >= seen, start >= seen, start == known)
+    # The host checks a prompt of one token as well: all later steps rely on that.
+    first = generation is not None and generation.checked is not own
+    if unseen or (call.queries == 1 and call.mode != "compact" and far(call.device) and not first):
+        torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
+        return start
+    run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
+    if not fits_all:
+        fail(InvalidInput, "length", past + call.queries, f"at most {call.keys} positions, the room of this cache")
+    if not run_all:
+        fail(InvalidInput, "attention_mask", "holes, padding on the right, or too few columns", _RUN)
+    if not same_all:
+        fail(InvalidInput, "attention_mask", "another padding than before, or rows that the last step had not", _SAME)
+    if generation is not None:
+        generation.checked = own
+    return start
+
+
+def _generated(call: Call, generation: Generation) -> bool:
+    """Is this a step after the prompt? Chunks of a prompt may have one token, too."""
+    return call.padding is not None and generation.prompt is not None and call.padding.shape[1] > generation.prompt

@@ -1,4 +1,4 @@
-"""Which attention modules of a model can be switched. By what their code does, not by what they are called."""
+"""Finds the attention modules of a model that can be switched, by their code and not by their names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
 _SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
 _GENERATION = ("cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias")
 HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES, *_GENERATION))
-"""Arguments that models hand down to every layer and that do not change what attention computes."""
+"""Arguments that models pass to every layer and that do not change the result of attention."""
 
 _KNOWN = HANDLED | HARMLESS | {"query", "key", "value", "output_attentions"}
 _SWITCH = "_attn_implementation_internal"
@@ -37,7 +37,7 @@ class Usage:
     """How a class calls the attention interface. foreign: arguments it passes that attnops does not know.
 
     edits_mask: it computes a mask of its own from the one it is given, so it must be given one it can compute with.
-    edits_cached: it computes with what its cache gave back, so the cache must give back all there is.
+    edits_cached: it computes with the keys and values that its cache returns, so the cache must return all of them.
     """
 
     foreign: tuple[str, ...]
@@ -58,9 +58,15 @@ class Site:
 
 @dataclass
 class Match:
-    """What of a model can be switched. sites: every attention module. configs: the config objects to switch. explicit: why the
-    model needs masks that are written out, if it does. edits: which class computes with its masks, if one does. shared: modules of
-    other models that hold one of the configs. unrouted: classes of the models of usable modules that transformers keeps from its sdpa."""
+    """The parts of a model that can be switched.
+
+    sites: every attention module.
+    configs: the config objects to switch.
+    explicit: why the model needs masks that are written out, or None.
+    edits: the class that computes with its masks, or None.
+    shared: number of modules of other models that hold one of the configs.
+    unrouted: classes of the models of usable modules that transformers keeps from its sdpa.
+    """
 
     sites: list[Site] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
@@ -201,7 +207,7 @@ def usage_of(cls: Any) -> Usage | None:
                 edits = any(_edits_mask(function, call) for call in calls)
                 return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls))
         if "forward" in vars(base) and "super().forward(" not in _source(base):
-            break  # what a base class does in a method that this one replaces does not count
+            break  # a method that this class replaces does not count
     return None
 
 
@@ -221,7 +227,7 @@ def _functions(cls: type) -> list[ast.FunctionDef]:
 
 
 def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
-    """The calls of what `get_interface(...)` or `ALL_ATTENTION_FUNCTIONS[...]` gave."""
+    """The calls of the function from `get_interface(...)` or `ALL_ATTENTION_FUNCTIONS[...]`."""
     names = set()
     for node in ast.walk(function):
         value = getattr(node, "value", None)
@@ -257,7 +263,7 @@ def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
 
 
 def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
-    """Are the keys and values of the calls anything but what `update(...)` gave, or a module's answer to it (a norm)?"""
+    """Are the keys and values of the calls others than those from `update(...)`, or from a module applied to them (a norm)?"""
     updates = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _asks_cache(node)]
     if not updates:
         return False

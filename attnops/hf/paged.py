@@ -1,9 +1,8 @@
-"""`patch(model, cache="paged")`: what it changes on a model, besides the attention function, and the caches it makes.
+"""`patch(model, cache="paged")`: its changes to a model, besides the attention function, and the caches it makes.
 
-Either every attention module that transformers' interface reaches caches latents (`attnops.hf.latent`), or none does and those that have
-a cache keep keys and values (`attnops.hf.keyed`). What the interface does not reach may keep states of linear attention, but no keys. On
-each module that has pages a hook is set, and on those with latents a method of the instance; on the model, the method by which
-`generate()` makes its cache. All are taken away again by `undo`.
+Either every attention module that transformers' interface reaches caches latents, or none does and those with a cache keep keys and
+values. Other layers may keep states of linear attention, but no keys. Each module with pages gets a hook, and those with latents a method
+of the instance; the model gets the method by which `generate()` makes its cache. `undo` removes all of them.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _MAKING = threading.Lock()
 
 
 class PagedMode:
-    """What `cache="paged"` sets on a model. It holds data only, so that a deep copy of a patched model has one of its own."""
+    """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a patched model has one of its own."""
 
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
-        """Look at the modules and change nothing. Raises PatchError, naming them, when the model cannot be served."""
+        """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
         if supported.older_than(supported.PAGED):
             fail(PatchError, f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
         sites = [site for site in found.sites if site.reason is None]
@@ -163,13 +162,13 @@ class PagedMode:
         if self._decoder is not None:
             self._decoder.free()
         if self.packed is not None:
-            # What lay together before was packed by someone else.
+            # Groups that were contiguous before are not ours.
             replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
             self.packed = None
-        self._free = []  # another list: what is still lent shall not come back to this one
+        self._free = []  # another list: pages that are still lent must not come back to this one
 
     def elsewhere(self) -> str | None:
-        """The attention implementation that someone has switched a layer to since it was patched, if so: it knows nothing of pages."""
+        """The attention implementation of a layer that was switched after the patch, or None: it does not know pages."""
         names = (module.config._attn_implementation_internal for module in self._modules)
         return next((str(name) for name in names if name != self.implementation), None)
 
@@ -243,13 +242,13 @@ def _prompted(owner: Any) -> None:
 
 
 def _keep(free: list[ModelPages], pages: ModelPages) -> None:
-    # One set is enough for one conversation at a time; what more there is was for threads.
+    # One set is enough for one conversation at a time; further ones were for threads.
     if not free:
         free.append(pages)
 
 
 def give_back(cache: PagedModelCache) -> None:
-    """Take its pages from a cache that was lent, so that others may use them. Whoever still holds the cache gets an error."""
+    """Take the pages from a cache that was lent, so that others may use them. Later uses of the cache raise InvalidInput."""
     state = cache.state
     if state.give_back is not None:
         state.pages, state.step = Returned(), None
@@ -286,12 +285,12 @@ def _prepare(
             fail(InvalidInput, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
         for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
             if got > most:
-                fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, what this cache was made for")
+                fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
         if beams > 1:
             fail(InvalidInput, "num_beams", beams, "1 with a paged cache: rows keep their pages")
     named = generation_config.cache_implementation
     if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
-        # Written into some checkpoints, where nobody who asked for pages would look.
+        # Some checkpoints have it, unnoticed by a user who asks for pages.
         told = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
         warnings.warn(f"{told}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
     weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))

@@ -1,11 +1,11 @@
 """Attention of a patched layer over the pages of a `PagedModelCache`, of keys and values or of latents.
 
-A hook tells the attention function which cache the layer was called with (`hand_over`). The layer hands its new keys and values, or
+A hook hands the layer's cache to the attention function (`hand_over`). The layer hands its new keys and values, or
 latents, to the cache, which hands them on; the attention function writes them into the layer's pages and attends through its page table.
 The batch `[B, H, S, D]` becomes B requests of S tokens each, one after the other. In a request of n new tokens and L in all, new token i
 sees the first L - n + i + 1, so padding on the left, which is not stored, sees no token and gives 0.
 
-The first tokens of an empty cache attend to each other as they are, without pages. So do the tokens of a long step over a sliding window,
+The first tokens of an empty cache attend to each other directly, without pages. So do the tokens of a long step over a sliding window,
 beside copies of the window's tokens, whose pages the step overwrites.
 """
 
@@ -48,7 +48,7 @@ def check_call(
     Args:
         module: the attention module.
         batch: rows of the call.
-        mask: a descriptor (see `attnops.hf.paged_mask`).
+        mask: a descriptor (see `attnops.hf.mask`).
         dropout, is_causal: as transformers passes them.
         others: arguments that attention over pages does not take, with their names; they must be None.
 
@@ -97,7 +97,7 @@ def attend_keys(
         query: `[B, Hq, S, D]`.
         key: `[B, Hkv, S, D]`, the new ones.
         value: `[B, Hkv, S, Dv]`, the new ones.
-        mask: a descriptor (see `attnops.hf.paged_mask`).
+        mask: a descriptor (see `attnops.hf.mask`).
         cache: the module's cache, from `hand_over`.
         dropout, is_causal, others: see `check_call`.
         scale, softcap, sinks: as in `attnops.attention`.
@@ -180,7 +180,7 @@ def write_latents(
         query: `[B, H, S, nope + Dr]`.
         latent: `[B, 1, S, Dc]`.
         rotated: `[B, 1, S, Dr]`.
-        mask: a descriptor (see `attnops.hf.paged_mask`).
+        mask: a descriptor (see `attnops.hf.mask`).
         cache: the module's cache, from `hand_over`.
         dropout, is_causal, others: see `check_call`.
 

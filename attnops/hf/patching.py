@@ -31,7 +31,7 @@ _OPTIONS = "_attnops_options"
 
 
 class Patched:
-    """A patched model: what was switched, and the way back. Made by `patch`; also a context manager that unpatches at its end.
+    """A patched model, and the way back. Made by `patch`; also a context manager that unpatches at its end.
 
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
@@ -108,10 +108,11 @@ class Patched:
         """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
 
         `generate()` makes its own where it is given none. One that is made here can be kept over several calls, or used without
-        `generate()`. Before the first one of a model without latents the model runs for one token, which tells what its layers keep.
+        `generate()`. Before the first one of a model without latents the model runs for one token, to find the sizes of its keys.
 
         Args:
-            max_batch: rows. max_length: positions of each, padding and tokens to come included.
+            max_batch: rows.
+            max_length: positions of each, padding and tokens to come included.
             page_size: tokens a page; None: negotiated, see `attnops.cache.page_size`.
 
         Raises:
@@ -125,7 +126,7 @@ class Patched:
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """One token more for each row of a cache, from graphs, for a model patched with `decode="piecewise"` or `"breakable"`.
 
-        What `generate()` does at each token, for loops of one's own: call the model on the prompt, and this on every token after it.
+        The step of `generate()`, for loops of one's own: call the model on the prompt, and this on every token after it.
 
         Args:
             input_ids: int64 `[B, 1]`, for the rows of the step before. cache: from `new_cache`, with the prompt in it.
@@ -148,7 +149,8 @@ class Patched:
         """Compile and capture decode steps of every number of rows up to the cache's now, so that none of it happens at a first request.
 
         Args:
-            cache: from `new_cache`; its tokens stay. progress: told after every bucket; `attnops.graphs.bar()` draws one.
+            cache: from `new_cache`; its tokens stay.
+            progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
 
         Raises:
             PatchError, InvalidInput: as `step`. OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
@@ -165,13 +167,13 @@ class Patched:
 
     @property
     def graphs(self) -> Graphed | None:
-        """The graphs of decode steps, whose `report()` says what was captured; None before the first."""
+        """The graphs of decode steps, whose `report()` lists the captures; None before the first."""
         found = None if self._paged is None else self._paged._decoder
         return None if found is None else found.graphed
 
     @property
     def plain_steps(self) -> int:
-        """Steps of one token of `generate()` that ran without graphs: others were at them, or more was asked for than logits."""
+        """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
         found = None if self._paged is None else self._paged._decoder
         return 0 if found is None else found.plain_steps
 
@@ -268,7 +270,8 @@ def patch(
 
     Raises:
         PatchError: there is nothing to patch (the text has every reason), or the model is patched with other options.
-        UnknownKernel: no kernel bears that name. InvalidInput: no such mask mode, cache or way to decode.
+        UnknownKernel: no kernel has that name.
+        InvalidInput: no such mask mode, cache or way to decode.
     """
     if not isinstance(model, nn.Module):
         fail(PatchError, f"patch: got {type(model).__name__}, want a transformers model")
@@ -320,7 +323,7 @@ def _report(model: nn.Module, name: str, options: Options, found: Match, paged: 
     )
     notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
     if options.mask == "additive":
-        notes.append("masks are added to scores, as eager attention is given them, and nothing is left out")
+        notes.append("masks are added to scores, as in eager attention, and are never left out")
     elif found.explicit:
         notes.append(f"masks are always written out: {found.explicit}")
     if proof:

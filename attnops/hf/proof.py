@@ -1,7 +1,7 @@
-"""Trying a model before it is patched, where transformers' own sdpa does not vouch for it.
+"""Tries a model before it is patched, where transformers does not route it through sdpa.
 
-A class that says `_supports_sdpa = False` may rely on what eager attention is given: additive masks that are always there, and an
-`is_causal` that nothing reads. Such a model is served with ordinary masks only if its class supports flash or flex attention, and a
+A class with `_supports_sdpa = False` may rely on the arguments of eager attention: additive masks in every call, and an `is_causal`
+that is never read. Such a model is served with ordinary masks only if its class supports flash or flex attention, and a
 small twin gives eager's numbers with them. Else it is given additive masks, once that was tried, too.
 """
 
@@ -35,7 +35,7 @@ class Subject(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """mode: the masks that gave eager's numbers; None: none did. told: how it was tried, or why it failed."""
+    """mode: the masks that gave eager's numbers; None: no masks did. told: how it was tried, or why it failed."""
 
     mode: Mode | None
     told: str
@@ -62,7 +62,7 @@ def prove(model: Any, found: Match, asked: Options) -> Proof:
 
 
 def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
-    """What can be run: a twin, or the model, with inputs that it takes."""
+    """The models that run, a twin or the model itself, with inputs that they take."""
     for one, name in ((one, name) for ones, name in ((twin.twins(model), "a small twin"), ([model], "a short run")) for one in ones):
         if any(p.is_meta or isinstance(p, FakeTensor) for p in one.parameters()):
             continue
@@ -110,7 +110,7 @@ def _fails(subject: Subject, mode: Mode) -> str | None:
 
 
 def _runs(model: nn.Module, feed: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tensor, ...]]]:
-    """(what it is, inputs, masks of positions that count): as it comes, padded on both sides, and in two steps over a cache."""
+    """(name, inputs, masks of positions that count): without padding, with padding on both sides, and in two steps over a cache."""
     parameters = inspect.signature(type(model).forward).parameters
     yield "no padding", feed, ()
     masks = {}

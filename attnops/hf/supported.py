@@ -1,4 +1,4 @@
-"""Which versions of transformers attnops.hf works with. Nothing here imports it."""
+"""The versions of transformers that attnops.hf works with. This file does not import it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGED = "5.15"
 
 
 def installed() -> str | None:
-    """The version of transformers; None where nothing tells, as of a source tree on the path."""
+    """The version of transformers; None: unknown, as of a source tree on the path."""
     try:
         return version("transformers")
     except PackageNotFoundError:

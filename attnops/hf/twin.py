@@ -1,4 +1,4 @@
-"""A small model of another model's class, with random weights, and inputs for it: to try what would be costly with the large one."""
+"""A small model of another model's class, with random weights, and inputs for it: for trials that would be costly with the large model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def twins(model: Any) -> Iterator[Any]:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Smaller and smaller demands on what a class takes: layers and widths, layers alone, and as it is."""
+    """Configs that ask less and less of a class: fewer layers and smaller widths, fewer layers, and unchanged."""
     for narrow, shallow in ((True, True), (False, True), (False, False)):
         config = copy.deepcopy(model.config)
         for part in _parts(config):

@@ -26,14 +26,14 @@ SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.dev
 def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """(W_UK `[H, nope, Dc]`, W_UV `[H, v, Dc]`) of the projection `kv_b` as it is now. H follows from its rows.
 
-    Of a plain torch.nn.Linear they are views of the weight: nothing is copied or kept, and every later change of the weight is seen.
+    Of a plain torch.nn.Linear they are views of the weight, without a copy, and follow every later change of the weight.
     Of any other module (an adapter around the Linear, a quantised or parametrised weight, one that a hook brings from elsewhere) they
-    are what the module makes of the unit vectors. Compiled code works that out at every call, at the price of unfolding Dc tokens.
+    are the module's outputs for the unit vectors. Compiled code computes them at every call, at the price of unfolding Dc tokens.
     Eager calls without gradients keep it on the module, outside its state_dict, for as long as the parameters and buffers are the same
     tensors of the same versions and the plain attributes of all submodules and of their classes (scales, switches, names of adapters)
     are as they were; a module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through
-    `.data` into the same memory changes no version and is not seen, and a CUDA graph captured from eager code replays what was kept at
-    its capture.
+    `.data` into the same memory changes no version and is not seen, and a CUDA graph captured from eager code replays the weights of its
+    capture.
 
     Args:
         kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
@@ -62,8 +62,8 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Does its forward multiply by `.weight` and do nothing else?"""
-    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one lies on meta.
+    """Does its forward only multiply by `.weight`?"""
+    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
     return (
         type(module) is nn.Linear and type(module.weight) in PLAIN and not module.weight.is_meta and "forward" not in vars(module)
         and not module._forward_hooks and not module._forward_pre_hooks
@@ -77,7 +77,7 @@ def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
 
 
 class _Held:
-    """An effective weight and what it was made from. A copy of the module, or its pickle, begins without one."""
+    """An effective weight and its sources. A copy of the module, or its pickle, begins without one."""
 
     def __init__(self) -> None:
         self.key: Any = None
@@ -125,7 +125,7 @@ def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
 
 
 def _of_class(kind: type) -> Any:
-    """What a module may find on its class: switches and numbers, and its forward, which may be replaced for all instances."""
+    """The attributes of a module's class: switches and numbers, and its forward, which may be replaced for all instances."""
     own = [(name, x) for base in kind.__mro__ if base not in BASES for name, x in vars(base).items() if name[:2] != "__"]
     return [(name, type(x), x) for name, x in own if name == "forward" or isinstance(x, SIMPLE)]
 

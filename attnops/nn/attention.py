@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
-from attnops.nn import _check as check
+from attnops.nn import arguments as check
 from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
 
@@ -15,13 +15,15 @@ class Attention(nn.Module):
     """Attention without projections. Dense, packed or paged: the arguments of the call say which.
 
     Args:
-        num_heads: query heads, Hq. num_kv_heads: Hkv, a divisor of Hq; default Hq.
-        head_dim: D of query and key. v_head_dim: Dv of the value and the result; default D.
+        num_heads: query heads, Hq.
+        num_kv_heads: Hkv, a divisor of Hq; default Hq.
+        head_dim: D of query and key.
+        v_head_dim: Dv of the value and the result; default D.
         scale: factor on q.k; default `1 / sqrt(D)`.
         causal: query i sees keys up to its own position.
         window: (left, right) keys visible besides the query's own position; -1 is unbounded.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        attention_chunk: query and key see each other only if their positions lie in one chunk of so many; 0 is off.
+        attention_chunk: query and key see each other only if their positions are in one chunk of so many; 0 is off.
         sinks: learn one logit a query head that joins the softmax denominator: a parameter `sinks` `[Hq]`, zero at first.
         kernel: force a kernel by name; None lets attnops choose.
         device, dtype: of the sinks.
@@ -101,8 +103,9 @@ class Attention(nn.Module):
             `[B, S, Hq, Dv]` or `[T, Hq, Dv]`, the query's dtype.
 
         Raises:
-            InvalidInput: the arguments are of no form or of two, or break the op's contract. NoGradient: paged, in grad mode with
-            inputs (or sinks) that require grad. UnknownKernel, NoKernel: `kernel` cannot run.
+            InvalidInput: the arguments fit no form, or two, or break the op's contract.
+            NoGradient: paged, in grad mode with inputs (or sinks) that require grad.
+            UnknownKernel, NoKernel: `kernel` cannot run.
         """
         dense = cu_seqlens_q is None and batch is None
         layout = "[B, S, H, D]" if dense else "[T, H, D] (packed or paged)"
@@ -147,7 +150,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """What differs from the defaults."""
+        """The arguments that differ from the defaults."""
         parts = [f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}"]
         if self.v_head_dim != self.head_dim:
             parts.append(f"v_head_dim={self.v_head_dim}")

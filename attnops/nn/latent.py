@@ -1,8 +1,8 @@
-"""Attention of new tokens over pages of latents (MLA), in both its forms: what a layer does between its projections.
+"""Attention of new tokens over pages of latents (MLA) in both its forms: the part of a layer between its projections.
 
-Absorbed: the query is taken into the space of the latents and every head reads them as they are (`attnops.nn.absorb`). Expanded: latents
-are unfolded into the keys and values of each head, and attended as any others. The two are the same sums in another order:
-DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2. Which is cheaper: `attnops.ops.latent_form`.
+Absorbed: the query is projected into the space of the latents, and every head reads the latents themselves (`attnops.nn.absorb`).
+Expanded: latents are unfolded into the keys and values of each head. The two are the same sums in another order: DeepSeek-V2,
+https://arxiv.org/abs/2405.04434, section 2.1.2. `attnops.ops.latent_form` compares their costs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch, PrefixChunk
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic
-from attnops.nn import _check as check
+from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
-from attnops.ops import merge_state, mla_attention, varlen_attention, write_latent
+from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
 from attnops.ops.latent import check_stored
 from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
 from attnops.ops.latent_form import LatentDims as LatentDims
@@ -41,22 +41,24 @@ def attend_absorbed(
     softcap: float = 0.0,
     kernel: str | None = None,
 ) -> Tensor:
-    """`[T, H, v]`: the new tokens attend to all that the pages hold of their requests, themselves included. No gradient.
+    """`[T, H, v]`: the new tokens attend to all tokens of their requests in the pages, themselves included. No gradient.
 
     With `batch.shared`, no window and no deterministic policy, it is a cascade: all tokens attend to the shared pages as one request, so
     that these are read once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
 
     Args:
-        q_nope: `[T, H, nope]`, q_pe: `[T, H, Dr]` after its rotation; one float dtype.
-        w_uk, w_uv: `[H, nope, Dc]`, `[H, v, Dc]`: what `absorbed_weights` gives.
-        latent_pages: `[P, page, Dc + Dr]`, which hold the new tokens already; the query's dtype, or float8_e4m3fn or int8 with kv_scale,
-            float32 `[1]`.
-        batch: as the cache made it. Its plan serves calls that are no cascade.
-        scale: factor on the scores; see `mla_attention`. causal, window_left, softcap, kernel: likewise.
+        q_nope: `[T, H, nope]`, of the dtype of q_pe.
+        q_pe: `[T, H, Dr]` after its rotation.
+        w_uk, w_uv: `[H, nope, Dc]`, `[H, v, Dc]`, from `absorbed_weights`.
+        latent_pages: `[P, page, Dc + Dr]`, with the new tokens in them; the query's dtype, or float8_e4m3fn or int8 with kv_scale.
+        batch: from the cache. Its plan serves calls without a cascade.
+        kv_scale: float32 `[1]`, or None.
+        scale, causal, window_left, softcap, kernel: as in `mla_attention`.
 
     Raises:
-        InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
-        cannot run.
+        InvalidInput: an argument breaks the contract.
+        NoGradient: an input requires grad in grad mode.
+        UnknownKernel, NoKernel: `kernel` cannot run.
     """
     _check_query(dims, q_nope, q_pe)
     check_weights(dims, q_nope.shape[1], w_uk, w_uv)
@@ -87,9 +89,9 @@ def attend_pages(
     dtype: torch.dtype | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """`[T, H, Dc]`: what `attend_absorbed` does between its two products, with queries that may be float8_e4m3fn with q_scale.
+    """`[T, H, Dc]`: the part of `attend_absorbed` between its two products. Queries may be float8_e4m3fn with q_scale.
 
-    dtype: of the result of such queries, float; None: bfloat16.
+    dtype: of the result for such queries, float; None: bfloat16.
     """
 
     def attend(
@@ -103,11 +105,11 @@ def attend_pages(
         )  # fmt: skip
 
     shared = batch.shared
-    # Which pages are shared is the batch's doing, and nothing a deterministic result may follow from.
+    # A deterministic result must not depend on the pages that a batch shares.
     if shared is None or window_left >= 0 or deterministic(active_policy()):
         return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
     lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
-    # The plan knows the whole tables; the parts have none.
+    # The plan is for the whole tables, not for the parts.
     out = attend(shared.page_table, shared.seq_lens, shared.cu_seqlens_q, query.shape[0], False, None, lse)
     rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, None, rest_lse)
     out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
@@ -128,22 +130,24 @@ def attend_expanded(
     kv_scale: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """`[T, H, v]`: the new tokens attend to each other as they come, and to what their requests had before out of the pages.
+    """`[T, H, v]`: the new tokens attend to each other directly, and to the cached tokens of their requests through the pages.
 
-    What was before comes in the chunks that `batch.prefix` lists: each is gathered, unfolded, attended to and merged with what came
-    before it, so that no more than the new tokens and one chunk is ever unfolded at a time. The pages may hold the new tokens already.
-    Compiled code holds the chunks one after the other: it is made for their number. Differentiable where there is no chunk.
+    `batch.prefix` lists the cached tokens in chunks. Each chunk is gathered, unfolded, attended to and merged with the result so far, so
+    that at most the new tokens and one chunk are unfolded at a time. The pages may hold the new tokens already. Compiled code specialises
+    on the number of chunks. Differentiable without chunks.
 
     Args:
         q_nope, q_pe, latent_pages, kv_scale, scale: as in `attend_absorbed`.
-        latent, k_pe: `[T, Dc]`, `[T, Dr]`, those of the new tokens, after norm and rotation, of the query's dtype.
+        latent: `[T, Dc]` of the new tokens, after the norm, of the query's dtype.
+        k_pe: `[T, Dr]` of the new tokens, after the rotation, likewise.
         kv_b: the projection of a latent to H * (nope + v) numbers.
-        batch: as the cache made it, with its `prefix`.
+        batch: from the cache, with its `prefix`.
         kernel: force a kernel of `varlen_attention` by name.
 
     Raises:
-        InvalidInput: an argument breaks the contract, or the batch does not say what was before. UnknownKernel, NoKernel: `kernel`
-        cannot run. NoGradient: with chunks, an input requires grad in grad mode.
+        InvalidInput: an argument breaks the contract, or the batch has no `prefix`.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+        NoGradient: with chunks, an input requires grad in grad mode.
     """
     _check_query(dims, q_nope, q_pe)
     _check_pages(dims, latent_pages, kv_scale, q_nope.dtype)
@@ -183,19 +187,20 @@ def attend_latents(
 ) -> Tensor:
     """`[T, H, v]`: write the new tokens into their pages, then attend in the form that fits the batch.
 
-    Absorbed where the batch does not say what was before (a decode step), and where no request brings more than `absorb_up_to` tokens;
-    expanded otherwise. A compiled function holds the one or the other: it is guarded by that comparison. There `dims`, the heads and the
-    page size must be constants, as a module's attributes and its weights' shapes are, or `absorb_up_to` must be given.
+    The form is absorbed where the batch does not describe its cached tokens (a decode step), and where no request brings more than
+    `absorb_up_to` tokens; else it is expanded. A compiled function holds one form, with a guard on that comparison: `dims`, the heads and
+    the page size must then be constants, as attributes of a module and shapes of its weights are, or `absorb_up_to` must be given.
 
     Args:
         q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
-        absorb_up_to: new tokens of a request; None: as many as `attnops.ops.latent_form` takes to be cheaper absorbed, and any number
-            under a deterministic policy: the form must not follow from what else is in the batch.
+        absorb_up_to: new tokens of a request. None: as many as `attnops.ops.latent_form` finds cheaper absorbed, and any number under a
+            deterministic policy, where the form must not depend on the other requests of the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises:
-        InvalidInput: an argument breaks the contract. NoGradient: an input requires grad in grad mode. UnknownKernel, NoKernel: `kernel`
-        cannot run.
+        InvalidInput: an argument breaks the contract.
+        NoGradient: an input requires grad in grad mode.
+        UnknownKernel, NoKernel: `kernel` cannot run.
     """
     _check_query(dims, q_nope, q_pe)
     if absorb_up_to is not None and (not isinstance(absorb_up_to, int) or isinstance(absorb_up_to, bool) or absorb_up_to < 0):
@@ -220,8 +225,67 @@ def attend_latents(
     return attend_absorbed(dims, q_nope, q_pe, w_uk, w_uv, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
 
 
+def attend_float8(
+    dims: LatentDims,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    kv_b: nn.Module,
+    cos_sin: Tensor,
+    positions: Tensor,
+    latent_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    q_scale: float,
+    kv_scale: float,
+    interleaved: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """`[T, H, v]`: rotate and quantise the new tokens, write them into their pages, attend in the absorbed form. No gradient.
+
+    One op between the product with W_UK and the write rotates, quantises and joins the parts: rotated numbers are never rounded to the
+    layer's own dtype, and kernels that take float8 on both sides (FlashMLA, TensorRT-LLM) get a query in one piece.
+
+    Args:
+        q_nope: `[T, H, nope]`, of the dtype of the three below.
+        q_pe: `[T, H, Dr]`, before its rotation.
+        latent: `[T, Dc]`.
+        k_pe: `[T, Dr]`, before its rotation.
+        kv_b: the projection of a latent to H * (nope + v) numbers.
+        cos_sin, positions, interleaved, q_scale, kv_scale: as in `rope_quantize_latent`; the scales are host floats.
+        latent_pages: `[P, page, Dc + Dr]` float8_e4m3fn, written.
+        batch: from the cache; its plan, if any, is for float8 queries.
+        scale: factor on the scores; see `mla_attention`.
+        kernel: force a kernel of `mla_attention` by name.
+
+    Raises:
+        InvalidInput: an argument breaks the contract.
+        NoGradient: an input requires grad in grad mode.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+    """
+    _check_query(dims, q_nope, q_pe)
+    if check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype != torch.float8_e4m3fn:
+        fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
+    absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
+    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=None, query_dtype=latent_pages.dtype)
+    w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
+    check_weights(dims, q_nope.shape[1], w_uk, w_uv)
+    query, q_pe, row, key = rope_quantize_latent(
+        by_head(q_nope, w_uk), q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved
+    )
+    write_latent(row, key, latent_pages, batch.slots)
+    out = attend_pages(
+        query, q_pe, latent_pages, batch, scale=scale, q_scale=scale_tensor(q_scale, latent), kv_scale=scale_tensor(kv_scale, latent),
+        dtype=q_nope.dtype, kernel=absorbing,
+    )  # fmt: skip
+    return by_head(out, w_uv.transpose(1, 2))
+
+
 def tell_form(dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any) -> None:
-    """Tell those who watch, as `attnops.explain` does, of a call; fields: further ones of its LatentCall."""
+    """Report a call to the watchers, as of `attnops.explain`. fields: further ones of its LatentCall."""
     if not torch.compiler.is_compiling():
         heads, page, target = int(q_nope.shape[1]), int(latent_pages.shape[1]), Target.of(q_nope.device)
         tell(lambda: (LatentCall(dims, heads, q_nope.dtype, latent_pages.dtype, page, target, policies=policies, **fields), queries))
@@ -243,7 +307,7 @@ def gathered(
     """(latents `[N, Dc]`, rotated keys `[N, Dr]`) of a chunk's tokens, multiplied by kv_scale if there is one, in `dtype`."""
     page, stored = latent_pages.shape[1], latent_pages.dtype
     at = (chunk.slots // page, chunk.slots % page)
-    # Indexing has no float8 kernel, and pages may be no view of rows.
+    # Indexing has no float8 kernel, and pages need not be a view of rows.
     rows = latent_pages.view(torch.uint8)[at].view(stored) if stored == torch.float8_e4m3fn else latent_pages[at]
     if stored != dtype or kv_scale is not None:
         wide = rows.to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -269,3 +333,8 @@ def _check_pages(dims: LatentDims, latent_pages: Tensor, kv_scale: Tensor | None
     check_stored(latent_pages, kv_scale, dtype)
     if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
         fail(InvalidInput, "kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")
+
+
+def scale_tensor(value: float, like: Tensor) -> Tensor:
+    """float32 `[1]` on the device of `like`, as the attention ops take a scale. A compiled model makes it once for all its layers."""
+    return torch.full((1,), value, dtype=torch.float32, device=like.device)

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
-from attnops.nn import _check as check
-from attnops.nn._positions import positions_of
-from attnops.nn.latent import LatentDims, attend_latents, unfold
-from attnops.nn.latent_float8 import attend_float8, scale_tensor
+from attnops.nn import arguments as check
+from attnops.nn.latent import LatentDims, attend_float8, attend_latents, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding
 from attnops.ops import attention, varlen_attention
 from attnops.ops.latent_form import kernel_for
@@ -21,19 +19,21 @@ from attnops.ops.latent_form import kernel_for
 class LatentAttention(nn.Module):
     """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed or paged.
 
-    What is cached of a token is one latent of kv_lora_rank numbers and one rotated key of qk_rope_head_dim, whatever the heads. Dense and
-    packed calls unfold the latents into keys and values; a paged call takes the form that is cheaper (`attnops.nn.attend_latents`).
-    Parameters bear the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
+    The cache holds one latent of kv_lora_rank numbers and one rotated key of qk_rope_head_dim numbers a token, for all heads. Dense and
+    packed calls unfold the latents into keys and values; a paged call takes the cheaper form (`attnops.nn.attend_latents`). Parameters
+    have the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
 
     Args:
-        hidden_size: E of input and output. num_heads: H.
+        hidden_size: E of input and output.
+        num_heads: H.
         q_lora_rank: numbers of a query's own latent; None: the query is projected at once.
-        kv_lora_rank: Dc. qk_nope_head_dim, qk_rope_head_dim, v_head_dim: numbers of a head's key without and with position, and value.
-        rope: a RotaryEmbedding of qk_rope_head_dim, or None. DeepSeek's weights are made for one that is interleaved.
+        kv_lora_rank: Dc.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: numbers of a head's key without and with position, and of its value.
+        rope: a RotaryEmbedding of qk_rope_head_dim, or None. DeepSeek's weights need an interleaved one.
         norm_eps: epsilon of the latents' RMS norms.
-        bias: of the projections to the latents and of the output's.
+        bias: do the projections to the latents and the output projection have one?
         scale: factor on the scores; default `rope.softmax_scale() / sqrt(qk_nope_head_dim + qk_rope_head_dim)`.
-        absorb: in a paged call that says what its requests had before, the most new tokens of a request for which the latents are not
+        absorb: in a paged call whose batch describes its cached tokens, the most new tokens of a request for which the latents are not
             unfolded; "auto": as many as make it cheaper (`attnops.explain` shows the figure).
         kernel: force a kernel by name, on the attention ops that have one of that name; None lets attnops choose.
         device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
@@ -115,31 +115,32 @@ class LatentAttention(nn.Module):
         Args:
             hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with batch
                 and latent_pages).
-            positions: int `[S]` or `[B, S]`, or `[T]`; what RoPE turns by. Default: from 0 in each request, or the batch's.
-            mask: dense and packed: as in `attnops.attention` and `varlen_attention`. kv_start, kv_end: dense: int `[B]`, keys outside
-                are invisible.
-            batch: as the cache made it. latent_pages: this layer's, `[P, page, Dc + Dr]`, into which the new tokens are written;
-                the layer's dtype, or float8_e4m3fn or int8 with kv_scale, float32 `[1]`. No gradient: under torch.no_grad().
-            float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: the queries are quantised
-                too where the batch does not say what was before (a decode step), as kernels of float8 want it: `attend_float8`. They
-                are constants of a compiled graph: layers compiled one by one are compiled once for each pair of numbers.
+            positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
+            mask: dense and packed: as in `attnops.attention` and `varlen_attention`.
+            kv_start, kv_end: dense: int `[B]`, keys outside are invisible.
+            batch: from the cache. No gradient: call it under torch.no_grad().
+            latent_pages: this layer's, `[P, page, Dc + Dr]`, written; the layer's dtype, or float8_e4m3fn or int8 with kv_scale.
+            kv_scale: float32 `[1]`, or None.
+            float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: a decode step, whose batch
+                does not describe its cached tokens, quantises the queries, too (`attend_float8`). Compiled graphs specialise on them:
+                layers compiled one by one are compiled once for each pair of numbers.
 
         Returns:
             As hidden.
 
         Raises:
-            InvalidInput: the arguments are of no form or of two, or break the op's contract. NoGradient: paged, in grad mode with
-            inputs or parameters that require grad. UnknownKernel, NoKernel: `kernel` cannot run.
+            InvalidInput: the arguments fit no form, or two, or break the op's contract.
+            NoGradient: paged, in grad mode with inputs or parameters that require grad.
+            UnknownKernel, NoKernel: `kernel` cannot run.
         """
         dense = cu_seqlens is None and batch is None
         layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
         hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
         self._check_form(dense, mask, kv_start, kv_end, cu_seqlens, max_seqlen, batch, latent_pages, kv_scale, float8_scales)
-        at = positions_of(hidden, positions, cu_seqlens, batch)
+        at = check.positions_of(hidden, positions, cu_seqlens, batch)
         if float8_scales is not None and batch is not None and latent_pages is not None:
             if batch.prefix is None:
-                attended = self._attend_float8(hidden, at, latent_pages, batch, float8_scales)
-                return self._out(attended)
+                return self._out(self._attend_float8(hidden, at, latent_pages, batch, float8_scales))
             kv_scale = scale_tensor(float8_scales[1], hidden)
         q_nope, q_pe, latent, k_pe = self._project(hidden, at)
         if batch is not None:
@@ -173,7 +174,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         q_nope, q_pe, latent, k_pe = self._project(hidden, None)
         assert self.rope is not None
-        # A table of this step's own positions, alike in all layers: one of all positions there may be is nobody's here.
+        # A table of this step's positions only, the same in all layers.
         table = torch.cat(self.rope.cos_sin(positions, hidden), -1).float()
         return attend_float8(
             self.dims, q_nope, q_pe, latent, k_pe, self.kv_b_proj, table, torch.arange(table.shape[0], device=table.device), latent_pages,
@@ -181,7 +182,7 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
 
     def _project(self, hidden: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, turned by positions given."""
+        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, rotated if positions are given."""
         d = self.dims
         both = self.kv_a_proj_with_mqa(hidden)
         if self.q_lora_rank is None:
@@ -237,7 +238,7 @@ class LatentAttention(nn.Module):
                 fail(InvalidInput, "float8_scales", float8_scales, "None: this layer has no rope to fuse with")
 
     def extra_repr(self) -> str:
-        """Heads, their dims, and what differs from the defaults."""
+        """Heads, their dims, and the arguments that differ from the defaults."""
         d = self.dims
         parts = [f"{self.hidden_size}, {self.num_heads}"]
         if self.q_lora_rank is not None:

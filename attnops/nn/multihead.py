@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnops.errors import InvalidInput, fail
-from attnops.nn import _check as check
+from attnops.nn import arguments as check
 from attnops.ops import attention, varlen_attention
 
 _SAME, _SETTING_UP = "_one_input_projection", "_setting_up"
@@ -89,9 +89,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend; L queries, S keys, N requests, E = embed_dim.
 
         Args:
-            query: `[L, N, E]`, or `[N, L, E]` with batch_first, or `[L, E]`. key, value: likewise, `[S, N, kdim]`, `[S, N, vdim]`.
+            query: `[L, N, E]`, or `[N, L, E]` with batch_first, or `[L, E]`.
+            key, value: likewise, `[S, N, kdim]`, `[S, N, vdim]`.
             key_padding_mask: `[N, S]` or `[S]`, bool (True: not to be seen) or float (added to the logits).
-            need_weights: also return the weights. average_attn_weights: their mean over heads.
+            need_weights: also return the weights.
+            average_attn_weights: return their mean over heads.
             attn_mask: `[L, S]` or `[N * num_heads, L, S]`, bool or float likewise.
             is_causal: a hint that attn_mask is the causal mask of as many queries as keys; needs attn_mask.
 
@@ -153,7 +155,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(list(out.split(row_lengths[0])))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None) -> bool:
-        """Whether the call is batched."""
+        """Is the call batched?"""
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
         if any(isinstance(x, Tensor) and x.is_nested for x in (key, value)):
@@ -244,7 +246,7 @@ def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """A torch mask as what is added to the logits."""
+    """A torch mask as a tensor to add to the logits."""
     if hidden.dtype != torch.bool:
         return hidden
     return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))

@@ -1,6 +1,5 @@
-"""`pack_linears`: the weights of neighbouring linears laid one behind the other, so that a compiler may read them as one.
-
-`attnops.lowering.fuse_linears` is what does so. Nothing else changes: the parameters are the same objects of the same names and values.
+"""`pack_linears`: places the weights of neighbouring linears in one contiguous memory, so that `attnops.lowering.fuse_linears` can read
+them as one weight. The parameters stay the same objects, with the same names and values.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ ALIGNED = 16
 """Bytes. A matrix product is slower on a weight that begins elsewhere, and Inductor copies one."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that hold layers one after the other. Side by side these would lie at other offsets each, and share no compiled code."""
+"""Modules that hold layers. Packed side by side, each of these would have other offsets, and share no compiled code."""
 
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Linears whose weights lie together. linears: their names, in the order they lie; rows: of each.
+    """Linears with contiguous weights.
 
-    nbytes: of weights and biases together. moved: False: they lay so before.
+    linears: their names, in the order of their memory.
+    rows: of each weight.
+    nbytes: of weights and biases together.
+    moved: False: they were contiguous before.
     """
 
     linears: tuple[str, ...]
@@ -37,7 +39,7 @@ class PackedGroup:
 
 @dataclass(frozen=True)
 class Packed:
-    """What `pack_linears` did. groups: in the order of the model. skipped: linears by name that it may not move, with the reason."""
+    """The result of `pack_linears`. groups: in the order of the model. skipped: by name the linears that must not move, with the reason."""
 
     model: nn.Module = field(repr=False)
     groups: tuple[PackedGroup, ...]
@@ -45,13 +47,13 @@ class Packed:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of weights and biases that were given another place."""
+        """Bytes of weights and biases at a new address."""
         return sum(g.nbytes for g in self.groups if g.moved)
 
     def holds(self) -> bool:
-        """Do all groups lie together still? `model.to(dtype)`, an assigned weight and `load_state_dict(assign=True)` end it, and so does
-        another module in the place of a linear."""
-        return all(len(row) == len(g.linears) and _lies_together(row) for g in self.groups for row in self._rows(g))
+        """Are all groups still contiguous? `model.to(dtype)`, an assigned weight, `load_state_dict(assign=True)` and another module in
+        place of a linear end it."""
+        return all(len(row) == len(g.linears) and _contiguous(row) for g in self.groups for row in self._rows(g))
 
     def unpack(self) -> None:
         """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
@@ -74,7 +76,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def pack_linears(model: nn.Module) -> Packed:
-    """Lay the weights of linears that may share an input one behind the other in memory, and their biases.
+    """Place the weights of linears that may share an input, and their biases, one behind the other in memory.
 
     A group are the children of one module, which is no container of layers, that are torch.nn.Linear and alike in in_features, dtype,
     device and whether they have a bias, in the order of registration: q, k and v of attention, gate and up of an MLP. Each
@@ -87,7 +89,7 @@ def pack_linears(model: nn.Module) -> Packed:
     Call it before a CUDA graph is captured, which would go on reading the old memory.
 
     Returns:
-        Packed, with the groups, what was skipped and the way back.
+        Packed, with the groups, the skipped linears, and `unpack()`.
     """
     taken = _Taken(model)
     groups: list[PackedGroup] = []
@@ -101,7 +103,7 @@ def pack_linears(model: nn.Module) -> Packed:
 
 
 class _Taken:
-    """Which tensors of a model lie in which storage, and which are registered twice."""
+    """The tensors of a model by storage, and how often each is registered."""
 
     def __init__(self, model: nn.Module) -> None:
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -113,7 +115,7 @@ class _Taken:
                 self.by_storage.setdefault(_storage(tensor), set()).add(id(tensor))
 
     def others(self, tensor: Tensor, known: Sequence[Tensor]) -> bool:
-        """Does something lie in its storage that is not among `known`?"""
+        """Does its storage hold tensors that are not among `known`?"""
         return bool(self.by_storage[_storage(tensor)] - {id(t) for t in known})
 
     def move(self, tensor: Tensor, to: Tensor) -> None:
@@ -161,7 +163,7 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
         if taken.names[id(tensor)] > 1:
             return "it is tied"
         if tensor.device.type == "cpu" and tensor.is_shared():
-            return "it lies in memory shared with other processes"
+            return "its memory is shared with other processes"
         if tensor.nbytes % ALIGNED:
             return f"its bytes are no multiple of {ALIGNED}"
     return ""
@@ -179,7 +181,7 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
     if len(alone) < 2:
         return None
     rows = [list(row) for row in zip(*(_parameters(linear) for linear in alone.values()), strict=True)]
-    moved = not all(map(_lies_together, rows))
+    moved = not all(map(_contiguous, rows))
     if moved:
         for row in rows:
             _together(row, taken)
@@ -190,7 +192,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return _storage(a) == _storage(b) and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
-def _lies_together(row: Sequence[Tensor]) -> bool:
+def _contiguous(row: Sequence[Tensor]) -> bool:
     return all(
         _storage(a) == _storage(b) and a.dtype == b.dtype and a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(row)
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.errors import InvalidInput, fail
-from attnops.nn import _check as check
+from attnops.nn import arguments as check
 from attnops.reference.rope_quantize import rotate
 
 SCALINGS = ("none", "linear", "yarn")
@@ -23,11 +23,12 @@ class RotaryEmbedding(nn.Module):
     float32 (float64 for float64 queries) from Python numbers, so that a cast of the module to a lower precision does not touch them.
 
     Args:
-        head_dim: D, even. theta: base of the frequencies; > 1 with "yarn".
+        head_dim: D, even.
+        theta: base of the frequencies; > 1 with "yarn".
         scaling: "none", "linear" or "yarn".
         factor: >= 1, how many times longer the context became; 1 with "none".
         interleaved: are the two parts of pair i the numbers 2 i and 2 i + 1 of a head? Otherwise they are i and i + D / 2. The result
-            lies as the input does.
+            has the layout of the input.
         original_max_position: "yarn" only, and needed there: positions the model knew before.
         beta_fast, beta_slow: "yarn": a pair that turns more often than beta_fast within original_max_position is fast, one that turns
             less often than beta_slow is slow. truncate: the bounds in between are whole pairs.
@@ -67,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         if scaling == "none" and factor != 1.0:
             fail(InvalidInput, "factor", factor, "1.0, because scaling is 'none'")
         self.interleaved = interleaved
-        # What a head's rotation and its softmax are multiplied by, and the pairs between which the frequencies go over.
+        # Factors of a head's rotation and of its softmax, and the pairs between which the frequencies change over.
         self.attention_factor, self._softmax_scale, self._ramp = 1.0, 1.0, (0.0, 1.0)
         if scaling == "yarn":
             if theta == 1.0:
@@ -102,7 +103,7 @@ class RotaryEmbedding(nn.Module):
         return query, key
 
     def cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(`[..., D / 2]`, `[..., D / 2]`): what the pairs are turned by, for kernels that turn them: int positions `[...]`.
+        """(`[..., D / 2]`, `[..., D / 2]`): cosine and sine of the angles at int positions `[...]`, for kernels that rotate.
 
         float32 (float64 where `like` is), on the device of `like`, attention factor included. Raises InvalidInput.
         """
@@ -124,7 +125,7 @@ class RotaryEmbedding(nn.Module):
         return (cos, sin) if self.attention_factor == 1.0 else (cos * self.attention_factor, sin * self.attention_factor)
 
     def softmax_scale(self) -> float:
-        """What 1 / sqrt(D) of the attention is to be multiplied by: 1, or with "yarn" and mscale_all_dim the square of its m."""
+        """The factor on 1 / sqrt(D) of the attention: 1, or with "yarn" and mscale_all_dim the square of its m."""
         return self._softmax_scale
 
     def extra_repr(self) -> str:

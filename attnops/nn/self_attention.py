@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
-from attnops.nn import _check as check
-from attnops.nn._positions import positions_of
+from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
 from attnops.nn.rotary import RotaryEmbedding
 
@@ -17,10 +16,14 @@ class SelfAttention(nn.Module):
     """Projections, optional norm of query and key, optional RoPE, attention, projection back. Dense, packed or paged.
 
     Args:
-        hidden_size: E of input and output. num_heads: Hq. num_kv_heads: Hkv; default Hq. head_dim: D; default E / Hq.
+        hidden_size: E of input and output.
+        num_heads: Hq.
+        num_kv_heads: Hkv; default Hq.
+        head_dim: D; default E / Hq.
         qk_norm: RMS norm of every query and key head before RoPE, epsilon `norm_eps`.
         rope: a RotaryEmbedding of this head_dim, or None.
-        bias: of the query, key and value projections. out_bias: of the output projection.
+        bias: do the query, key and value projections have one?
+        out_bias: does the output projection?
         scale, causal, window, softcap, sinks, kernel: as in `Attention`.
         device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
 
@@ -95,7 +98,7 @@ class SelfAttention(nn.Module):
         Args:
             hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with
                 batch, k_pages and v_pages).
-            positions: int `[S]` or `[B, S]`, or `[T]`; what RoPE turns by. Default: from 0 in each request, or the batch's.
+            positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
             the rest: as in `Attention.forward`.
 
         Returns:
@@ -116,7 +119,7 @@ class SelfAttention(nn.Module):
             # Autocast norms in float32 and the ops take one dtype.
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         if self.rope is not None:
-            query, key = self.rope(query, key, positions_of(hidden, positions, cu_seqlens, batch))
+            query, key = self.rope(query, key, check.positions_of(hidden, positions, cu_seqlens, batch))
         attended = core(
             query, key, value, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
             batch=batch, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,

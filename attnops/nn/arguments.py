@@ -1,13 +1,16 @@
-"""Checks of the modules' arguments. Those of the tensors' further shapes and dtypes are the ops' own."""
+"""Checks of the modules' arguments, and their common defaults. The ops check further shapes and dtypes."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
+from attnops.ops import token_rows
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
@@ -41,7 +44,7 @@ def tensor(field: str, value: Any, layout: str, *dims: int) -> Tensor:
 
 
 def last(field: str, value: Tensor, *sizes: int) -> Tensor:
-    """`value`, whose last sizes are `sizes`, viewed so that a compiler knows them as constants."""
+    """`value`, whose last sizes are `sizes`, as a view in which the compiler knows them as constants."""
     lead = value.dim() - len(sizes)
     for dim, want in enumerate(sizes, lead):
         if value.shape[dim] != want:
@@ -50,8 +53,25 @@ def last(field: str, value: Tensor, *sizes: int) -> Tensor:
 
 
 def absent(why: str, **given: object) -> None:
-    """None of `given` is there."""
+    """Raise InvalidInput unless all of `given` are None."""
     for field, value in given.items():
         if value is not None:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             fail(InvalidInput, field, got, f"None {why}")
+
+
+def positions_of(hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None, batch: PagedBatch | None) -> Tensor:
+    """int `[S]`, `[B, S]` or `[T]`: those given for hidden `[B, S, E]` or `[T, E]`, the batch's, or from 0 in each request."""
+    if given is not None:
+        dense = hidden.dim() == 3
+        tensor("positions", given, "[S] or [B, S]" if dense else "[T]", 1, *(2,) * dense)
+        if given.shape != hidden.shape[-1 - given.dim() : -1]:
+            fail(InvalidInput, "positions", f"shape {tuple(given.shape)}", f"one a token of hidden {tuple(hidden.shape)}")
+        return given
+    if batch is not None:
+        return batch.positions
+    at = torch.arange(hidden.shape[-2], device=hidden.device)
+    if cu_seqlens is None:
+        return at
+    owner = token_rows(cu_seqlens, hidden.shape[0])
+    return at - torch.where(owner >= 0, cu_seqlens[owner], 0)
