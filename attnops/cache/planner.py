@@ -19,26 +19,29 @@ from attnops.select import choose, key_for, select
 
 
 class Planner:
-    """Plans the attention of the layers that share a `PagedSpec` or a `LatentSpec`, where the kernel that will answer them reads a plan.
+    """Plans the attention of the layers that share a `PagedSpec` or a `LatentSpec`, where their kernel reads a plan.
 
-    Called once a step, outside compiled code, with that step's batch: it gives the batch back with `plan` and `workspace` set, or as it
-    was when the layers will run a kernel that needs none. Layers of another spec, e.g. another window, need a Planner of their own.
+    Call it once a step, outside compiled code, with the batch of the step. It returns the batch with `plan` and `workspace` set, or
+    unchanged where the kernel of the layers reads no plan. Layers of another spec, e.g. another window, need another Planner.
 
-    A plan is made on the host, into the buffers below, or, of latents, on the device: then it is a tensor of its own at each step, and
-    the workspace stays the batch's. It is of the batch's own tables: a batch with a `shared` prefix, whose two parts have tables of
-    their own, gets none, and neither part may be given one that was made without `shared`. Nor does a batch that says what was before
-    (`prefix` is not None), whose latents a layer may unfold: take the prefix off a batch that shall be attended to as latents.
+    The host writes a plan into the buffers below. A plan for latents may instead be made on the device: it is then a new tensor at each
+    step, and the batch keeps its workspace. A plan is for the batch's own tables. A batch with `shared`, whose two parts have tables of
+    their own, gets no plan, and neither does a batch with `prefix`, whose latents a layer may unfold: set prefix to None where the layers
+    attend to latents.
 
     Args:
-        spec: what the layers ask of `paged_attention` or `mla_attention`.
-        max_tokens, max_requests: the most query tokens and requests of a step. max_pages: columns of the page table.
-        device: where the batches lie.
-        num_pages: pages of the pool, for batches that do not say `holes=False`, as those of the caches do.
-        kernel: plan for this kernel and no other.
+        spec: the layers' arguments of `paged_attention` or `mla_attention`.
+        max_tokens: the most query tokens of a step.
+        max_requests: the most requests of a step.
+        max_pages: columns of the page table.
+        device: of the batches.
+        num_pages: pages of the pool, for batches without `holes=False`, which the batches of a cache have.
+        kernel: plan for this kernel only.
 
     Attributes:
-        plan: int64 `[n]` on the CPU, pinned beside a GPU. workspace: uint8 `[m]` on `device`. Made once, written by every step: a
-            captured model that was given them follows. Both are empty where no kernel plans on the host.
+        plan: int64 `[n]` on the CPU, pinned beside a GPU.
+        workspace: uint8 `[m]` on `device`. Both keep their addresses, so that a captured model reads each step's plan. Both are empty
+            where no kernel plans on the host.
     """
 
     def __init__(

@@ -222,8 +222,9 @@ class PagedModelCache(Cache):
         return room
 
     def pages_of(self, layer: int) -> Any:
-        """The pages of the model's layer `layer`: a tensor of latents, or one of keys and one of values."""
-        raise NotImplementedError
+        """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and `[P, page, Hkv, Dv]`."""
+        pages = self.state.pages.layers[self.number_of(layer)]
+        return pages if len(pages) > 1 else pages[0]
 
     def number_of(self, layer: int) -> int:
         """The number of the model's layer `layer` among those with pages."""
@@ -279,19 +280,9 @@ class PagedModelCache(Cache):
 class PagedLatentCache(PagedModelCache):
     """A `PagedModelCache` of latents."""
 
-    def pages_of(self, layer: int) -> Tensor:
-        """`[P, page, Dc + Dr]`: the pages of the model's layer `layer`."""
-        pages: Tensor = self.state.pages.layers[self.number_of(layer)][0]
-        return pages
-
 
 class PagedKeyCache(PagedModelCache):
     """A `PagedModelCache` of keys and values."""
-
-    def pages_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """`[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`: the pages of the model's layer `layer`."""
-        pages: tuple[Tensor, Tensor] = self.state.pages.layers[self.number_of(layer)]
-        return pages
 
 
 def default_layers(config: Any) -> list[Any]:

@@ -17,26 +17,12 @@ MOST_WEIGHTS = 100_000_000
 BATCH, LENGTH = 3, 12
 
 _LAYERS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "num_spatial_layers",
-    "num_temporal_layers",
-    "num_auxiliary_layers",
-)
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_spatial_layers", "num_temporal_layers", "num_auxiliary_layers",
+)  # fmt: skip
 _HEADS = (
-    "o_groups",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_heads",
-    "n_head",
-)
+    "o_groups", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads", "n_head",
+)  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim")
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

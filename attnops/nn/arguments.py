@@ -75,3 +75,8 @@ def positions_of(hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None
         return at
     owner = token_rows(cu_seqlens, hidden.shape[0])
     return at - torch.where(owner >= 0, cu_seqlens[owner], 0)
+
+
+def shown(*first: str, **fields: tuple[Any, Any]) -> str:
+    """The text of `extra_repr`: `first`, then `name=value` of each field (value, default) that differs from its default."""
+    return ", ".join([*first, *(f"{name}={value!r}" for name, (value, default) in fields.items() if value != default)])

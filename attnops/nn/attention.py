@@ -151,19 +151,8 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from the defaults."""
-        parts = [f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}"]
-        if self.v_head_dim != self.head_dim:
-            parts.append(f"v_head_dim={self.v_head_dim}")
-        if not self.causal:
-            parts.append("causal=False")
-        if self.window != (-1, -1):
-            parts.append(f"window={self.window}")
-        if self.softcap:
-            parts.append(f"softcap={self.softcap}")
-        if self.attention_chunk:
-            parts.append(f"attention_chunk={self.attention_chunk}")
-        if self.sinks is not None:
-            parts.append("sinks=True")
-        if self.kernel is not None:
-            parts.append(f"kernel={self.kernel!r}")
-        return ", ".join(parts)
+        return check.shown(
+            f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}", v_head_dim=(self.v_head_dim, self.head_dim),
+            causal=(self.causal, True), window=(self.window, (-1, -1)), softcap=(self.softcap, 0.0),
+            attention_chunk=(self.attention_chunk, 0), sinks=(self.sinks is not None, False), kernel=(self.kernel, None),
+        )  # fmt: skip

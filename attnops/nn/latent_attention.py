@@ -136,7 +136,16 @@ class LatentAttention(nn.Module):
         dense = cu_seqlens is None and batch is None
         layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
         hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
-        self._check_form(dense, mask, kv_start, kv_end, cu_seqlens, max_seqlen, batch, latent_pages, kv_scale, float8_scales)
+        if not dense:
+            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
+        if cu_seqlens is None:
+            check.absent("without cu_seqlens", max_seqlen=max_seqlen)
+        elif max_seqlen is None:
+            fail(InvalidInput, "max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
+        if batch is None:
+            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales)
+        else:
+            self._check_pages(batch, latent_pages, cu_seqlens, mask, kv_scale, float8_scales)
         at = check.positions_of(hidden, positions, cu_seqlens, batch)
         if float8_scales is not None and batch is not None and latent_pages is not None:
             if batch.prefix is None:
@@ -200,28 +209,9 @@ class LatentAttention(nn.Module):
             k_pe = turned[..., 0, :]
         return q_nope, q_pe, latent, k_pe
 
-    def _check_form(
-        self,
-        dense: bool,
-        mask: Tensor | None,
-        kv_start: Tensor | None,
-        kv_end: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        batch: PagedBatch | None,
-        latent_pages: Tensor | None,
-        kv_scale: Tensor | None,
-        float8_scales: tuple[float, float] | None,
+    def _check_pages(
+        self, batch: Any, latent_pages: Any, cu_seqlens: Any, mask: Any, kv_scale: Any, float8_scales: tuple[float, float] | None
     ) -> None:
-        if not dense:
-            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
-        if cu_seqlens is None:
-            check.absent("without cu_seqlens", max_seqlen=max_seqlen)
-        elif max_seqlen is None:
-            fail(InvalidInput, "max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
-        if batch is None:
-            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales)
-            return
         check.absent("with batch", cu_seqlens=cu_seqlens, mask=mask)
         if not isinstance(batch, PagedBatch):
             fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as the cache makes it")
@@ -240,15 +230,11 @@ class LatentAttention(nn.Module):
     def extra_repr(self) -> str:
         """Heads, their dims, and the arguments that differ from the defaults."""
         d = self.dims
-        parts = [f"{self.hidden_size}, {self.num_heads}"]
-        if self.q_lora_rank is not None:
-            parts.append(f"q_lora_rank={self.q_lora_rank}")
-        parts.append(f"kv_lora_rank={d.latent}, qk_nope_head_dim={d.nope}, qk_rope_head_dim={d.rope}, v_head_dim={d.v}")
-        if self.absorb_up_to is not None:
-            parts.append(f"absorb={self.absorb_up_to}")
-        if self.kernel is not None:
-            parts.append(f"kernel={self.kernel!r}")
-        return ", ".join(parts)
+        return check.shown(
+            f"{self.hidden_size}", f"{self.num_heads}", q_lora_rank=(self.q_lora_rank, None), kv_lora_rank=(d.latent, 0),
+            qk_nope_head_dim=(d.nope, 0), qk_rope_head_dim=(d.rope, 0), v_head_dim=(d.v, 0), absorb=(self.absorb_up_to, None),
+            kernel=(self.kernel, None),
+        )  # fmt: skip
 
 
 def _is_scale(value: object) -> bool:

@@ -130,12 +130,8 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from the defaults."""
-        parts = [f"{self.head_dim}", f"theta={self.theta}"]
-        if self.scaling != "none":
-            parts.append(f"scaling={self.scaling!r}, factor={self.factor}")
-        if self.interleaved:
-            parts.append("interleaved=True")
-        return ", ".join(parts)
+        scaled = () if self.scaling == "none" else (f"scaling={self.scaling!r}, factor={self.factor}",)
+        return check.shown(f"{self.head_dim}", f"theta={self.theta}", *scaled, interleaved=(self.interleaved, False))
 
     def _m(self, mscale: float | None) -> float:
         return 0.1 * (mscale or 0.0) * math.log(self.factor) + 1.0

@@ -205,7 +205,7 @@ def test_what_a_step_refuses():
             handle.step(ids[:2, :2], cache)
         handle.step(ids[:2, :1], cache)
         handle.step(ids[:1, :1], cache)
-        with pytest.raises(RuntimeError, match="rows that the step before had not"):
+        with pytest.raises(RuntimeError, match="rows that the step before did not have"):
             handle.step(ids[:2, :1], cache)
         other = handle.new_cache(2, 20)
         model(ids[:2], past_key_values=other)
