@@ -112,7 +112,7 @@ class LatentCache(Pages):
             new_tokens: tokens of each; an int: as many for each.
             prefix_tokens: describe the cached tokens of the requests in `prefix`, in chunks of at most so many tokens over all requests;
                 this bounds the memory of layers that expand latents. None: not described, and the layers attend to the latents
-                themselves; a step whose requests have no cached tokens says so in any case.
+                themselves; a step without cached tokens has `()` in any case.
             share: look for whole pages that all requests begin with, as forks do, and describe them in `shared`.
 
         Raises:

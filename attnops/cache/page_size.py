@@ -75,7 +75,7 @@ def negotiate_page_size(
     workspace_bytes: int = 0,
     max_new_tokens: int = 1,
 ) -> PageSizeChoice:
-    """The page size for latents of these sizes, from the kernels of `mla_attention`. Allocates nothing and calls no kernel.
+    """The page size for latents of these sizes, from the kernels of `mla_attention`. It allocates no memory and calls no kernel.
 
     kernels None: of the sizes 1, 16, 32, 64, 128 and 256 the one at which a decode step is fastest on `device` (or on the target that
     `pretend` has put in its place) with the kernels installed and under the policy in force, by the costs that `select` goes by; of
@@ -139,7 +139,7 @@ def negotiate_kv_page_size(
     workspace_bytes: int = 0,
     max_new_tokens: int = 1,
 ) -> PageSizeChoice:
-    """The page size for keys and values of these sizes, from the kernels of `paged_attention`. Allocates nothing and calls no kernel.
+    """The page size for keys and values of these sizes, from the kernels of `paged_attention`. It allocates no memory and calls no kernel.
 
     As `negotiate_page_size`, for causal layers without a window whose calls bring no plan of the host.
 
@@ -242,7 +242,7 @@ def _far(refusals: tuple[Refusal, ...]) -> tuple[int, int]:
 
 
 def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
-    """The first of each field and wish: page_size=1 (wants 64) says page_size=16 (wants 64) as well."""
+    """The first of each field and wish: page_size=1 (wants 64) implies page_size=16 (wants 64)."""
     found: dict[tuple[str, str], Refusal] = {}
     for refusal in refusals:
         found.setdefault((refusal.field, refusal.want), refusal)

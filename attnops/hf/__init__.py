@@ -9,7 +9,7 @@ existing model, reaches all its parts (encoder-decoder models copy their config)
 
 from __future__ import annotations
 
-from attnops.hf import supported as supported  # first: it says which transformers is wanted where the rest would fail  # isort: split
+from attnops.hf import supported as supported  # first: with an old transformers it raises a clear error  # isort: split
 from attnops.hf.cache import PagedKeyCache as PagedKeyCache
 from attnops.hf.cache import PagedLatentCache as PagedLatentCache
 from attnops.hf.cache import PagedModelCache as PagedModelCache

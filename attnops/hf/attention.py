@@ -76,14 +76,14 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Args:
             query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
             attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
-                alone decides what is visible. None is causal when `is_causal` (or the module's own flag) says so; query i is
+                alone decides what is visible. None is causal when `is_causal` (or the module's own flag) is true; query i is
                 then at key i, as in transformers' sdpa, and keys past the last query are cut off.
             scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
             dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
             sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
-                and the mask says the rest.
+                and the mask decides the rest.
             attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged_attention,
                 or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
@@ -111,7 +111,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             fail(InvalidInput, "output_attentions", True, want)
         if isinstance(attnops_cache, PagedKeyCache):
             if key.dim() != 5:
-                fail(InvalidInput, "key.dim()", key.dim(), "5, the new keys from a cache of pages: this layer did not call its update()")
+                fail(InvalidInput, "key.dim()", key.dim(), "5, the new keys from a cache of pages: this layer did not ask its cache for them")
             odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
             return pages.attend_keys(
                 module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,

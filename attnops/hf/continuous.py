@@ -96,7 +96,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         keys, values = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
         )
-        # The cache says 1 of a layer without a window.
+        # The cache has 1 for a layer without a window.
         kept = cache.sliding_windows[module.layer_idx]
         kind = "sliding_attention" if kept > 1 else "full_attention"
         window = sliding_window or (kept if kept > 1 else 0)

@@ -50,7 +50,7 @@ class Generation:
         self._prepared: Any = None  # the mask of the next step's forward
 
     def note(self, new: Verdict) -> None:
-        """Take a look at one more mask into account."""
+        """Take the check of one more mask into account."""
         lasting = Verdict(new.grows, new.full and new.grows, new.grows)
         old = self.verdict or lasting
         self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))

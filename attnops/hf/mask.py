@@ -85,7 +85,8 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         device: torch.device | str = "cpu",
         **others: Any,
     ) -> Tensor | None:
-        if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:  # of a cache of pages alone
+        pads: Any = kv_offset
+        if isinstance(pads, Tensor) and pads.dim() > 0:  # of a cache of pages alone
             call = Call(batch_size, q_length, kv_length, q_offset, 0, attention_mask, torch.device(device), mode, False)
             # transformers forbids the skip in one-token steps of every cache that can be compiled. It edits no sliding pattern of one
             # token over a cache: packed texts have no cache, and blocks of an image come with the prompt.
@@ -93,7 +94,7 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
             pattern = pattern_of(call, mask_function, local_size, skip, allow_is_bidirectional_skip, use_vmap, config)
             if pattern is None or not pattern.causal:
                 fail(InvalidInput, "mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
-            start = _left_padding(call, kv_offset) if kv_offset.dim() == 1 else kv_offset[:, 0]
+            start = _left_padding(call, pads) if pads.dim() == 1 else pads[:, 0]
             return descriptor.build(pattern, batch_size, start, q_offset + q_length, q_offset, 0, call.device)
         call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, allow_is_causal_skip)
         if mode == "compact" or (mode == "auto" and far(call.device)):

@@ -61,11 +61,11 @@ class PagedMode:
             if not sites:
                 fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
             if (editor := next((site.module for site in sites if site.usage and site.usage.edits_cached), None)) is not None:
-                told = f"{type(editor).__name__} computes with what its cache gives back, and pages give back what is new alone"
-                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, whose {told}; want cache="hf"')
+                why = f"{type(editor).__name__} computes with all the keys that its cache returns, and pages return the new ones only"
+                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, whose {why}; want cache="hf"')
             if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
-                told = "which takes a cache of its own class alone"
-                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
+                got = f"{type(owner).__name__}, which takes only a cache of its own class"
+                fail(PatchError, f'patch: cache="paged" got {got}; want cache="hf"')
             if found.edits is not None:
                 fail(PatchError, f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
         if kernel is not None:
@@ -291,8 +291,8 @@ def _prepare(
     named = generation_config.cache_implementation
     if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
         # Some checkpoints have it, unnoticed by a user who asks for pages.
-        told = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
-        warnings.warn(f"{told}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
+        warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
+        warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
     weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))
     if weights and given is None:
         warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
@@ -320,6 +320,6 @@ def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:
         return 0, 0
     looked_up, asked = (getattr(generation_config, name, None) or 0 for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
     past = max(DRAFTS, 1 + max(looked_up, asked))
-    # How many tokens an assistant drafts is said by its own config, and may grow from step to step.
-    told = looked_up and getattr(generation_config, "assistant_early_exit", None) is None
-    return past, past if told else ALL
+    # The number of tokens that an assistant drafts is in its own config, and may grow from step to step.
+    bounded = looked_up and getattr(generation_config, "assistant_early_exit", None) is None
+    return past, past if bounded else ALL

@@ -160,9 +160,9 @@ class Patched:
             raise _elsewhere()
         return report
 
-    def _decoder(self, what: str) -> Decoder:
+    def _decoder(self, method: str) -> Decoder:
         if self._paged is None or not self.active or self.decode.mode == "hf":
-            fail(PatchError, f"{what}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
+            fail(PatchError, f"{method}: want a model patched with cache='paged' and decode='piecewise' or 'breakable'")
         return self._paged.decoder()
 
     @property
@@ -269,7 +269,7 @@ def patch(
         returns the same handle.
 
     Raises:
-        PatchError: there is nothing to patch (the text has every reason), or the model is patched with other options.
+        PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
         UnknownKernel: no kernel has that name.
         InvalidInput: no such mask mode, cache or way to decode.
     """
@@ -308,12 +308,12 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
         return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
     proof = prove(owner, found, asked)
     if proof.mode is None:
-        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.told}")
+        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.text}")
     if asked.cache == "paged" and proof.mode == "additive":
-        told = "which needs the additive masks of eager attention, and pages take none"
-        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {told}; want cache="hf"')
+        why = "which needs the additive masks of eager attention, and pages take none"
+        fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
     trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
-    return replace(asked, mask=proof.mode, proven=proof.mode != "additive" and not trusted), proof.told
+    return replace(asked, mask=proof.mode, proven=proof.mode != "additive" and not trusted), proof.text
 
 
 def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:

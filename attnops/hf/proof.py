@@ -35,10 +35,10 @@ class Subject(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """mode: the masks that gave eager's numbers; None: no masks did. told: how it was tried, or why it failed."""
+    """mode: the masks that gave eager's numbers; None: no masks did. text: how it was tried, or why it failed."""
 
     mode: Mode | None
-    told: str
+    text: str
 
 
 def prove(model: Any, found: Match, asked: Options) -> Proof:
@@ -90,8 +90,8 @@ def _fails(subject: Subject, mode: Mode) -> str | None:
     with _as_it_was(model, configs):
         for one in tried:
             name = implementation(Options(mask=one, proven=True))
-            for told, inputs, visible in _runs(model, feed):
-                steps = told == "steps"
+            for name_of_run, inputs, visible in _runs(model, feed):
+                steps = name_of_run == "steps"
                 try:
                     eager = _outputs(model, configs, "eager", inputs, steps)
                 except Exception:  # nor does it run without attnops
@@ -99,13 +99,13 @@ def _fails(subject: Subject, mode: Mode) -> str | None:
                 try:
                     ours = _outputs(model, configs, name, inputs, steps)
                 except Exception as error:
-                    return f"raised {type(error).__name__} ({one}, {told}): {' '.join(str(error).split())[:160]}"
+                    return f"raised {type(error).__name__} ({one}, {name_of_run}): {' '.join(str(error).split())[:160]}"
                 for key, want in eager.items():
                     limit = _TOLERANCE.get(want.dtype, 1e-4)
                     counts = next((m for m in visible if m.shape == want.shape[:2]), None)
                     figures = compare(ours[key], want, counts, key, limit)
                     if not figures.max_rel <= limit:
-                        return f"differs from eager ({one}, {told}): {key} is off by {figures.max_rel:.1e}"
+                        return f"differs from eager ({one}, {name_of_run}): {key} is off by {figures.max_rel:.1e}"
     return None
 
 

@@ -340,11 +340,11 @@ def test_a_bare_model():
 _TEXT = {**tiny._BASE, "head_dim": 16}
 _JET = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16, "intermediate_size": 48}
 NOT_HELD = {
-    "DiffLlamaForCausalLM": ("DiffLlamaConfig", tiny._BASE, "computes with what its cache gives back"),
-    "JetMoeForCausalLM": ("JetMoeConfig", {**_JET, "num_local_experts": 4}, "computes with what its cache gives back"),
+    "DiffLlamaForCausalLM": ("DiffLlamaConfig", tiny._BASE, "computes with all the keys that its cache returns"),
+    "JetMoeForCausalLM": ("JetMoeConfig", {**_JET, "num_local_experts": 4}, "computes with all the keys that its cache returns"),
     "MiniMaxForCausalLM": ("MiniMaxConfig", {**_TEXT, "num_local_experts": 4}, "a cache of its own class"),
     "MllamaForCausalLM": (
-        "MllamaTextConfig", {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, "computes with what its cache gives back",
+        "MllamaTextConfig", {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, "computes with all the keys that its cache returns",
     ),
 }  # fmt: skip
 
