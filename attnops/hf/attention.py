@@ -111,7 +111,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             fail(InvalidInput, "output_attentions", True, want)
         if isinstance(attnops_cache, PagedKeyCache):
             if key.dim() != 5:
-                fail(InvalidInput, "key.dim()", key.dim(), "5, the new keys from a cache of pages: this layer did not ask its cache for them")
+                fail(InvalidInput, "key.dim()", key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
             odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
             return pages.attend_keys(
                 module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,

@@ -344,7 +344,8 @@ NOT_HELD = {
     "JetMoeForCausalLM": ("JetMoeConfig", {**_JET, "num_local_experts": 4}, "computes with all the keys that its cache returns"),
     "MiniMaxForCausalLM": ("MiniMaxConfig", {**_TEXT, "num_local_experts": 4}, "a cache of its own class"),
     "MllamaForCausalLM": (
-        "MllamaTextConfig", {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, "computes with all the keys that its cache returns",
+        "MllamaTextConfig", {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        "computes with all the keys that its cache returns",
     ),
 }  # fmt: skip
 
