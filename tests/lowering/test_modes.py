@@ -1,11 +1,14 @@
 """Every way PyTorch compiles a model: modes, dynamic shapes, export, AOTInductor."""
 
+import subprocess
+import sys
 import zipfile
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.helpers import ROOT
 from tests.lowering.models import HQ, D, Dense, PagedModel, Step, compiled_code, decode, kernel_calls
 
 
@@ -84,14 +87,34 @@ def test_export_keeps_the_op_and_compiles_to_the_kernel():
     assert kernel_calls(code) == ["attention.sdpa"]
 
 
+LOAD = """
+import sys, torch, attnops
+package, given, found = sys.argv[1:]
+with torch.no_grad():
+    torch.save(torch._inductor.aoti_load_package(package)(torch.load(given)), found)
+"""
+
+
+def packaged(model, x, folder):
+    """The model's package of AOTInductor, and what a fresh process that loads it makes of `x`: as a server would, not as its maker."""
+    folder.mkdir()
+    package, given, found = (str(folder / name) for name in ("model.pt2", "given.pt", "found.pt"))
+    torch.save(x, given)
+    package = torch._inductor.aoti_compile_and_package(torch.export.export(model, (x,)), package_path=package)
+    done = subprocess.run([sys.executable, "-c", LOAD, package, given, found], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return package, done, torch.load(found) if done.returncode == 0 else None
+
+
 @pytest.mark.slow
 def test_aot_inductor_packages_the_kernel(tmp_path):
     """A kernel that is called by its name, one that is lowered in place as what it is made of."""
     model, x = torch.nn.Sequential(Dense(5.0), Dense()).eval(), torch.randn(2, 8, HQ * D)
     with torch.no_grad():
-        program = torch.export.export(model, (x,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), model(x))
+        path, done, got = packaged(model, x, tmp_path / "ours")
+        if done.returncode < 0 and packaged(torch.nn.Linear(HQ * D, 8), x, tmp_path / "torchs")[1].returncode < 0:
+            pytest.skip(f"torch {torch.__version__} cannot load a package of one linear layer here: signal {-done.returncode}")
+        assert done.returncode == 0, done.stderr
+        torch.testing.assert_close(got, model(x))
     with zipfile.ZipFile(path) as archive:
         text = "".join(archive.read(n).decode(errors="ignore") for n in archive.namelist() if n.endswith((".json", ".cpp")))
     assert "attnops::attention.reference" in text and "attention.reference.run" not in text
