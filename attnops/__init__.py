@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnops import kernels as _kernels
 from attnops.errors import AttnopsError as AttnopsError
-from attnops.ops import _op
 from attnops.ops import attention as attention
 from attnops.ops import merge_state as merge_state
+from attnops.ops import op as _op
 from attnops.ops import paged_attention as paged_attention
 from attnops.ops import varlen_attention as varlen_attention
 from attnops.ops import write_kv as write_kv

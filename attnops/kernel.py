@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from attnops.call import Call, Spec
+from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import Need as Need
 from attnops.needs import all_of as all_of
@@ -31,9 +33,9 @@ from attnops.needs import one_of as one_of
 from attnops.needs import without as without
 from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
-from attnops.promises import filled, settled_of_whole, untold
+from attnops.promises import KNOW_HOLES, filled
 
-CONTRACT = 1
+CONTRACT = 2
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
 
 FAILURES = (Exception, SystemExit)
@@ -70,8 +72,11 @@ class Kernel:
     """One implementation of one op.
 
     name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
-    run: takes the op's arguments and returns the op's results; torch tensors in the op's own layouts.
-    needs: every demand on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
+    run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own layouts.
+    takes: the optional arguments that the kernel understands. A call that asks for another (one that is not off) is refused, so that an
+        argument that is new, or on by default, never reaches a kernel that does not know it. Hints and promises need not be listed.
+    dtypes: those of the query, or of what is computed. kv_dtypes: those of keys, values and pages; None: the query's, no other.
+    needs: further demands on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
         measured times covers the call (attnops/measured).
     capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
@@ -90,24 +95,17 @@ class Kernel:
     device_plan: takes the op's arguments by name and returns the `plan` that the kernel reads on the device: what its users make once
         a step, so that it is timed with it. It runs without one too, and then makes in every layer what the plan holds: `cost_us`
         says what of, by `Problem.plan`. None: it reads none, or is none the faster for it.
-    settled: takes one call's arguments and returns what serves all eager calls like it, whose tensors have its shapes, strides, dtypes
-        and device and whose other arguments are its own: a function of the op's tensors alone, in the schema's order (`Op.tensors`),
-        so that what follows from the rest need not be worked out again. A later version may append tensors to an op: end its
-        parameters with `*_`. None: `run` serves.
-    heads_first: of the op `attention`, for callers whose tensors have their heads before their tokens: takes one call's arguments, as
-        `run`, and returns what serves all eager calls like it: a function of (query `[B, Hq, S, D]`, key `[B, Hkv, K, D]`, value
-        `[B, Hkv, K, Dv]`, mask, sinks, kv_start, kv_end) to the output alone, `[B, S, Hq, Dv]` contiguous. Calls of one query token are
-        alike, too, if their Problems are equal: K may be another then, and so may strides but the last. None: they are transposed.
+    contract: what the kernel was written for; see `adapted` for those of 1. None: 2 where `run` takes one argument, else 1.
 
-    `run` names every feature that it knows among its parameters, one by one: calls with another are refused for it, though it may have
-    `**kwargs`, which take in what they do not know. It need not take the promises `padded` (it is not told)
-    and `holes` (its tables and lists have none).
     Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
     """
 
     name: str
     op: str
     run: Callable[..., Any]
+    takes: frozenset[str] = frozenset()
+    dtypes: tuple[torch.dtype, ...] = ()
+    kv_dtypes: tuple[torch.dtype, ...] | None = None
     needs: tuple[Need, ...] = ()
     packages: tuple[Package, ...] = ()
     probe: Callable[[Target], Refusal | None] | None = None
@@ -125,18 +123,20 @@ class Kernel:
     core: Core | None = None
     plan_sizes: Callable[..., tuple[int, int]] | None = None
     device_plan: Callable[..., torch.Tensor] | None = None
-    settled: Callable[..., Callable[..., Any] | None] | None = None
-    heads_first: Callable[..., Callable[..., torch.Tensor] | None] | None = None
-    contract: int = CONTRACT
+    contract: int | None = None
     about: str = ""
 
     def __post_init__(self) -> None:
-        if self.op in ("varlen_attention", "varlen_attention_backward", "paged_attention") and not takes(self.run, "padded"):
-            object.__setattr__(self, "run", untold(self.run))
-        if self.op in ("paged_attention", "mla_attention", "sparse_mla_attention") and not takes(self.run, "holes"):
+        if not _readable(self.run):  # `register` says so
+            object.__setattr__(self, "contract", self.contract or CONTRACT)
+            return
+        if self.contract is None:
+            object.__setattr__(self, "contract", 2 if _takes_a_call(self.run) else 1)
+        if self.contract == 1 and not hasattr(self.run, "adapted"):  # `replace` keeps what has been adapted
+            object.__setattr__(self, "takes", frozenset(_parameters(self.run)))
+            object.__setattr__(self, "run", adapted(self.run))
+        if self.op in KNOW_HOLES and "holes" not in self.takes:
             object.__setattr__(self, "run", filled(self.op, self.run))
-            if self.settled is not None:
-                object.__setattr__(self, "settled", settled_of_whole(self.settled))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its functions cannot be handed to another process, which has a kernel of this name of its own.
@@ -156,9 +156,20 @@ class Kernel:
     def unmet(self, problem: Problem) -> tuple[Refusal, ...]:
         """What of `problem` the kernel does not take, wherever it is."""
         out = self._asked("needs", self.needs, problem)
-        unknown = [f for f in features(problem) if not any(takes(self.run, name) for name in f.arguments)]
-        reasons = [Refusal(f.field, f.got, f"{f.want}, for `run` names no {' or '.join(f.arguments)}") for f in unknown]
+        unknown = [f for f in features(problem) if self.takes.isdisjoint(f.arguments)]
+        reasons = [Refusal(f.field, f.got, f"{f.want}, for the kernel lists no {' or '.join(f.arguments)}") for f in unknown]
+        reasons += [Refusal(a, "asked for", f"not, for the kernel does not list {a}") for a in sorted(problem.asks - self.takes)]
+        reasons += [*self._foreign_dtypes(problem)]
         return out + tuple(r for r in reasons if r.field not in [other.field for other in out])
+
+    def _foreign_dtypes(self, problem: Problem) -> Iterator[Refusal]:
+        if not self.dtypes:
+            return  # contract 1 has needs in their place
+        if problem.dtype not in self.dtypes:
+            yield Refusal("dtype", problem.dtype, " | ".join(map(name_of, self.dtypes)))
+        stored = (problem.dtype,) if self.kv_dtypes is None else self.kv_dtypes
+        if problem.kv_dtype not in stored:
+            yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
     def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
         """Every reason this kernel cannot take `problem`. Empty means that it can."""
@@ -223,20 +234,72 @@ def _kernel_there(op: str, name: str, about: str) -> Kernel:
     return kernels_of(op).get(name) or Kernel(name, op, _elsewhere, about=about)
 
 
-def _elsewhere(*args: Any, **kwargs: Any) -> NoReturn:
+def _elsewhere(call: Any) -> NoReturn:
     raise RegistrationError("kernel: got one that only the process it comes from has registered")
 
 
-@functools.cache
-def takes(run: Callable[..., Any], name: str) -> bool:
-    """Has the function a parameter of this name? `**kwargs` take in any, and know none."""
-    return name in inspect.signature(run).parameters
+def as_of_a_call(run: Callable[..., Any]) -> Callable[[Any], Any]:
+    """`run` as a function of a call."""
+    return run if _takes_a_call(run) else adapted(run)
+
+
+def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
+    """`run` of contract 1, which takes the op's arguments one by one, as a function of a call.
+
+    It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for. `**kwargs` get
+    those that the call asks for.
+    """
+    known = _parameters(run)
+    parameters = inspect.signature(run).parameters.values()
+    swallows = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    @functools.cache
+    def handed(spec: Spec) -> tuple[int, tuple[tuple[int, Any], ...], tuple[tuple[str, int], ...], tuple[tuple[str, int, Any], ...]]:
+        n = spec.positional
+        room = n if endless else sum(name not in spec.names[n:] for name in places)
+        over = tuple((i, spec.args[i].default) for i in range(room, n))
+        named = tuple((a.name, i) for i, a in enumerate(spec.args) if i >= n and a.name in known)
+        others = tuple((a.name, i, a.default) for i, a in enumerate(spec.args) if i >= n and a.name not in known)
+        return n, over, named, others if swallows else ()
+
+    @functools.wraps(run)
+    def call(call: Any) -> Any:
+        n, over, named, others = handed(call.spec)
+        kwargs = {name: call[i] for name, i in named}
+        for name, i, default in others:
+            if not _is(call[i], default):
+                kwargs[name] = call[i]
+        if over and all(_is(call[i], default) for i, default in over):
+            n -= len(over)
+        return run(*call[:n], **kwargs)
+
+    call.of_arguments, call.adapted = run, call  # type: ignore[attr-defined]
+    return call
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default))
+
+
+def _readable(run: object) -> bool:
+    try:
+        return callable(run) and bool(inspect.signature(run))
+    except (TypeError, ValueError):
+        return False
 
 
 @functools.cache
-def swallows(run: Callable[..., Any]) -> bool:
-    """Has the function `**kwargs`?"""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(run).parameters.values())
+def _parameters(run: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(run).parameters)
+
+
+@functools.cache
+def _takes_a_call(run: Callable[..., Any]) -> bool:
+    # A kernel of contract 1 is given the policy beside the op's tensors.
+    parameters = [*inspect.signature(run).parameters.values()]
+    return len(parameters) == 1 and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def said(error: BaseException) -> str:
@@ -267,8 +330,8 @@ _REGISTRY = Registry()
 
 def register(kernel: Kernel) -> Kernel:
     """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel leaves no trace."""
-    if kernel.contract != CONTRACT:
-        raise ContractMismatch(kernel.name, kernel.contract, CONTRACT)
+    if kernel.contract not in (1, CONTRACT):
+        raise ContractMismatch(kernel.name, kernel.contract or 0, CONTRACT)
     if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
     known = _REGISTRY.kernels.get(kernel.op, {})
@@ -298,7 +361,7 @@ def _check_fields(kernel: Kernel) -> None:
     want(isinstance(kernel.tolerance, Real) and 0 < kernel.tolerance < inf, "tolerance", "a number > 0")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
-    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "settled", "heads_first", "invariant_us"):
+    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "invariant_us"):
         want(getattr(kernel, name) is None or callable(getattr(kernel, name)), name, "a function or None")
     try:
         inspect.signature(kernel.run)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attnops.call import Call, asked, evaluate, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 
 
@@ -170,6 +171,7 @@ class Problem:
     of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which every layer looks for itself.
     `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
     `capturing`: a CUDA graph is captured by hand around an eager call, and the call will be part of it.
+    `asks`: arguments beyond these fields that are not at their neutral value. No kernel takes one that it does not list.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """
@@ -208,6 +210,7 @@ class Problem:
     workspace: int = 0
     sizes_equal: bool = False
     capturing: bool = False
+    asks: frozenset[str] = frozenset()
     tokens: Extent = NO_EXTENT
     batch: Extent = NO_EXTENT
     queries: Extent = NO_EXTENT
@@ -228,6 +231,78 @@ class Problem:
         skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_alike", "sinks_dtype"}
         shown = (f for f in fields(self) if f.name not in skip and getattr(self, f.name) != f.default)
         return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
+
+
+_EXTENTS = {"tokens": "T", "batch": "B", "queries": "max_seqlen_q", "context": "max_seqlen_k"}
+_INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv", "rope_dim": "Dr", "page_size": "page"}
+_TOLD = {
+    "causal", "window_left", "window_right", "softcap", "attention_chunk", "temperature", "mask", "sinks", "kv_start", "kv_end", "k_scale",
+    "v_scale", "kv_scale", "q_scale", "return_lse", "lse", "mask_grad", "plan", "padded", "workspace", "grad_lse",
+}  # fmt: skip
+"""Arguments that a field of the Problem tells of."""
+
+
+def problem_of(call: Call) -> Problem:
+    """The Problem of a call that keeps its op's contract. Heads, head dims and page size become ints, each a guard under a compiler.
+
+    Sizes follow from the layouts: the letters `T`, `B`, `Hq`, `Hkv`, `D`, `Dv`, `Dr`, `page`, ints named as the field, or what the record
+    says. All else follows from the arguments' names, and from the record's `facts`.
+    """
+    spec, sizes = call.spec, sizes_of(call)
+    given: dict[str, Any] = dict(zip(spec.names, values(call), strict=True))
+    first = values(call)[0]
+    found: dict[str, Any] = {"op": spec.op, "target": Target.of(first.device), "dtype": first.dtype}
+    found["kv_dtype"] = given[spec.stored].dtype if spec.stored else first.dtype
+    for field, letter in (_EXTENTS | _INTS).items():
+        expression = (spec.problem or {}).get(field) or (field if field in sizes else letter if letter in sizes else "")
+        if expression:
+            size = evaluate(expression, sizes)
+            found[field] = Extent.of(size) if field in _EXTENTS else int(size)
+    found |= _features(given)
+    strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
+    found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
+    found["asks"] = asked(call) - _TOLD
+    return Problem(**found | (spec.facts(call, sizes) if spec.facts else {}))
+
+
+def _features(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that follow from the arguments of these names."""
+
+    def tensors(*names: str) -> list[torch.Tensor]:
+        return [given[n] for n in names if isinstance(given.get(n), torch.Tensor)]
+
+    sinks, mask, plan, workspace = (given.get(n) for n in ("sinks", "mask", "plan", "workspace"))
+    lse = (
+        given["return_lse"] if "return_lse" in given else given.get("lse") is not None and "output" in given and "grad_output" not in given
+    )
+    return {
+        "causal": bool(given.get("causal", False)),
+        "window": (given.get("window_left", -1), given.get("window_right", -1)),
+        "softcap": given.get("softcap", 0.0) > 0,
+        "attention_chunk": given.get("attention_chunk", 0),
+        "temperature": given.get("temperature") is not None,
+        "sinks": sinks is not None and sinks is not False,
+        "sinks_dtype": sinks.dtype if isinstance(sinks, torch.Tensor) else None,
+        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        "kv_range": bool(tensors("kv_start", "kv_end")),
+        "kv_scales": bool(tensors("k_scale", "v_scale", "kv_scale", "q_scale")),
+        "per_head_scales": any(s.shape[0] != 1 for s in tensors("k_scale", "v_scale")),
+        "lse": lse,
+        "mask_grad": given.get("mask_grad", False),
+        "lse_grad": given.get("grad_lse") is not None,
+        "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
+        "padded": given.get("padded", True),
+        "holes": given.get("holes", False),
+        "workspace": bytes_of(workspace),
+    }
+
+
+def bytes_of(workspace: torch.Tensor | None) -> int:
+    """The size of a workspace as a Problem says it: if it is symbolic, the least that it may be; no guard is installed."""
+    if workspace is None:
+        return 0
+    size = workspace.numel()
+    return size if isinstance(size, int) else Extent.of(size).lo
 
 
 def _short(value: Any) -> str:

@@ -133,10 +133,10 @@ def way(name: str, like: Call) -> Callable[[Call], Any]:
     """What makes calls through the kernel of this name, or `compiled`, the plain torch ops as a compiled graph has them."""
     kernels = kernels_of(like.op)
     if name != "compiled":
-        return lambda c: kernels[name].run(*c.args, **c.kwargs)
+        return lambda c: kernels[name].run(c.record)
     inline = [k for k in kernels.values() if k.inline and not k.refusals(like.problem)]
     if not inline:
-        plain = torch.compile(kernels["reference"].run, fullgraph=True, dynamic=False)
+        plain = torch.compile(kernels["reference"].run.of_arguments, fullgraph=True, dynamic=False)
         return lambda c: plain(*c.args, **c.kwargs)
     packet, policy = OPS[like.op].packet.default, f"kernel={like.op}:{inline[0].name}"
 
@@ -155,7 +155,7 @@ def tiled(call: Call, rows: int, warps: int) -> Run:
         before = tiles.store_tile
         tiles.store_tile = lambda *a: before(*a)._replace(rows=rows, warps=warps)
         try:
-            kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)
+            kernels_of(call.op)["triton"].run(call.record)
         finally:
             tiles.store_tile = before
 

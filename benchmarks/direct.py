@@ -230,7 +230,7 @@ def eager(case: Case, pool: Pool) -> dict[str, Any]:
         kernel, mine, _ = next(c for c in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call) if c[0].name == name)
         overload, args, kwargs = getattr(OPS[mine.op].packet, name), mine.args, mine.kwargs
         runs[f"overload.{name}"] = lambda o=overload, a=args, k=kwargs: o(*a, **k)
-        runs[f"kernel_run.{name}"] = lambda r=kernel.run, a=args, k=kwargs: r(*a, **k)
+        runs[f"kernel_run.{name}"] = lambda r=kernel.run, c=mine.record: r(c)
     host = {n: r for n, r in runs.items() if not n.startswith("op.")}
     return {"left_out": left_out, "host": host_us(host, repeats=25, inner=20, wait=False)}
 

@@ -92,7 +92,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> dict[str, str]:
         "varlen_attention": ((*flat, cu, cu), {"return_lse": True, **sizes}),
         "varlen_attention_backward": ((flat[0], None, *flat, flat[0], lse.flatten(0, 1), cu, cu), sizes),
     }
-    found = {op: select(OPS[op].problem(*args, **rules, **more)).kernel for op, (args, more) in calls.items()}
+    found = {op: select(OPS[op].problem(OPS[op].call(*args, **rules, **more))).kernel for op, (args, more) in calls.items()}
     return {op: "none" if kernel is None else kernel.name for op, kernel in found.items()}
 
 

@@ -92,7 +92,7 @@ def choices_of(name: str) -> list[Choice]:
 def chosen(call: Call, choice: Choice) -> Kernel:
     """`triton`, launched with `choice`."""
     kernel = kernels_of(call.op)["triton"]
-    return kernel if choice == OURS else replace(kernel, run=partial(kernel.run, choice=choice))
+    return kernel if choice == OURS else replace(kernel, run=partial(kernel.run.of_arguments, choice=choice))
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def recorded(found: list[Any]) -> Iterator[None]:
 def compile_choice(call: Call, choice: Choice) -> list[Any]:
     found: list[Any] = []
     with recorded(found):
-        chosen(call, choice).run(*call.args, **call.kwargs)
+        chosen(call, choice).run(call.record)
     return found
 
 
@@ -184,7 +184,7 @@ def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[
             if kind not in checked:
                 few = choice if choice == OURS else choice._replace(splits=min(choice.splits, 5))
                 checked[kind] = check_kernel(chosen(little, few), little)
-            run = partial(chosen(call, choice).run, *call.args, **call.kwargs)
+            run = partial(chosen(call, choice).run, call.record)
             if expected and not (error := error_of(call, run, expected[1])) < NEAR:
                 left_out[who] = f"WRONG: {error:.3f} of the largest value from {expected[0]}"
                 continue

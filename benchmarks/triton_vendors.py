@@ -186,7 +186,7 @@ def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, late: set[Any
     figures = check_kernel(kernel, case.small(small))
     assert not figures.refused, figures
     runs, left_out = vendors_of(case, call, {vendor for kind, vendor in late if kind == case.kind})
-    ours = partial(kernel.run, *call.args, **call.kwargs)
+    ours = partial(kernel.run, call.record)
     expected = expected_of(call)
     if expected is not None and expected[0] != "triton":
         error = error_of(call, ours, expected[1])
@@ -215,7 +215,7 @@ def copies(clock: GraphClock) -> dict[str, Any]:
     slots = torch.randperm(COPIES * 4).tolist()[:COPIES]
     call = builders.write(Source(0, "cuda"), slots, COPIES // 4, 16, Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8))
     key, value, at = (call.arguments[n] for n in ("key", "value", "slots"))
-    kernels = {k.name: partial(k.run, *call.args, **call.kwargs) for k in kernels_of("write_kv").values() if not k.refusals(call.problem)}
+    kernels = {k.name: partial(k.run, call.record) for k in kernels_of("write_kv").values() if not k.refusals(call.problem)}
     kernels["triton"]()
     for pages, rows in (("k_pages", key), ("v_pages", value)):
         assert torch.equal(call.arguments[pages].flatten(0, 1)[at], rows), f"{pages} does not hold what was written"
@@ -248,7 +248,7 @@ def first_uses(cache: str) -> dict[str, float]:
         for _ in range(2):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            kernel.run(*call.args, **call.kwargs)
+            kernel.run(call.record)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         taken[name] = round(times[0] - times[1], 2)
@@ -267,7 +267,7 @@ def variants(cache: str) -> dict[str, int]:
         for requests in (1, 2, 5, 16, 64):
             for keys in (300, 1100, 4096):
                 call = builders.paged(Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
-                kernels_of("paged_attention")["triton"].run(*call.args, **call.kwargs)
+                kernels_of("paged_attention")["triton"].run(call.record)
     return {n: len(k.device_caches[torch.cuda.current_device()][0]) for n, k in {"attend": attend, "combine": combine}.items()}
 
 

@@ -6,27 +6,25 @@ python examples/add_kernel.py
 import torch
 
 import attnops
-from attnops.kernel import Kernel, device, dtypes, register, without
+from attnops.kernel import Kernel, device, register
 from attnops.testing import CASES, check_kernel
 
 
-def run(query, key, value, *_, scale, **__):
-    """`[B, S, Hq, D]`: attention as two einsums. What it is not made for, its needs keep away from it."""
-    group = query.shape[2] // key.shape[2]
-    key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-    weights = torch.einsum("bqhd,bkhd->bhqk", query * scale, key).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, value).contiguous(), query.new_empty(0, dtype=torch.float32)
+def run(call):
+    """Attention of `[B, S, Hq, D]` as two einsums. `takes` and `needs` keep all other calls away."""
+    group = call.query.shape[2] // call.key.shape[2]
+    key, value = call.key.repeat_interleave(group, 2), call.value.repeat_interleave(group, 2)
+    weights = torch.einsum("bqhd,bkhd->bhqk", call.query * call.scale, key).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value).contiguous(), call.query.new_empty(0, dtype=torch.float32)
 
 
 PLAIN = Kernel(
     name="plain",
     op="attention",
     run=run,
-    needs=(
-        device("cpu"),
-        dtypes(torch.float32),
-        *without("causal", "windowed", "softcap", "sinks", "mask", "kv_range", "kv_scales", "lse"),
-    ),
+    takes=frozenset(),
+    dtypes=(torch.float32,),
+    needs=(device("cpu"),),
     about="two einsums",
 )
 

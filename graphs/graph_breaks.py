@@ -49,9 +49,8 @@ def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ker
         return None
     if (named := kernels_of(op.name).get(target._overloadname)) is not None:
         return named
-    given = dict(kwargs)
-    policy = given.pop("policy", "")
-    return choose(op.problem(*args, **given), policy)
+    call: Any = op.call(*args, **kwargs)
+    return choose(op.problem(call), call.policy)
 
 
 def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) -> Break | None:

@@ -38,9 +38,9 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 
 def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
     """The kernel chosen for fake arguments. Heads, head dims and page size specialise: each is a guard."""
-    given = dict(kwargs)
-    policy = given.pop("policy", "")
-    problem = op.problem(*args, **given)
+    call: Any = op.call(*args, **kwargs)
+    policy = call.policy
+    problem = op.problem(call)
     kernel = choose(problem, policy)
     if log.isEnabledFor(logging.INFO):
         log.info("%s", select(problem, policy))
@@ -61,7 +61,7 @@ def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, A
     """Does a kernel that may be called or inlined have its torch ops lowered here?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    if kernel.inline_when is None or not kernel.inline_when(op.problem(*args, **{n: x for n, x in kwargs.items() if n != "policy"})):
+    if kernel.inline_when is None or not kernel.inline_when(op.problem(op.call(*args, **kwargs))):
         return False
     # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]
@@ -126,10 +126,9 @@ def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any
     dynamic = [n for n, x in given.items() if isinstance(x, (torch.Tensor, torch.SymInt))]
 
     def run(*traced: Any) -> Any:
-        filled = given | dict(zip(dynamic, traced, strict=True))
-        by_position = [filled.pop(a.name) for a in schema if not a.kwarg_only and a.name in filled]
+        call = op.call(**given | dict(zip(dynamic, traced, strict=True)))
         # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := kernel.run(*by_position, **filled)) is None else out
+        return () if (out := kernel.run(call)) is None else out
 
     # The comments of the generated code name the kernel.
     source = NodeSource(V.graph.current_node, "attnops")

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from ..kernel import all_kernels
 from ..measured import in_force
 from ..ops import Op
-from ..ops._op import watch
 from ..ops.latent_form import FormDecision, LatentCall, watch_forms
+from ..ops.op import watch
 from ..problem import Problem, Target, pretend
 from ..select import Decision, select, workspace_bytes
 

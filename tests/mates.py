@@ -1,12 +1,14 @@
 """Requests taken out of a batch: what must be bit for bit the same with and without the others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnops.call import changed, split
 from attnops.inputs import planned
 from attnops.kernel import Kernel
 from attnops.select import Policy, select
@@ -15,6 +17,11 @@ from attnops.testing import Call, Source
 POLICY = "deterministic"
 BY_TOKEN = ("query", "q_nope", "q_pe", "mask", "temperature", "indices", "topk_length", "output", "lse")
 BY_REQUEST = ("page_table", "seq_lens", "block_count", "block_offset", "column_count", "column_index")
+
+
+def invariant(kernel: Kernel) -> Kernel:
+    """The kernel, given every call with the policy."""
+    return replace(kernel, run=lambda call: kernel.run(changed(call, policy=POLICY)), contract=2)
 
 
 def rows_of(call: Call, chosen: Sequence[int]) -> Tensor:
@@ -61,8 +68,9 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
 def results(call: Call, kernel: Kernel | None = None) -> list[Tensor]:
     """What the op gives under a deterministic policy: of `kernel` with the plan it wants from the host, or of the one that is chosen."""
     call = call if kernel is None else planned(kernel, call, POLICY)
-    run = kernel.run if kernel is not None else getattr(torch.ops.attnops, call.op).default
-    returned = run(*call.args, **call.kwargs, policy=POLICY)
+    record = changed(call.record, policy=POLICY)
+    args, kwargs = split(record)
+    returned = getattr(torch.ops.attnops, call.op).default(*args, **kwargs) if kernel is None else kernel.run(record)
     if returned is None:
         return [call.arguments[n] for n in ("output", "lse") if n in call.arguments]
     return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x.numel()]

@@ -3,7 +3,6 @@
 import io
 import json
 from dataclasses import replace
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -183,17 +182,15 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     sdpa = kernels_of("attention")["sdpa"]
     flash = kernels_of("attention")["aten_flash"]
 
-    @wraps(sdpa.run)
-    def off(*args, **kwargs):
-        output, lse = sdpa.run(*args, **kwargs)
+    def off(call):
+        output, lse = sdpa.run(call)
         return output * 1.005, lse
 
-    @wraps(flash.run)
-    def raises(*args, **kwargs):
+    def raises(call):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off))
-    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "aten_flash", replace(flash, run=raises))
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off, contract=2))
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "aten_flash", replace(flash, run=raises, contract=2))
     paged = kernels_of("paged_attention")["sdpa"]
     monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(paged, run=lambda *a, **k: None))
     decode_case, prefill = (case.sized("toy") for case in kernels.CASES[:2])
@@ -216,14 +213,13 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
     """A patched model whose attention is a percent off."""
     sdpa = kernels_of("attention")["sdpa"]
 
-    @wraps(sdpa.run)
-    def off(*args, **kwargs):
-        output, lse = sdpa.run(*args, **kwargs)
+    def off(call):
+        output, lse = sdpa.run(call)
         return output * 1.01, lse
 
     import attnops.hf
 
-    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off))
+    monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off, contract=2))
     patch = attnops.hf.patch
     monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
     prefill = import_module("attnops.bench.prefill")

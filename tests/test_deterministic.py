@@ -1,7 +1,6 @@
 """Deterministic policies: one kernel whatever the sizes, and bits of a request that do not depend on its mates."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
@@ -16,7 +15,7 @@ from attnops.reference.packed import varlen_attention as varlen_reference
 from attnops.select import Policy, select, select_by, without_sizes
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
-from tests.mates import POLICY, may_be_chosen, only, rows_of, same_bits
+from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits
 
 BF16, F32 = torch.bfloat16, torch.float32
 DETERMINISTIC = Policy(deterministic=True)
@@ -220,6 +219,6 @@ MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant_ne
 
 @pytest.mark.parametrize("kernel", MULTIPLY, ids=lambda k: k.op)
 def test_request_by_request_the_results_are_right(kernel):
-    alone = replace(kernel, run=partial(kernel.run, policy=POLICY))
+    alone = invariant(kernel)
     for case in CASES[kernel.op][:: max(1, len(CASES[kernel.op]) // 12)]:
         check_kernel(alone, case.call())

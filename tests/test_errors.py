@@ -150,7 +150,7 @@ def test_a_kernel_that_only_one_process_has_keeps_its_name():
     there = pickle.loads(pickle.dumps(Kernel("theirs", "attention", lambda q: q)))
     assert (there.name, there.op) == ("theirs", "attention")
     with pytest.raises(AttnopsError, match="only the process it comes from"):
-        there.run()
+        there.run(None)
     known = kernels_of("attention")["sdpa"]
     assert pickle.loads(pickle.dumps(known)) is known and copy.deepcopy(replace(known, name="mine")).name == "mine"
 

@@ -24,6 +24,7 @@ from attnops.kernel import (
     Kernel,
     Package,
     Registry,
+    adapted,
     arch,
     at_most,
     device,
@@ -38,8 +39,7 @@ from attnops.kernel import (
     without,
 )
 from attnops.needs import features
-from attnops.ops._direct import told
-from attnops.ops.dense import ATTENTION
+from attnops.ops.dense import Attention
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
@@ -328,9 +328,10 @@ def test_it_is_never_handed_what_it_does_not_know(lab, options):
 
 
 def test_a_wrapper_is_told_what_is_not_at_its_default():
-    given = {"scale": 1.0, "causal": True, "window_left": -1, "softcap": 0.0, "policy": ""}
-    assert told(ATTENTION, lambda *args, **kwargs: None, given) == {"scale": 1.0, "causal": True}
-    assert told(ATTENTION, lambda q, *, scale, softcap: None, given) == {"scale": 1.0, "softcap": 0.0}
+    x = torch.zeros(1, 1, 1, 1)
+    call = Attention(x, x, x, scale=1.0, causal=True)
+    assert adapted(lambda *args, **kwargs: kwargs)(call) == {"scale": 1.0, "causal": True}
+    assert adapted(lambda *args, scale, softcap: {"scale": scale, "softcap": softcap})(call) == {"scale": 1.0, "softcap": 0.0}
 
 
 # Versions -------------------------------------------------------------------------------------------------------------

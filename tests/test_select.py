@@ -42,7 +42,8 @@ from attnops.kernel import (
 )
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Shape, Table
-from attnops.ops import OPS, _op
+from attnops.ops import OPS
+from attnops.ops import op as op_module
 from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES
@@ -722,4 +723,4 @@ def test_a_summary_names_what_differs():
 
 
 def test_ops_are_bound_as_the_module_says():
-    assert registry_module._REGISTRY.listeners[0] is _op.bind
+    assert registry_module._REGISTRY.listeners[0] is op_module.bind

@@ -12,11 +12,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from attnops import kernel as registry_module
+from attnops.call import check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, lengths
 from attnops.kernel import Capture, Core, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
-from attnops.ops import OPS
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
 from attnops.tune import GRIDS, Plan, Stopwatch, clock_for, measure, plans_of, run, timing
@@ -89,7 +89,7 @@ PLANS = [pytest.param(p, id=f"{name}-{i}-{p.shape.op}") for name, plans in GRIDS
 def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
     at = smallest(plan)._replace(batch=min(plan.batch[-1], 2.0))
     call = build(plan.shape, *lengths(plan.shape, at), Pool("cpu"))
-    OPS[call.op].check(*call.args, **call.kwargs)
+    check(call.record)
     assert plan.shape.distance(call.problem) == 0
     placed = plan.shape.place(call.problem)
     assert placed.batch == at.batch and placed.queries == pytest.approx(at.queries)
@@ -302,7 +302,7 @@ def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
         stopwatch = Stopwatch(clock_for(CPU))
         assert "reference" in [k.name for k, _, _ in stopwatch.candidates(call)]
         want = call.map(lambda _, t: t.clone())
-        real.run(*want.args, **want.kwargs)
+        real.run(want.record)
         compiled = counters["stats"]["unique_graphs"]
         assert (found := stopwatch.time(kernel, call, "kind")).us, found
         assert counters["stats"]["unique_graphs"] == compiled + 1

@@ -21,7 +21,7 @@ DECODE = next(c for c in CASES["paged_attention"] if c.label == "decode-plain")
 def run(*args, **kwargs):
     assert kwargs["workspace"].numel() >= SIZE
     kwargs["workspace"][:SIZE] = 255
-    OPS["paged_attention"].reference(*args, **kwargs)
+    OPS["paged_attention"].reference.of_arguments(*args, **kwargs)
 
 
 NEEDY = Kernel("needy", "paged_attention", run, needs=(one_of("page_size", 16),), workspace_bytes=lambda p: SIZE, cost_us=lambda p: 0.1)
@@ -88,7 +88,7 @@ def test_chosen_once_there_is_enough(needy):
 
 def test_an_unknown_size_counts_as_the_least_it_may_be():
     seen = []
-    from attnops.ops._op import watch
+    from attnops.ops.op import watch
     from tests.ops.test_fakes import DIMS, UNBACKED, symbolic
 
     end = watch(lambda op, problem, policy: seen.append(problem.workspace))

@@ -14,12 +14,12 @@ from attnops.cache.page_size import OP, PageSizeChoice, negotiate_page_size
 from attnops.cache.paged import Layer, Pages, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
+from attnops.call import FLOATS, name
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import kernels_of
-from attnops.ops._check import FLOATS, name, workspace_bytes
-from attnops.ops._op import target_of
 from attnops.ops.latent import STORED
 from attnops.ops.plan_mla import LatentSpec
+from attnops.problem import Target, bytes_of
 from attnops.select import key_for, select
 
 TILE = 128
@@ -140,11 +140,11 @@ class LatentCache(Pages):
 
     def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
         """See `Pages`. Kernels are compared with their plans; of float8 pages, for float8 queries."""
-        target = target_of(self.page_table)
+        target = Target.of(self.page_table.device)
         reads = [k for k in kernels_of(OP).values() if k.device_plan is not None and not k.absences(target)]
         if self._spec is None or not reads or not tokens:
             return None
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
-        problem = replace(problem, plan="device", workspace=workspace_bytes(self.workspace))
+        problem = replace(problem, plan="device", workspace=bytes_of(self.workspace))
         kernel = select(problem, key_for(problem.op, None)).kernel
         return None if kernel is None else device_planner(kernel, self._spec)

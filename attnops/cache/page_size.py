@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from attnops.cache.paged import count
+from attnops.call import FLOATS, name
 from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import Kernel, kernels_of
-from attnops.ops._check import FLOATS, name
 from attnops.ops.latent import STORED
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import active_policy, select

@@ -14,9 +14,9 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Ledger, Plan, Pool, Request
 from attnops.cache.step import Tokens, describe, ring_columns
+from attnops.call import FLOATS, QUANTISED, name
 from attnops.errors import InvalidInput, fail
 from attnops.ops import copy_kv, cu_seqlens, token_rows
-from attnops.ops._check import FLOATS, QUANTISED, name
 
 
 @contextmanager

@@ -11,10 +11,9 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
 from attnops.kernel import Kernel, kernels_of
-from attnops.ops import _check as check
-from attnops.ops._op import target_of
 from attnops.ops.plan import PagedSpec, plan_paged_attention, plan_sizes
 from attnops.ops.plan_mla import PLAN, LatentSpec, plan_mla_attention, plan_mla_sizes
+from attnops.problem import Target, bytes_of
 from attnops.select import choose, key_for, select
 
 
@@ -94,8 +93,8 @@ class Planner:
     def _answers(self, spec: LatentSpec, batch: PagedBatch) -> Kernel:
         """The best kernel for the layers. No call has plans of both kinds, so that the kernels of either kind are compared."""
         requests, pages = batch.page_table.shape
-        problem = spec.problem(target_of(batch.page_table), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
-        elsewhere = replace(problem, plan="device", workspace=check.workspace_bytes(batch.workspace))
+        problem = spec.problem(Target.of(batch.page_table.device), batch.slots.shape[0], requests, pages, batch.max_seqlen_q)
+        elsewhere = replace(problem, plan="device", workspace=bytes_of(batch.workspace))
         key = key_for(problem.op, self.kernel)
         hosts = _planned_by_host()
         found = select(problem, key)

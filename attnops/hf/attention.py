@@ -17,8 +17,8 @@ from attnops.hf import paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
 from attnops.hf.match import HANDLED, HARMLESS, routed
 from attnops.kernel import own_kernel
-from attnops.ops import heads_first
-from attnops.ops.dense import default_scale
+from attnops.ops.dense import attention as attend
+from attnops.ops.rules import default_scale
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 
@@ -149,11 +149,11 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if packed is not None and attention_mask is not None:
             mask, packed = apart(query, key, mask, packed, cu_seq_lens_k), None
         if packed is None and not (drops or weights_too):
-            given = (query, key, value, mask, sinks, start, end, scaling, causal, left, cap, dense_kernel)
-            if (run := heads_first.known(*given)) is not None:
-                return run(query, key, value, mask, sinks, start, end), None
-            query, key, value = cast(query, key, value)
-            return heads_first.attention(query, key, value, *given[3:]), None
+            query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
+            return attend(
+                query, key, value, scale=scaling, causal=causal, window=(left, -1), softcap=cap, mask=mask, sinks=sinks, kv_start=start,
+                kv_end=end, kernel=dense_kernel,
+            ), None  # fmt: skip
         query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
         if packed is None:
             rules = Rules(default_scale(query, scaling), causal, left, -1, cap)

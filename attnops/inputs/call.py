@@ -57,7 +57,12 @@ class Call:
     @property
     def problem(self) -> Problem:
         """The Problem that selection would see."""
-        return OPS[self.op].problem(*self.args, **self.kwargs)
+        return OPS[self.op].problem(self.record)
+
+    @property
+    def record(self) -> Any:
+        """The op's record of these arguments."""
+        return OPS[self.op].call(*self.args, **self.kwargs)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments by name."""

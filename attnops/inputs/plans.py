@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import changed
 from attnops.inputs.call import Call
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
@@ -23,7 +24,7 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
         return call
     made = plan_call(call, maker, buffers)
     with torch.no_grad():
-        maker.run(*made.args, **made.kwargs, policy=policy)
+        maker.run(changed(made.record, policy=policy))
     return call.with_(plan=made.arguments["plan"], workspace=made.arguments["workspace"])
 
 

@@ -9,16 +9,12 @@ Data pointers must be 16-byte aligned, as torch allocates them: a view that star
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from attnops.kernel import Kernel, Need, arch, at_most, deterministic, multiple_of, one_of, register, without
 from attnops.kernels import _fa3_mla
 from attnops.kernels._fa3 import (
-    FLOAT8,
     PACKAGE,
     bfloat16_sinks,
     call,
@@ -32,7 +28,6 @@ from attnops.kernels._fa3 import (
     part_of_plan,
     past,
     plan_rules,
-    raw_op,
     steady_tiles,
     value_dim,
     with_sinks,
@@ -186,79 +181,6 @@ def paged_attention(
         lse.copy_(packed_lse(raw, sinks, cu_seqlens_q, padded))
 
 
-def settled(
-    query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *others: Tensor | None,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    **_: Any,
-) -> Callable[..., None] | None:
-    """The paged call that comes down to one call of the raw op on tensors as they are; None for any other."""
-    sizes = (query.numel(), k_pages.numel(), page_table.numel(), max_seqlen_q)
-    if padded or lse is not None or any(x is not None for x in others) or not all(sizes) or deterministic(policy):
-        return None
-    as_they_are = page_table.stride(1) == 1 and output.stride(2) == 1 and seq_lens.is_contiguous() and cu_seqlens_q.is_contiguous()
-    rows = max_seqlen_q * (query.shape[1] // k_pages.shape[2])
-    if query.dtype == FLOAT8 or not as_they_are or left_padding(k_pages.shape[1], rows, policy, seq_lens) is not None:
-        return None
-    fwd, tail = raw_op()
-    # An overload is a function in Python around this, which takes 35 arguments from one tuple into another.
-    fwd = getattr(fwd, "_op", fwd)
-
-    def run(
-        query: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, cu: Tensor, _mask: None, _sinks: None, _k_scale: None,
-        _v_scale: None, _plan: None, _q_scale: None, output: Tensor, *_: None,
-    ) -> None:  # fmt: skip
-        fwd(
-            query, k, v, None, None, None, output, cu, None, None, None, lens, max_seqlen_q, None, table, None, None, None, None, None,
-            None, None, None, scale, causal, window_left, window_right, attention_chunk, softcap, False, None, 0, None, 0, None, *tail,
-        )  # fmt: skip
-
-    return run
-
-
-def heads_first(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Tensor | None,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    policy: str = "",
-) -> Callable[..., Tensor] | None:
-    """The dense call of all keys without sinks, which is one call of the raw op on views; None for any other."""
-    if return_lse or q_scale is not None or any(x is not None for x in others) or not query.numel() or not key.numel():
-        return None
-    if deterministic(policy) and query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW:
-        return None  # see `attention`
-    rules = (causal, window_left, window_right, softcap, attention_chunk)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *_: None) -> Tensor:
-        return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, policy, scale, rules)[0]
-
-    return run
-
-
 FEW = 64
 """Query rows of a key head and request up to which the kernel reads pages without TMA: no tile of its is smaller."""
 
@@ -320,8 +242,6 @@ for _op, _run, _us in (
             batch_invariant=True,
             invariant_needs=(steady_tiles,),
             invariant_us=_unsplit_us if _op == "paged_attention" else None,
-            settled=settled if _op == "paged_attention" else None,
-            heads_first=heads_first if _op == "attention" else None,
             about=ABOUT,
         )
     )

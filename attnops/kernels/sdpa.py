@@ -6,9 +6,6 @@ kernel of a laptop and of shapes nobody else takes. SDPA's own `is_causal` is to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -110,36 +107,6 @@ def attention(
         value = _drop_unseen(value, kv_start, kv_end)
         key = _drop_unseen(key, kv_start, kv_end)
     return _silence(_sdpa(query, key, value, joined, scale, False), joined), no_lse(query)
-
-
-def heads_first(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    *others: Tensor | None,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    attention_chunk: int = 0,
-    **_: Any,
-) -> Callable[..., Tensor] | None:
-    """The dense call that comes down to torch's own on tensors as they are; None for any other."""
-    queries, keys = query.shape[1], key.shape[1]
-    causal = causal and queries != 1
-    ruled = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0 or any(x is not None for x in others)
-    if ruled or not query.numel() or not value.numel() or (causal and (mask is not None or keys != queries)):
-        return None
-    cpu = query.device.type == "cpu"
-    if mask is not None and (not cpu or mask.dtype not in (torch.bool, query.dtype)):
-        return None
-    one = cpu and queries == 1
-
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-        return _turned(q, k, v, mask, scale, causal, one).contiguous()
-
-    return run
 
 
 def _drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
@@ -260,5 +227,4 @@ for _op, _run, _where, _more in (
     ("varlen_attention", varlen_attention, None, ", requests padded"),
     ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
 ):
-    _first = heads_first if _op == "attention" else None
-    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, heads_first=_first, about=ABOUT + _more))
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, about=ABOUT + _more))

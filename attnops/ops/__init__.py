@@ -1,7 +1,5 @@
 """The ops: contracts in torch.library form, one family a file, and the functions users call."""
 
-from attnops.ops._op import OPS as OPS
-from attnops.ops._op import Op as Op
 from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
 from attnops.ops.holes import named_pages as named_pages
@@ -18,6 +16,8 @@ from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.moves import copy_kv as copy_kv
 from attnops.ops.moves import pad_queries as pad_queries
 from attnops.ops.moves import unpad_queries as unpad_queries
+from attnops.ops.op import OPS as OPS
+from attnops.ops.op import Op as Op
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
 from attnops.ops.plan import PagedSpec as PagedSpec

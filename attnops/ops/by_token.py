@@ -7,66 +7,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.problem import Extent, Problem
+from attnops.call import INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.ops.op import Op, define
 from attnops.reference import data
 from attnops.select import key_for
 
 
-def _check_rows(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    causal: bool = True,
-    q_heads: int = 0,
-    float8: bool = False,
-) -> None:
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.same_device(page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-    check.need(q_heads >= 0, "q_heads", q_heads, ">= 0 (0: no schedule)")
-    check.need(q_heads > 0 or not float8, "float8", float8, "False without q_heads")
+def _words(call: Any) -> tuple[Any, ...]:
+    schedule = data.rows_schedule_words(call.num_tokens, call.q_heads, call.float8)
+    return (schedule + call.num_tokens * (1 + call.page_table.shape[1]),)
 
 
-def _fake_rows(page_table: Tensor, seq_lens: Tensor, *_: Any, num_tokens: int, q_heads: int = 0, float8: bool = False, **__: Any) -> Tensor:
-    return seq_lens.new_empty(data.rows_schedule_words(num_tokens, q_heads, float8) + num_tokens * (1 + page_table.shape[1]))
+def _rules(call: Any, sizes: Sizes) -> None:
+    need(call.q_heads > 0 or not call.float8, "float8", call.float8, "False without q_heads")
 
 
-def _problem_rows(
-    page_table: Any, seq_lens: Any, cu_seqlens_q: Any, *, num_tokens: Any, causal: bool = True, q_heads: int = 0, float8: bool = False
-) -> Problem:
-    dtype = torch.float8_e4m3fn if float8 else page_table.dtype
-    return Problem(
-        op="decode_rows",
-        target=target_of(page_table),
-        dtype=dtype,
-        kv_dtype=dtype,
-        q_heads=q_heads,
-        causal=causal,
-        tokens=Extent.of(num_tokens),
-        batch=Extent.of(page_table.shape[0]),
-    )
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    dtype = torch.float8_e4m3fn if call.float8 else call.page_table.dtype
+    return {"dtype": dtype, "kv_dtype": dtype}
 
 
-define(
-    Op(
-        name="decode_rows",
-        schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, bool causal=True, "
-        'int q_heads=0, bool float8=False, str policy="") -> Tensor',
-        check=_check_rows,
-        fake=_fake_rows,
-        problem=_problem_rows,
-        reference=data.decode_rows,
-        about="the batch by token, and FlashMLA's schedule of it",
-    )
-)
+@record("decode_rows", Result("", _words, torch.int32), rules=_rules, facts=_facts, problem={"tokens": "num_tokens"})
+class DecodeRows(Call):
+    """The batch of a decode by token, and FlashMLA's schedule of it."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    causal: bool = arg(default=True, hint=True)
+    q_heads: int = arg(default=0, least=0, hint=True)
+    float8: bool = arg(default=False, hint=True)
+    policy: str = ""
+
+
+DECODE_ROWS = define(Op(DecodeRows, data.decode_rows, about="the batch by token, and FlashMLA's schedule of it"))
 
 
 def decode_rows(
@@ -102,8 +78,8 @@ def decode_rows(
         InvalidInput: a shape, dtype or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run. Where `flashmla`
         cannot run either the schedule is zeros, which nobody reads.
     """
-    out: Tensor = torch.ops.attnops.decode_rows.default(
+    out: Tensor = DECODE_ROWS(DecodeRows(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8,
         policy=key_for("decode_rows", kernel),
-    )  # fmt: skip
+    ))  # fmt: skip
     return out

@@ -1,63 +1,32 @@
-"""Page tables without holes: what attention over pages reads of a table in which some entries are no pages."""
+"""Page tables without holes: the table that attention over pages reads where some entries are no pages."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.problem import Extent, Problem
+from attnops.call import INT32, KW_ONLY, Call, Result, arg, record
+from attnops.ops import rules
+from attnops.ops.op import Op, define
 from attnops.reference import holes
 from attnops.select import active_policy
 
 
-def _check(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_pages: int,
-    page_size: int,
-    squeeze: bool = True,
-    window_left: int = -1,
-) -> None:
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.same_device(page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.need(num_pages >= 0, "num_pages", num_pages, ">= 0")
-    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-    check.need(window_left >= -1, "window_left", window_left, ">= -1 (-1: unbounded)")
+@record("named_pages", Result("named", like="page_table"), Result("lengths", like="seq_lens"), problem={"tokens": "B", "batch": "0"})
+class NamedPages(Call):
+    """A page table without holes, and the lengths that go with it."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_pages: int = arg(least=0, symbolic=True)
+    page_size: int = arg(least=1)
+    squeeze: bool = arg(default=True, hint=True)
+    window_left: int = arg(default=-1, least=-1, hint=True)
+    policy: str = ""
 
 
-def _fake(page_table: Tensor, seq_lens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return page_table.new_empty(page_table.shape), seq_lens.new_empty(seq_lens.shape)
-
-
-def _problem(page_table: Any, *_: Any, page_size: int, **__: Any) -> Problem:
-    return Problem(
-        op="named_pages", target=target_of(page_table), dtype=page_table.dtype, kv_dtype=page_table.dtype, page_size=page_size,
-        tokens=Extent.of(page_table.shape[0]),
-    )  # fmt: skip
-
-
-define(
-    Op(
-        name="named_pages",
-        schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_pages, int page_size, bool squeeze=True, "
-        'int window_left=-1, str policy="") -> (Tensor named, Tensor lengths)',
-        check=_check,
-        fake=_fake,
-        problem=_problem,
-        reference=holes.named_pages,
-        about="page table without holes",
-    )
-)
+NAMED_PAGES = define(Op(NamedPages, holes.named_pages, about="page table without holes"))
 
 
 def named_pages(
@@ -88,10 +57,10 @@ def named_pages(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract.
     """
-    out: tuple[Tensor, Tensor] = torch.ops.attnops.named_pages.default(
+    out: tuple[Tensor, Tensor] = NAMED_PAGES(NamedPages(
         page_table, seq_lens, cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=squeeze, window_left=window_left,
         policy=active_policy(),
-    )  # fmt: skip
+    ))  # fmt: skip
     return out
 
 
@@ -112,6 +81,6 @@ def whole(
     """
     if not isinstance(pages, Tensor) or pages.dim() < 2:
         return page_table, seq_lens, True  # the attention op says what is wrong
-    left, right = check.window(window)
-    rules = holes.how(mask=mask, causal=causal, window_left=left, window_right=right, attention_chunk=attention_chunk)
-    return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **rules), False
+    left, right = rules.window(window)
+    asked = holes.how(mask=mask, causal=causal, window_left=left, window_right=right, attention_chunk=attention_chunk)
+    return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked), False

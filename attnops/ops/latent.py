@@ -1,4 +1,4 @@
-"""The write of latents (MLA) into their pages, and what both ops on such pages check."""
+"""The write of latents (MLA) into their pages, and the rules that all ops on such pages share."""
 
 from __future__ import annotations
 
@@ -7,88 +7,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import _packed_last
-from attnops.problem import Extent, Problem
+from attnops.ops.op import Op, define
 from attnops.reference import mla
 from attnops.select import key_for
 
 STORED = (torch.float8_e4m3fn, torch.int8)
 """What latents may be quantised to."""
 
+SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1", "q_heads": "H"}
 
-def check_pages(latent_pages: Tensor, latent_dim: Any, rope_dim: Any) -> None:
-    """Pages are `[P, page, Dc + Dr]`, of a float dtype or one of STORED."""
-    check.tensor("latent_pages", latent_pages, 3, (*check.FLOATS, *STORED), "[P, page, Dc + Dr]")
-    check.need(latent_pages.shape[1] >= 1, "latent_pages.shape[1]", latent_pages.shape[1], ">= 1 token a page")
-    check.equal("latent_pages.shape[2]", latent_pages.shape[2], latent_dim + rope_dim, "Dc + Dr")
-    check.need(latent_dim >= 1, "Dc", latent_dim, ">= 1")
-    check.need(rope_dim >= 1, "Dr", rope_dim, ">= 1")
+
+def check_sizes(sizes: Sizes) -> None:
+    """Pages, latents and rotated keys are not empty."""
+    need(sizes["page"] >= 1, "latent_pages.shape[1]", sizes["page"], ">= 1 token a page")
+    for dim in ("Dc", "Dr"):
+        need(sizes[dim] >= 1, dim, sizes[dim], ">= 1")
 
 
 def check_stored(latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
     """Latents have `dtype`, or a quantised one that comes with its scale."""
     if latent_pages.dtype in STORED:
         if kv_scale is None:
-            fail(InvalidInput, "kv_scale", "None", f"a scale, because the latents are {check.name(latent_pages.dtype)}")
+            fail(InvalidInput, "kv_scale", "None", f"a scale, because the latents are {name(latent_pages.dtype)}")
     elif latent_pages.dtype != dtype:
-        want = f"{check.name(dtype)} | " if dtype in check.FLOATS else ""
-        fail(InvalidInput, "latent_pages.dtype", check.name(latent_pages.dtype), want + " | ".join(map(check.name, STORED)))
+        want = f"{name(dtype)} | " if dtype in FLOATS else ""
+        fail(InvalidInput, "latent_pages.dtype", name(latent_pages.dtype), want + " | ".join(map(name, STORED)))
 
 
-def _check_write(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    check.tensor("latent", latent, 2, (*check.FLOATS, *STORED), "[T, Dc]")
-    check.tensor("k_pe", k_pe, 2, (latent.dtype,), "[T, Dr]")
-    check_pages(latent_pages, latent.shape[1], k_pe.shape[1])
-    check.tensor("slots", slots, 1, check.INDEX, "[T]")
-    check.same_device(latent, k_pe=k_pe, latent_pages=latent_pages, slots=slots, kv_scale=kv_scale)
-    check.equal("k_pe.shape[0]", k_pe.shape[0], latent.shape[0], "as many as latents")
-    check.equal("slots.shape[0]", slots.shape[0], latent.shape[0], "one slot a token")
-    if latent.dtype in STORED:
-        _check_quantised(latent, latent_pages, kv_scale)
-    else:
-        check_stored(latent_pages, kv_scale, latent.dtype)
-    check.scales(1, kv_scale=kv_scale)
-
-
-def _check_quantised(latent: Tensor, latent_pages: Tensor, kv_scale: Tensor | None) -> None:
-    own = check.name(latent.dtype)
-    if latent_pages.dtype != latent.dtype:
-        fail(InvalidInput, "latent_pages.dtype", check.name(latent_pages.dtype), f"{own}, as the latents, which are stored as they are")
-    if kv_scale is not None:
+def _rules(call: Any, sizes: Sizes) -> None:
+    check_sizes(sizes)
+    latent, pages, scale = call.latent, call.latent_pages, call.kv_scale
+    if latent.dtype not in STORED:
+        check_stored(pages, scale, latent.dtype)
+        return
+    own = name(latent.dtype)
+    if pages.dtype != latent.dtype:
+        fail(InvalidInput, "latent_pages.dtype", name(pages.dtype), f"{own}, as the latents, which are stored as they are")
+    if scale is not None:
         fail(InvalidInput, "kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
-def _problem_write(latent: Any, k_pe: Any, latent_pages: Any, slots: Any, kv_scale: Any = None, **_: Any) -> Problem:
-    return Problem(
-        op="write_latent",
-        target=target_of(latent),
-        dtype=latent.dtype,
-        kv_dtype=latent_pages.dtype,
-        kv_heads=1,
-        head_dim=int(latent_pages.shape[2]),
-        v_head_dim=int(latent.shape[1]),
-        rope_dim=int(k_pe.shape[1]),
-        page_size=int(latent_pages.shape[1]),
-        kv_scales=kv_scale is not None,
-        last_dim_contiguous=all(map(_packed_last, (latent, k_pe, latent_pages))),
-        tokens=Extent.of(latent.shape[0]),
-    )
+@record("write_latent", rules=_rules, stored="latent_pages", problem={n: v for n, v in SIZES.items() if n != "q_heads"})
+class WriteLatent(Call):
+    """The write of new latents and rotated keys into pages."""
+
+    latent: Tensor = arg("T, Dc", (*FLOATS, *STORED), unit_stride=True)
+    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
+    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True)
+    slots: Tensor = arg("T", INDEX)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    _: KW_ONLY
+    policy: str = ""
 
 
-WRITE_LATENT = define(
-    Op(
-        name="write_latent",
-        schema='(Tensor latent, Tensor k_pe, Tensor(a!) latent_pages, Tensor slots, Tensor? kv_scale=None, *, str policy="") -> ()',
-        check=_check_write,
-        fake=lambda *_, **__: None,
-        problem=_problem_write,
-        reference=mla.write_latent,
-        about="write of new latents and rotated keys into pages",
-    )
-)
+WRITE_LATENT = define(Op(WriteLatent, mla.write_latent, about="write of new latents and rotated keys into pages"))
 
 
 def write_latent(
@@ -106,4 +80,4 @@ def write_latent(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    torch.ops.attnops.write_latent.default(latent, k_pe, latent_pages, slots, kv_scale, policy=key_for("write_latent", kernel))
+    WRITE_LATENT(WriteLatent(latent, k_pe, latent_pages, slots, kv_scale, policy=key_for("write_latent", kernel)))

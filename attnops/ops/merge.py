@@ -4,57 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.problem import Extent, Problem
+from attnops.call import FLOAT32, FLOATS, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.ops.op import Op, define
 from attnops.reference import data
 from attnops.select import key_for
 
 
-def _check(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True) -> None:
-    check.tensor("output_a", output_a, 3, check.FLOATS, "[T, H, D]")
-    check.tensor("output_b", output_b, 3, (output_a.dtype,), "[T, H, D]")
-    check.tensor("lse_a", lse_a, 2, (torch.float32,), "[T, H]")
-    check.tensor("lse_b", lse_b, 2, (torch.float32,), "[T, H]")
-    check.same_device(output_a, lse_a=lse_a, output_b=output_b, lse_b=lse_b)
-    for field, got, dims in (("output_b", output_b, 3), ("lse_a", lse_a, 2), ("lse_b", lse_b, 2)):
-        for dim in range(dims):
-            check.equal(f"{field}.shape[{dim}]", got.shape[dim], output_a.shape[dim], "as output_a")
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    return {"lse": True}
 
 
-def _fake(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    return output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
+SIZES = {"q_heads": "H", "v_head_dim": "D", "head_dim": "0"}
 
 
-def _problem(output_a: Any, lse_a: Any, output_b: Any, lse_b: Any, **_: Any) -> Problem:
-    tokens, heads, dim = output_a.shape
-    return Problem(
-        op="merge_state",
-        target=target_of(output_a),
-        dtype=output_a.dtype,
-        kv_dtype=output_a.dtype,
-        q_heads=int(heads),
-        v_head_dim=int(dim),
-        lse=True,
-        tokens=Extent.of(tokens),
-    )
+@record("merge_state", Result("output", like="output_a"), Result("lse", like="lse_a"), facts=_facts, problem=SIZES)
+class MergeState(Call):
+    """The merge of two partial results."""
+
+    output_a: Tensor = arg("T, H, D", FLOATS)
+    lse_a: Tensor = arg("T, H", FLOAT32)
+    output_b: Tensor = arg("T, H, D", "output_a")
+    lse_b: Tensor = arg("T, H", FLOAT32)
+    _: KW_ONLY
+    stale: bool = arg(default=True, hint=True)
+    policy: str = ""
 
 
-MERGE = define(
-    Op(
-        name="merge_state",
-        schema="(Tensor output_a, Tensor lse_a, Tensor output_b, Tensor lse_b, *, bool stale=True, "
-        'str policy="") -> (Tensor output, Tensor lse)',
-        check=_check,
-        fake=_fake,
-        problem=_problem,
-        reference=data.merge_state,
-        about="merge of two partial results",
-    )
-)
+MERGE = define(Op(MergeState, data.merge_state, about="merge of two partial results"))
 
 
 def merge_state(
@@ -75,52 +53,33 @@ def merge_state(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    merged: tuple[Tensor, Tensor] = torch.ops.attnops.merge_state.default(
-        output_a, lse_a, output_b, lse_b, stale=stale, policy=key_for("merge_state", kernel)
-    )
+    merged: tuple[Tensor, Tensor] = MERGE(MergeState(output_a, lse_a, output_b, lse_b, stale=stale, policy=key_for("merge_state", kernel)))
     return merged
 
 
-def _check_states(outputs: Tensor, lses: Tensor, *, stale: bool = True) -> None:
-    check.tensor("outputs", outputs, 4, check.FLOATS, "[T, N, H, D]")
-    check.tensor("lses", lses, 3, (torch.float32,), "[T, N, H]")
-    check.same_device(outputs, lses=lses)
-    check.need(outputs.shape[1] >= 1, "outputs.shape[1]", outputs.shape[1], ">= 1 part")
-    for dim in range(3):
-        check.equal(f"lses.shape[{dim}]", lses.shape[dim], outputs.shape[dim], "as outputs")
+def _parts(call: Any, sizes: Sizes) -> None:
+    need(sizes["N"] >= 1, "outputs.shape[1]", sizes["N"], ">= 1 part")
 
 
-def _fake_states(outputs: Tensor, lses: Tensor, **_statics: Any) -> tuple[Tensor, Tensor]:
-    tokens, _, heads, dim = outputs.shape
-    return outputs.new_empty((tokens, heads, dim)), lses.new_empty((tokens, heads))
-
-
-def _problem_states(outputs: Any, lses: Any, **_statics: Any) -> Problem:
-    tokens, _, heads, dim = outputs.shape
-    return Problem(
-        op="merge_states",
-        target=target_of(outputs),
-        dtype=outputs.dtype,
-        kv_dtype=outputs.dtype,
-        q_heads=int(heads),
-        v_head_dim=int(dim),
-        lse=True,
-        tokens=Extent.of(tokens),
-        batch=Extent.of(outputs.shape[1]),  # the parts
-    )
-
-
-MERGE_STATES = define(
-    Op(
-        name="merge_states",
-        schema='(Tensor outputs, Tensor lses, *, bool stale=True, str policy="") -> (Tensor output, Tensor lse)',
-        check=_check_states,
-        fake=_fake_states,
-        problem=_problem_states,
-        reference=data.merge_states,
-        about="merge of any number of partial results",
-    )
+@record(
+    "merge_states",
+    Result("output", "T, H, D", "outputs"),
+    Result("lse", "T, H"),
+    rules=_parts,
+    facts=_facts,
+    problem={**SIZES, "batch": "N"},
 )
+class MergeStates(Call):
+    """The merge of any number of partial results."""
+
+    outputs: Tensor = arg("T, N, H, D", FLOATS)
+    lses: Tensor = arg("T, N, H", FLOAT32)
+    _: KW_ONLY
+    stale: bool = arg(default=True, hint=True)
+    policy: str = ""
+
+
+MERGE_STATES = define(Op(MergeStates, data.merge_states, about="merge of any number of partial results"))
 
 
 def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, kernel: str | None = None) -> tuple[Tensor, Tensor]:
@@ -138,7 +97,5 @@ def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, kernel: s
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    merged: tuple[Tensor, Tensor] = torch.ops.attnops.merge_states.default(
-        outputs, lses, stale=stale, policy=key_for("merge_states", kernel)
-    )
+    merged: tuple[Tensor, Tensor] = MERGE_STATES(MergeStates(outputs, lses, stale=stale, policy=key_for("merge_states", kernel)))
     return merged

@@ -7,92 +7,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.problem import Extent, Problem
+from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.ops.op import Op, define
 from attnops.reference import data
 from attnops.select import active_policy
 
 SPLIT_RULES = ("static", "deterministic", "balanced")
+INT = INT32[0]
 
 
-def _problem(op: str) -> Any:
-    def problem(first: Any, *_: Any, page_size: int = 0, **__: Any) -> Problem:
-        return Problem(
-            op=op, target=target_of(first), dtype=first.dtype, kv_dtype=first.dtype, page_size=page_size, tokens=Extent.of(first.shape[0])
-        )
+@record("cu_seqlens", Result("", "B + 1", INT), problem={"tokens": "B", "batch": "0"})
+class CuSeqlens(Call):
+    """Cumulative lengths."""
 
-    return problem
-
-
-def _metadata_op(name: str, schema: str, check_args: Any, fake: Any, about: str) -> Op:
-    return define(Op(name, schema, check_args, fake, _problem(name), getattr(data, name), about=about))
+    lengths: Tensor = arg("B", INDEX)
+    _: KW_ONLY
+    policy: str = ""
 
 
-def _ints(field: str, value: Tensor, layout: str, ndim: int = 1, dtypes: tuple[torch.dtype, ...] = check.INDEX) -> None:
-    check.tensor(field, value, ndim, dtypes, layout)
-
-
-def _page_size(page_size: int) -> None:
-    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-
-
-def _check_cu_seqlens(lengths: Tensor) -> None:
-    _ints("lengths", lengths, "[B]")
-
-
-_metadata_op(
-    "cu_seqlens",
-    '(Tensor lengths, *, str policy="") -> Tensor',
-    _check_cu_seqlens,
-    lambda lengths: lengths.new_empty(lengths.shape[0] + 1, dtype=torch.int32),
-    "cumulative lengths",
-)
+CU_SEQLENS = define(Op(CuSeqlens, data.cu_seqlens, about="cumulative lengths"))
 
 
 def cu_seqlens(lengths: Tensor) -> Tensor:
     """int32 `[B + 1]`: 0 and the running sums of lengths `[B]` (int32 or int64, tokens). Raises InvalidInput."""
-    out: Tensor = torch.ops.attnops.cu_seqlens.default(lengths, policy=active_policy())
+    out: Tensor = CU_SEQLENS(CuSeqlens(lengths, policy=active_policy()))
     return out
 
 
-def _check_token_rows(cu_seqlens: Tensor, *, num_tokens: int) -> None:
-    _ints("cu_seqlens", cu_seqlens, "[B + 1]", dtypes=(torch.int32,))
-    check.need(cu_seqlens.shape[0] >= 1, "cu_seqlens.shape[0]", cu_seqlens.shape[0], ">= 1")
-    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
+def _starts(call: Any, sizes: Sizes) -> None:
+    need(sizes["starts"] >= 1, "cu_seqlens.shape[0]", sizes["starts"], ">= 1")
 
 
-_metadata_op(
-    "token_rows",
-    '(Tensor cu_seqlens, *, SymInt num_tokens, str policy="") -> Tensor',
-    _check_token_rows,
-    lambda cu_seqlens, *, num_tokens: cu_seqlens.new_empty(num_tokens),
-    "the request of each token",
-)
+@record("token_rows", Result("", "num_tokens", INT), rules=_starts, problem={"tokens": "starts"})
+class TokenRows(Call):
+    """The request of each token."""
+
+    cu_seqlens: Tensor = arg("starts", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    policy: str = ""
+
+
+TOKEN_ROWS = define(Op(TokenRows, data.token_rows, about="the request of each token"))
 
 
 def token_rows(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """int32 `[num_tokens]`: the request of each packed token, -1 past the last. cu_seqlens: int32 `[B + 1]`. Raises InvalidInput."""
-    out: Tensor = torch.ops.attnops.token_rows.default(cu_seqlens, num_tokens=num_tokens, policy=active_policy())
+    out: Tensor = TOKEN_ROWS(TokenRows(cu_seqlens, num_tokens=num_tokens, policy=active_policy()))
     return out
 
 
-def _check_slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_size: int) -> None:
-    _ints("positions", positions, "[T]")
-    _ints("rows", rows, "[T]")
-    _ints("page_table", page_table, "[B, max_pages]", 2, (torch.int32,))
-    check.same_device(positions, rows=rows, page_table=page_table)
-    check.equal("rows.shape[0]", rows.shape[0], positions.shape[0], "one request a token")
-    _page_size(page_size)
+@record("slot_mapping", Result("", "T", torch.int64), problem={"batch": "0"})
+class SlotMapping(Call):
+    """The slot of each token."""
+
+    positions: Tensor = arg("T", INDEX)
+    rows: Tensor = arg("T", INDEX)
+    page_table: Tensor = arg("B, max_pages", INT32)
+    _: KW_ONLY
+    page_size: int = arg(least=1)
+    policy: str = ""
 
 
-_metadata_op(
-    "slot_mapping",
-    '(Tensor positions, Tensor rows, Tensor page_table, *, int page_size, str policy="") -> Tensor',
-    _check_slot_mapping,
-    lambda positions, rows, page_table, *, page_size: positions.new_empty(positions.shape[0], dtype=torch.int64),
-    "where in the pages each token goes",
-)
+SLOT_MAPPING = define(Op(SlotMapping, data.slot_mapping, about="where in the pages each token goes"))
 
 
 def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_size: int) -> Tensor:
@@ -101,30 +78,23 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     positions: `[T]` position of the token in its request. rows: `[T]` its request. page_table: int32 `[B, max_pages]`.
     A negative position or row, a position past the table's width, or a negative page id gives -1: not stored. Raises InvalidInput.
     """
-    out: Tensor = torch.ops.attnops.slot_mapping.default(positions, rows, page_table, page_size=page_size, policy=active_policy())
+    out: Tensor = SLOT_MAPPING(SlotMapping(positions, rows, page_table, page_size=page_size, policy=active_policy()))
     return out
 
 
-def _check_page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int) -> None:
-    _ints("token_table", token_table, "[R, N]", 2)
-    _ints("rows", rows, "[B]")
-    _ints("seq_lens", seq_lens, "[B]")
-    check.same_device(token_table, rows=rows, seq_lens=seq_lens)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], rows.shape[0], "one length a request")
-    _page_size(page_size)
+@record("page_table", Result("", "B, (N + page_size - 1) // page_size", INT), problem={"tokens": "R", "batch": "0"})
+class PageTable(Call):
+    """A page table from a table of tokens."""
+
+    token_table: Tensor = arg("R, N", INDEX)
+    rows: Tensor = arg("B", INDEX)
+    seq_lens: Tensor = arg("B", INDEX)
+    _: KW_ONLY
+    page_size: int = arg(least=1)
+    policy: str = ""
 
 
-def _fake_page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int) -> Tensor:
-    return token_table.new_empty((rows.shape[0], (token_table.shape[1] + page_size - 1) // page_size), dtype=torch.int32)
-
-
-_metadata_op(
-    "page_table",
-    '(Tensor token_table, Tensor rows, Tensor seq_lens, *, int page_size, str policy="") -> Tensor',
-    _check_page_table,
-    _fake_page_table,
-    "token table to page table",
-)
+PAGE_TABLE = define(Op(PageTable, data.page_table, about="token table to page table"))
 
 
 def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int) -> Tensor:
@@ -133,30 +103,28 @@ def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size
     token_table: `[R, N]` slot of every token of every known request; each page's slots are contiguous and start at a multiple of
     page_size. rows: `[B]` the requests of the batch. seq_lens: `[B]` tokens. Entries past a request's end are 0. Raises InvalidInput.
     """
-    out: Tensor = torch.ops.attnops.page_table.default(token_table, rows, seq_lens, page_size=page_size, policy=active_policy())
+    out: Tensor = PAGE_TABLE(PageTable(token_table, rows, seq_lens, page_size=page_size, policy=active_policy()))
     return out
 
 
-def _check_kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> None:
-    _ints("page_table", page_table, "[B, max_pages]", 2, (torch.int32,))
-    _ints("seq_lens", seq_lens, "[B]")
-    check.same_device(page_table, seq_lens=seq_lens)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    _page_size(page_size)
-
-
-def _fake_kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, width = page_table.shape
-    return page_table.new_empty(batch + 1), page_table.new_empty(batch * width), page_table.new_empty(batch)
-
-
-_metadata_op(
+@record(
     "kv_indices",
-    '(Tensor page_table, Tensor seq_lens, *, int page_size, str policy="") -> (Tensor indptr, Tensor indices, Tensor last_page_len)',
-    _check_kv_indices,
-    _fake_kv_indices,
-    "page table to indptr and indices",
+    Result("indptr", "B + 1", INT),
+    Result("indices", "B * max_pages", INT),
+    Result("last_page_len", "B", INT),
+    problem={"tokens": "B", "batch": "0"},
 )
+class KVIndices(Call):
+    """A page table as indptr and indices."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INDEX)
+    _: KW_ONLY
+    page_size: int = arg(least=1)
+    policy: str = ""
+
+
+KV_INDICES = define(Op(KVIndices, data.kv_indices, about="page table to indptr and indices"))
 
 
 def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,27 +133,26 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple
     Request b's pages are `indices[indptr[b]:indptr[b + 1]]`; what follows `indptr[B]` is 0. last_page_len is in tokens, 0 for an
     empty request. No host synchronisation: the length of `indices` is an upper bound. Raises InvalidInput.
     """
-    policy = active_policy()
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.attnops.kv_indices.default(page_table, seq_lens, page_size=page_size, policy=policy)
+    out: tuple[Tensor, Tensor, Tensor] = KV_INDICES(KVIndices(page_table, seq_lens, page_size=page_size, policy=active_policy()))
     return out
 
 
-def _check_num_kv_splits(
-    seq_lens: Tensor, *, rule: str, max_splits: int, tile: int = 256, q_heads: int = 1, kv_heads: int = 1, num_sms: int = 1
-) -> None:
-    _ints("seq_lens", seq_lens, "[B]")
-    check.one_of("rule", rule, SPLIT_RULES)
-    for field, value in (("max_splits", max_splits), ("tile", tile), ("q_heads", q_heads), ("kv_heads", kv_heads), ("num_sms", num_sms)):
-        check.need(value >= 1, field, value, ">= 1")
+@record("num_kv_splits", Result("", "B", INT), problem={"tokens": "B", "batch": "0", "q_heads": "0", "kv_heads": "0"})
+class NumKVSplits(Call):
+    """The number of parts of each request's keys."""
+
+    seq_lens: Tensor = arg("B", INDEX)
+    _: KW_ONLY
+    rule: str = arg(choices=SPLIT_RULES)
+    max_splits: int = arg(least=1)
+    tile: int = arg(default=256, least=1)
+    q_heads: int = arg(default=1, least=1)
+    kv_heads: int = arg(default=1, least=1)
+    num_sms: int = arg(default=1, least=1)
+    policy: str = ""
 
 
-_metadata_op(
-    "num_kv_splits",
-    '(Tensor seq_lens, *, str rule, int max_splits, int tile=256, int q_heads=1, int kv_heads=1, int num_sms=1, str policy="") -> Tensor',
-    _check_num_kv_splits,
-    lambda seq_lens, **_: seq_lens.new_empty(seq_lens.shape[0], dtype=torch.int32),
-    "how many parts a request's keys are split into",
-)
+NUM_KV_SPLITS = define(Op(NumKVSplits, data.num_kv_splits, about="how many parts a request's keys are split into"))
 
 
 def num_kv_splits(
@@ -197,14 +164,8 @@ def num_kv_splits(
     that results do not depend on batch mates. "balanced": about two blocks an SM in all, shared in proportion to length; a block
     serves 16 query heads of one key head. The last two give at least 1 and at most max_splits. Raises InvalidInput.
     """
-    out: Tensor = torch.ops.attnops.num_kv_splits.default(
-        seq_lens,
-        rule=rule,
-        max_splits=max_splits,
-        tile=tile,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        num_sms=num_sms,
+    out: Tensor = NUM_KV_SPLITS(NumKVSplits(
+        seq_lens, rule=rule, max_splits=max_splits, tile=tile, q_heads=q_heads, kv_heads=kv_heads, num_sms=num_sms,
         policy=active_policy(),
-    )
+    ))  # fmt: skip
     return out

@@ -7,147 +7,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, Call, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import _packed_last
+from attnops.ops import rules
 from attnops.ops.holes import whole
-from attnops.ops.latent import STORED, check_pages, check_stored
-from attnops.ops.varlen import token_mask
-from attnops.problem import Extent, Problem
-from attnops.promises import refuse_plan_of_holes
+from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
+from attnops.ops.op import Op, define
 from attnops.reference import mla
 from attnops.select import key_for
 
 
-def _check_mla(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    holes: bool = True,
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    queries = (*check.FLOATS, torch.float8_e4m3fn)
-    check.tensor("q_nope", q_nope, 3, queries, "[T, H, Dc]")
-    check.tensor("q_pe", q_pe, 3, (q_nope.dtype,), "[T, H, Dr]")
-    for dim, meaning in ((0, "the tokens of q_nope"), (1, "the heads of q_nope")):
-        check.equal(f"q_pe.shape[{dim}]", q_pe.shape[dim], q_nope.shape[dim], meaning)
-    check_pages(latent_pages, q_nope.shape[2], q_pe.shape[2])
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.tensor("output", output, 3, check.FLOATS if q_nope.dtype in STORED else (q_nope.dtype,), "[T, H, Dc]")
-    check.same_device(
-        q_nope, q_pe=q_pe, latent_pages=latent_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
-        mask=mask, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, output=output, lse=lse, workspace=workspace,
-    )  # fmt: skip
-    check.plan(q_nope.device, plan)
-    refuse_plan_of_holes(plan, holes)
-    check.workspace(workspace)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
-    if q_nope.dtype in STORED and q_scale is None:
-        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
-    check_stored(latent_pages, kv_scale, q_nope.dtype)
-    check.scales(1, q_scale=q_scale, kv_scale=kv_scale)
-    check.sinks(sinks, q_nope.shape[1])
-    check.numbers(scale, window_left, -1, softcap)
-    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
-    token_mask(mask, q_nope, page_table.shape[1] * latent_pages.shape[1], "max_pages * page_size")
-    for dim in range(3):
-        check.equal(f"output.shape[{dim}]", output.shape[dim], q_nope.shape[dim], "[T, H, Dc]")
-    if lse is not None:
-        check.tensor("lse", lse, 2, (torch.float32,), "[T, H]")
-        for dim in range(2):
-            check.equal(f"lse.shape[{dim}]", lse.shape[dim], q_nope.shape[dim], "[T, H]")
+def query_rules(call: Any, sizes: Sizes) -> None:
+    """A quantised query brings its scale; its plan comes from a plan op."""
+    need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
+    if call.q_nope.dtype in STORED and call.q_scale is None:
+        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {name(call.q_nope.dtype)}")
+    rules.plan(call, call.q_nope.device)
+    rules.contiguous("workspace", call.workspace)
 
 
-def _problem_mla(
-    q_nope: Any,
-    q_pe: Any,
-    latent_pages: Any,
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    mask: Any = None,
-    sinks: Any = None,
-    q_scale: Any = None,
-    kv_scale: Any = None,
-    plan: Any = None,
-    *,
-    max_seqlen_q: Any,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    holes: bool = True,
-    output: Any = None,
-    lse: Any = None,
-    workspace: Any = None,
-) -> Problem:
-    page_size = int(latent_pages.shape[1])
-    return Problem(
-        op="mla_attention",
-        target=target_of(q_nope),
-        dtype=q_nope.dtype,
-        kv_dtype=latent_pages.dtype,
-        q_heads=int(q_nope.shape[1]),
-        kv_heads=1,
-        head_dim=int(latent_pages.shape[2]),
-        v_head_dim=int(q_nope.shape[2]),
-        rope_dim=int(q_pe.shape[2]),
-        page_size=page_size,
-        causal=causal,
-        window=(window_left, -1),
-        softcap=softcap > 0,
-        sinks=sinks is not None,
-        sinks_dtype=None if sinks is None else sinks.dtype,
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        kv_scales=q_scale is not None or kv_scale is not None,
-        lse=lse is not None,
-        plan=check.plan_kind(plan),
-        holes=holes,
-        last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
-        pages_packed=latent_pages.stride() == (page_size * latent_pages.shape[2], latent_pages.shape[2], 1),
-        workspace=check.workspace_bytes(workspace),
-        tokens=Extent.of(q_nope.shape[0]),
-        batch=Extent.of(page_table.shape[0]),
-        queries=Extent.of(max_seqlen_q),
-        context=Extent.of(page_table.shape[1] * page_size),
-    )
+def _rules(call: Any, sizes: Sizes) -> None:
+    check_sizes(sizes)
+    query_rules(call, sizes)
+    check_stored(call.latent_pages, call.kv_scale, call.q_nope.dtype)
 
 
-MLA = define(
-    Op(
-        name="mla_attention",
-        schema="(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, "
-        "Tensor? mask=None, Tensor? sinks=None, Tensor? q_scale=None, Tensor? kv_scale=None, Tensor? plan=None, *, "
-        "SymInt max_seqlen_q, float scale, bool causal=True, int window_left=-1, float softcap=0.0, "
-        'bool holes=True, str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
-        check=_check_mla,
-        fake=lambda *_, **__: None,
-        problem=_problem_mla,
-        reference=mla.mla_attention,
-        about="attention over pages of latents (MLA), decode and extend",
-    )
-)
+def facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    """Are pages one after the other, without gaps?"""
+    _, page, numbers = call.latent_pages.shape
+    return {"pages_packed": call.latent_pages.stride() == (page * numbers, numbers, 1)}
+
+
+def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:
+    """The query's, or any float dtype for a quantised query."""
+    return FLOATS if call.q_nope.dtype in STORED else (call.q_nope.dtype,)
+
+
+@record("mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
+class MlaAttention(Call):
+    """Attention of new tokens over pages that hold their latents."""
+
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True)
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
+    latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), unit_stride=True)
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None)
+    sinks: Tensor | None = arg("H", FLOATS, default=None)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    _: KW_ONLY
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    scale: float = arg()
+    causal: bool = arg(default=True, off=False)
+    window_left: int = arg(default=-1, least=-1)
+    softcap: float = arg(default=0.0, least=0)
+    holes: bool = arg(default=True, hint=True)
+    policy: str = ""
+    output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
+    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
+
+
+MLA = define(Op(MlaAttention, mla.mla_attention, about="attention over pages of latents (MLA), decode and extend"))
 
 
 def mla_attention(
@@ -207,16 +131,17 @@ def mla_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     if output is None:
+        rules.tensors(q_nope=q_nope)
         output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
     if mask is not None:
-        check.mask(mask)
+        rules.mask(mask)
     if holes and plan is None and torch.compiler.is_compiling():
         page_table, seq_lens, holes = whole(
             latent_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=(window_left, -1)
         )
-    torch.ops.attnops.mla_attention.default(
-        q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan,
-        max_seqlen_q=max_seqlen_q, scale=scale, causal=causal, window_left=window_left, softcap=softcap, holes=holes,
-        policy=key_for("mla_attention", kernel), output=output, lse=lse, workspace=workspace,
-    )  # fmt: skip
+    MLA(MlaAttention(
+        q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan, max_seqlen_q=max_seqlen_q,
+        scale=scale, causal=causal, window_left=window_left, softcap=softcap, holes=holes, policy=key_for("mla_attention", kernel),
+        output=output, lse=lse, workspace=workspace,
+    ))  # fmt: skip
     return output

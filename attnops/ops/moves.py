@@ -7,59 +7,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import INDEX, INT32, KW_ONLY, QUERY, STORED, Call, Result, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import _packed_last
-from attnops.problem import Extent, Problem
+from attnops.ops.op import Op, define
 from attnops.reference import moves
 from attnops.select import key_for
 
-STORED = (*check.FLOATS, *check.QUANTISED, torch.uint8)
+PAGES = (*STORED, torch.uint8)
 """What pages may hold; uint8 is that of packed latents."""
 
 
-def _check_copy(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor) -> None:
-    check.tensor("k_pages", k_pages, (4, 5), STORED, "[L, P, page, Hkv, D] or [L, P, page, D]")
-    check.need(k_pages.shape[2] >= 1, "k_pages.shape[2]", k_pages.shape[2], ">= 1 token a page")
-    if v_pages is not None:
-        check.tensor("v_pages", v_pages, k_pages.dim(), STORED, "[L, P, page, Hkv, Dv] or [L, P, page, Dv], as the keys")
-        if v_pages.dtype != k_pages.dtype:
-            fail(InvalidInput, "v_pages.dtype", check.name(v_pages.dtype), f"{check.name(k_pages.dtype)}, as the keys")
-        for dim, meaning in enumerate(("layers", "pages", "page size", "heads")[: k_pages.dim() - 1]):
-            check.equal(f"v_pages.shape[{dim}]", v_pages.shape[dim], k_pages.shape[dim], f"the keys' {meaning}")
-    check.tensor("source", source, 1, check.INDEX, "[N]")
-    check.tensor("target", target, 1, check.INDEX, "[N]")
-    check.equal("target.shape[0]", target.shape[0], source.shape[0], "one a source")
-    check.same_device(k_pages, v_pages=v_pages, source=source, target=target)
+def _rules(call: Any, sizes: Sizes) -> None:
+    k, v = call.k_pages, call.v_pages
+    need(sizes["page"] >= 1, "k_pages.shape[2]", sizes["page"], ">= 1 token a page")
+    if k.dim() not in (4, 5) or (v is not None and v.dim() != k.dim()):
+        field, given = ("k_pages", k) if k.dim() not in (4, 5) else ("v_pages", v)
+        fail(InvalidInput, field, f"shape {tuple(given.shape)}", "[L, P, page, Hkv, D] or [L, P, page, D], as the keys")
+    if v is not None and k.dim() == 5:
+        need(v.shape[3] == k.shape[3], "v_pages.shape[3]", v.shape[3], f"{k.shape[3]} (Hkv, as k_pages.shape[3])")
 
 
-def _problem_copy(k_pages: Any, v_pages: Any, source: Any, target: Any, **_: Any) -> Problem:
-    return Problem(
-        op="copy_kv",
-        target=target_of(k_pages),
-        dtype=k_pages.dtype,
-        kv_dtype=k_pages.dtype,
-        kv_heads=int(k_pages.shape[3]) if k_pages.dim() == 5 else 1,
-        head_dim=int(k_pages.shape[-1]),
-        v_head_dim=0 if v_pages is None else int(v_pages.shape[-1]),
-        page_size=int(k_pages.shape[2]),
-        last_dim_contiguous=_packed_last(k_pages) and (v_pages is None or _packed_last(v_pages)),
-        tokens=Extent.of(source.shape[0]),
-    )
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    k, v = call.k_pages, call.v_pages
+    return {
+        "kv_heads": int(k.shape[3]) if k.dim() == 5 else 1,
+        "head_dim": int(k.shape[-1]),
+        "v_head_dim": 0 if v is None else int(v.shape[-1]),
+    }
 
 
-COPY_KV = define(
-    Op(
-        name="copy_kv",
-        schema='(Tensor(a!) k_pages, Tensor(b!)? v_pages, Tensor source, Tensor target, *, str policy="") -> ()',
-        check=_check_copy,
-        fake=lambda *_, **__: None,
-        problem=_problem_copy,
-        reference=moves.copy_kv,
-        about="copy of keys and values between slots, in all layers",
-    )
-)
+@record("copy_kv", rules=_rules, facts=_facts, problem={"tokens": "N"})
+class CopyKV(Call):
+    """The copy of keys and values between slots, in all layers."""
+
+    k_pages: Tensor = arg("L, P, page, ...", PAGES, written=True, unit_stride=True)
+    v_pages: Tensor | None = arg("L, P, page, ...", "k_pages", written=True, unit_stride=True)
+    source: Tensor = arg("N", INDEX)
+    target: Tensor = arg("N", INDEX)
+    _: KW_ONLY
+    policy: str = ""
+
+
+COPY_KV = define(Op(CopyKV, moves.copy_kv, about="copy of keys and values between slots, in all layers"))
 
 
 def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, kernel: str | None = None) -> None:
@@ -78,70 +67,30 @@ def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Ten
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    torch.ops.attnops.copy_kv.default(k_pages, v_pages, source, target, policy=key_for("copy_kv", kernel))
+    COPY_KV(CopyKV(k_pages, v_pages, source, target, policy=key_for("copy_kv", kernel)))
 
 
-def _check_cu(cu_seqlens_q: Tensor) -> None:
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.need(cu_seqlens_q.shape[0] >= 1, "cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], ">= 1")
+def _starts(call: Any, sizes: Sizes) -> None:
+    need(sizes["starts"] >= 1, "cu_seqlens_q.shape[0]", sizes["starts"], ">= 1")
 
 
-def _check_pad(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int) -> None:
-    check.tensor("query", query, 3, check.QUERY, "[T, H, D]")
-    _check_cu(cu_seqlens_q)
-    check.same_device(query, cu_seqlens_q=cu_seqlens_q)
-    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
-
-
-def _check_unpad(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int) -> None:
-    check.tensor("padded", padded, 4, check.QUERY, "[B, max_seqlen_q, H, D]")
-    _check_cu(cu_seqlens_q)
-    check.same_device(padded, cu_seqlens_q=cu_seqlens_q)
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], padded.shape[0] + 1, "one more than the requests")
-    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-
-
-def _problem_rows(op: str, rows: Any, tokens: Any, batch: Any, queries: Any) -> Problem:
-    return Problem(
-        op=op,
-        target=target_of(rows),
-        dtype=rows.dtype,
-        kv_dtype=rows.dtype,
-        q_heads=int(rows.shape[-2]),
-        head_dim=int(rows.shape[-1]),
-        last_dim_contiguous=_packed_last(rows),
-        tokens=Extent.of(tokens),
-        batch=Extent.of(batch),
-        queries=Extent.of(queries),
-    )
-
-
-PAD = define(
-    Op(
-        name="pad_queries",
-        schema='(Tensor query, Tensor cu_seqlens_q, *, SymInt max_seqlen_q, str policy="") -> Tensor',
-        check=_check_pad,
-        fake=lambda query, cu_seqlens_q, *, max_seqlen_q: query.new_empty((cu_seqlens_q.shape[0] - 1, max_seqlen_q, *query.shape[1:])),
-        problem=lambda query, cu_seqlens_q, *, max_seqlen_q: _problem_rows(
-            "pad_queries", query, query.shape[0], cu_seqlens_q.shape[0] - 1, max_seqlen_q
-        ),
-        reference=moves.pad_queries,
-        about="ragged queries to a rectangle",
-    )
+@record(
+    "pad_queries",
+    Result("", "starts - 1, max_seqlen_q, H, D", "query"),
+    rules=_starts,
+    problem={"q_heads": "H", "batch": "starts - 1"},
 )
-UNPAD = define(
-    Op(
-        name="unpad_queries",
-        schema='(Tensor padded, Tensor cu_seqlens_q, *, SymInt num_tokens, str policy="") -> Tensor',
-        check=_check_unpad,
-        fake=lambda padded, cu_seqlens_q, *, num_tokens: padded.new_empty((num_tokens, *padded.shape[2:])),
-        problem=lambda padded, cu_seqlens_q, *, num_tokens: _problem_rows(
-            "unpad_queries", padded, num_tokens, padded.shape[0], padded.shape[1]
-        ),
-        reference=moves.unpad_queries,
-        about="a rectangle of queries or results back to ragged tokens",
-    )
-)
+class PadQueries(Call):
+    """Ragged queries to a rectangle."""
+
+    query: Tensor = arg("T, H, D", QUERY, unit_stride=True)
+    cu_seqlens_q: Tensor = arg("starts", INT32)
+    _: KW_ONLY
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    policy: str = ""
+
+
+PAD = define(Op(PadQueries, moves.pad_queries, about="ragged queries to a rectangle"))
 
 
 def pad_queries(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, kernel: str | None = None) -> Tensor:
@@ -156,10 +105,22 @@ def pad_queries(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, kerne
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    out: Tensor = torch.ops.attnops.pad_queries.default(
-        query, cu_seqlens_q, max_seqlen_q=max_seqlen_q, policy=key_for("pad_queries", kernel)
-    )
+    out: Tensor = PAD(PadQueries(query, cu_seqlens_q, max_seqlen_q=max_seqlen_q, policy=key_for("pad_queries", kernel)))
     return out
+
+
+@record("unpad_queries", Result("", "num_tokens, H, D", "padded"), problem={"q_heads": "H", "tokens": "num_tokens", "queries": "S"})
+class UnpadQueries(Call):
+    """A rectangle of queries or results back to ragged tokens."""
+
+    padded: Tensor = arg("B, S, H, D", QUERY, unit_stride=True)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    policy: str = ""
+
+
+UNPAD = define(Op(UnpadQueries, moves.unpad_queries, about="a rectangle of queries or results back to ragged tokens"))
 
 
 def unpad_queries(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, kernel: str | None = None) -> Tensor:
@@ -174,7 +135,5 @@ def unpad_queries(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, kern
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    out: Tensor = torch.ops.attnops.unpad_queries.default(
-        padded, cu_seqlens_q, num_tokens=num_tokens, policy=key_for("unpad_queries", kernel)
-    )
+    out: Tensor = UNPAD(UnpadQueries(padded, cu_seqlens_q, num_tokens=num_tokens, policy=key_for("unpad_queries", kernel)))
     return out

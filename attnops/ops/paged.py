@@ -7,175 +7,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._direct import UNBOUNDED, Direct
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import STATICS, _packed_last, default_scale
+from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
+from attnops.ops import rules
 from attnops.ops.holes import whole
-from attnops.ops.varlen import token_mask
-from attnops.problem import Extent, Problem
-from attnops.promises import refuse_plan_of_holes
+from attnops.ops.op import Op, define
 from attnops.reference import data, packed
 from attnops.select import key_for
 
 
-def _check_paged(
-    query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    holes: bool = True,
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> None:
-    check.tensor("query", query, 3, check.QUERY, "[T, Hq, D]")
-    _check_pages(query.device, k_pages, v_pages)
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.tensor("output", output, 3, (check.result_dtype(query),), "[T, Hq, Dv]")
-    check.same_device(
-        query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask,
-        sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output=output, lse=lse, workspace=workspace,
-        temperature=temperature,
-    )  # fmt: skip
-    check.plan(query.device, plan)
-    refuse_plan_of_holes(plan, holes)
-    check.workspace(workspace)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.heads(query, k_pages, v_pages)
-    check.q_scale(query, q_scale)
-    check.kv_dtype(query, k_pages, v_pages, k_scale, v_scale)
-    check.scales(k_pages.shape[2], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    check.sinks(sinks, query.shape[1])
-    if temperature is not None:
-        check.tensor("temperature", temperature, 1, (torch.float32,), "[T]")
-        check.equal("temperature.shape[0]", temperature.shape[0], query.shape[0], "one factor a query token")
-    check.numbers(scale, window_left, window_right, softcap, attention_chunk)
-    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
-    token_mask(mask, query, page_table.shape[1] * k_pages.shape[1], "max_pages * page_size")
-    for dim, size in enumerate((query.shape[0], query.shape[1], v_pages.shape[3])):
-        check.equal(f"output.shape[{dim}]", output.shape[dim], size, "[T, Hq, Dv]")
-    if lse is not None:
-        check.tensor("lse", lse, 2, (torch.float32,), "[T, Hq]")
-        for dim, size in enumerate(query.shape[:2]):
-            check.equal(f"lse.shape[{dim}]", lse.shape[dim], size, "[T, Hq]")
+def _rules(call: Any, sizes: Sizes) -> None:
+    need(sizes["page"] >= 1, "k_pages.shape[1]", sizes["page"], ">= 1 token a page")
+    rules.attention(call, sizes)
+    rules.plan(call, call.query.device)
+    rules.contiguous("workspace", call.workspace)
 
 
-def _check_pages(device: torch.device, k_pages: Tensor, v_pages: Tensor) -> None:
-    check.tensor("k_pages", k_pages, 4, (*check.FLOATS, *check.QUANTISED), "[P, page, Hkv, D]")
-    check.tensor("v_pages", v_pages, 4, (*check.FLOATS, *check.QUANTISED), "[P, page, Hkv, Dv]")
-    check.equal("v_pages.shape[0]", v_pages.shape[0], k_pages.shape[0], "as many pages as the keys")
-    check.equal("v_pages.shape[1]", v_pages.shape[1], k_pages.shape[1], "the keys' page size")
-    check.need(k_pages.shape[1] >= 1, "k_pages.shape[1]", k_pages.shape[1], ">= 1 token a page")
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    strides = call.k_pages.stride()
+    return {"pages_alike": strides == call.v_pages.stride() and all(s % sizes["D"] == 0 for s in strides[:3])}
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+@record("paged_attention", rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
+class PagedAttention(Call):
+    """Attention of new tokens over pages that already hold their keys and values."""
+
+    query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
+    k_pages: Tensor = arg("P, page, Hkv, D", STORED, unit_stride=True)
+    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", unit_stride=True)
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    mask: Tensor | None = arg("T, >= max_pages * page", MASK, default=None)
+    sinks: Tensor | None = arg("Hq", FLOATS, default=None)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    _: KW_ONLY
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    scale: float = arg()
+    causal: bool = arg(default=True, off=False)
+    window_left: int = arg(default=-1, least=-1)
+    window_right: int = arg(default=-1, least=-1)
+    softcap: float = arg(default=0.0, least=0)
+    attention_chunk: int = arg(default=0, least=0)
+    q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    padded: bool = arg(default=True, hint=True)
+    holes: bool = arg(default=True, hint=True)
+    policy: str = ""
+    output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
+    lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
+    temperature: Tensor | None = arg("T", FLOAT32, default=None)
 
 
-def _problem_paged(
-    query: Any,
-    k_pages: Any,
-    v_pages: Any,
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    mask: Any = None,
-    sinks: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    plan: Any = None,
-    *,
-    max_seqlen_q: Any,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    q_scale: Any = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    holes: bool = True,
-    output: Any = None,
-    lse: Any = None,
-    workspace: Any = None,
-    temperature: Any = None,
-) -> Problem:
-    page_size = int(k_pages.shape[1])
-    return Problem(
-        op="paged_attention",
-        target=target_of(query),
-        dtype=query.dtype,
-        kv_dtype=k_pages.dtype,
-        q_heads=int(query.shape[1]),
-        kv_heads=int(k_pages.shape[2]),
-        head_dim=int(query.shape[2]),
-        v_head_dim=int(v_pages.shape[3]),
-        page_size=page_size,
-        causal=causal,
-        window=(window_left, window_right),
-        softcap=softcap > 0,
-        attention_chunk=attention_chunk,
-        temperature=temperature is not None,
-        sinks=sinks is not None,
-        sinks_dtype=None if sinks is None else sinks.dtype,
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        kv_scales=k_scale is not None or v_scale is not None,
-        per_head_scales=any(s is not None and s.shape[0] != 1 for s in (k_scale, v_scale)),
-        lse=lse is not None,
-        plan=check.plan_kind(plan),
-        holes=holes,
-        padded=padded,
-        last_dim_contiguous=_packed_last(query) and _packed_last(k_pages) and _packed_last(v_pages),
-        pages_alike=_alike(k_pages, v_pages),
-        workspace=check.workspace_bytes(workspace),
-        tokens=Extent.of(query.shape[0]),
-        batch=Extent.of(page_table.shape[0]),
-        queries=Extent.of(max_seqlen_q),
-        context=Extent.of(page_table.shape[1] * page_size),
-    )
-
-
-def _alike(k_pages: Any, v_pages: Any) -> bool:
-    strides = k_pages.stride()
-    return strides == v_pages.stride() and all(s % k_pages.shape[3] == 0 for s in strides[:3])
-
-
-PAGED = define(
-    Op(
-        name="paged_attention",
-        schema="(Tensor query, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? mask=None, "
-        "Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None, *, SymInt max_seqlen_q, "
-        f'{STATICS.replace("causal=False", "causal=True")}, Tensor? q_scale=None, bool padded=True, bool holes=True, str policy="", '
-        "Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None, Tensor? temperature=None) -> ()",
-        check=_check_paged,
-        fake=_nothing,
-        problem=_problem_paged,
-        reference=packed.paged_attention,
-        about="attention over pages, decode and extend",
-    )
-)
+PAGED = define(Op(PagedAttention, packed.paged_attention, about="attention over pages, decode and extend"))
 
 
 def paged_attention(
@@ -189,7 +74,7 @@ def paged_attention(
     max_seqlen_q: int,
     scale: float | None = None,
     causal: bool = True,
-    window: tuple[int, int] = UNBOUNDED,
+    window: tuple[int, int] = rules.UNBOUNDED,
     softcap: float = 0.0,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -243,94 +128,47 @@ def paged_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
+    left, right = rules.window(window)
+    if mask is not None:
+        rules.mask(mask)
     if output is None:
-        output = torch.empty((*query.shape[:-1], v_pages.shape[-1]), dtype=check.result_dtype(query), device=query.device)
+        rules.tensors(query=query, v_pages=v_pages)
+        dtype = query.dtype if query.dtype in FLOATS else torch.bfloat16
+        output = torch.empty((*query.shape[:-1], *v_pages.shape[-1:]), dtype=dtype, device=query.device)
     if holes and plan is None and torch.compiler.is_compiling():
         page_table, seq_lens, holes = whole(
             k_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=window, attention_chunk=attention_chunk
         )
-    _paged(
-        (
-            query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, q_scale, output, lse,
-            workspace, temperature, max_seqlen_q, scale, causal, window, softcap, attention_chunk, padded, holes, kernel,
-        )
-    )  # fmt: skip
+    PAGED(PagedAttention(
+        query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, max_seqlen_q=max_seqlen_q,
+        scale=rules.default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
+        attention_chunk=attention_chunk, q_scale=q_scale, padded=padded, holes=holes, policy=key_for("paged_attention", kernel),
+        output=output, lse=lse, workspace=workspace, temperature=temperature,
+    ))  # fmt: skip
     return output
 
 
-def _canonical(
-    query: Tensor, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, cu: Any, mask: Any, sinks: Any, k_scale: Any, v_scale: Any,
-    plan: Any, q_scale: Any, output: Any, lse: Any, workspace: Any, temperature: Any,
-    max_seqlen_q: int, scale: float | None, causal: bool, window: Any, softcap: float, attention_chunk: int, padded: bool,
-    holes: bool, kernel: str | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    left, right = check.window(window)
-    if mask is not None:
-        check.mask(mask)
-    return (query, k_pages, v_pages, page_table, seq_lens, cu, mask, sinks, k_scale, v_scale, plan), {
-        "max_seqlen_q": max_seqlen_q, "scale": default_scale(query, scale), "causal": causal, "window_left": left,
-        "window_right": right, "softcap": softcap, "attention_chunk": attention_chunk, "q_scale": q_scale, "padded": padded, "holes": holes,
-        "policy": key_for("paged_attention", kernel), "output": output, "lse": lse, "workspace": workspace,
-        "temperature": temperature,
-    }  # fmt: skip
+def _write_rules(call: Any, sizes: Sizes) -> None:
+    need(sizes["page"] >= 1, "k_pages.shape[1]", sizes["page"], ">= 1 token a page")
+    rules.kv_scales(call.key, "k_pages", call.k_pages, call.k_scale, call.v_scale, of="key")
 
 
-_paged = Direct(PAGED, _canonical)
+@record("write_kv", rules=_write_rules, stored="k_pages")
+class WriteKV(Call):
+    """The write of new keys and values into pages."""
+
+    key: Tensor = arg("T, Hkv, D", FLOATS, unit_stride=True)
+    value: Tensor = arg("T, Hkv, Dv", FLOATS, unit_stride=True)
+    k_pages: Tensor = arg("P, page, Hkv, D", STORED, written=True, unit_stride=True)
+    v_pages: Tensor = arg("P, page, Hkv, Dv", "k_pages", written=True, unit_stride=True)
+    slots: Tensor = arg("T", INDEX)
+    k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
+    _: KW_ONLY
+    policy: str = ""
 
 
-def _check_write(
-    key: Tensor,
-    value: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    check.tensor("key", key, 3, check.FLOATS, "[T, Hkv, D]")
-    check.tensor("value", value, 3, check.FLOATS, "[T, Hkv, Dv]")
-    _check_pages(key.device, k_pages, v_pages)
-    check.tensor("slots", slots, 1, check.INDEX, "[T]")
-    check.same_device(key, value=value, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale)
-    check.equal("value.shape[0]", value.shape[0], key.shape[0], "as many values as keys")
-    check.equal("slots.shape[0]", slots.shape[0], key.shape[0], "one slot a token")
-    for field, new, pages in (("key", key, k_pages), ("value", value, v_pages)):
-        check.equal(f"{field}.shape[1]", new.shape[1], pages.shape[2], "the pages' heads")
-        check.equal(f"{field}.shape[2]", new.shape[2], pages.shape[3], "the pages' head dim")
-    check.kv_dtype(key, k_pages, v_pages, k_scale, v_scale)
-    check.scales(k_pages.shape[2], k_scale=k_scale, v_scale=v_scale)
-
-
-def _problem_write(
-    key: Any, value: Any, k_pages: Any, v_pages: Any, slots: Any, k_scale: Any = None, v_scale: Any = None, **_: Any
-) -> Problem:
-    return Problem(
-        op="write_kv",
-        target=target_of(key),
-        dtype=key.dtype,
-        kv_dtype=k_pages.dtype,
-        kv_heads=int(k_pages.shape[2]),
-        head_dim=int(k_pages.shape[3]),
-        v_head_dim=int(v_pages.shape[3]),
-        page_size=int(k_pages.shape[1]),
-        kv_scales=k_scale is not None or v_scale is not None,
-        last_dim_contiguous=all(map(_packed_last, (key, value, k_pages, v_pages))),
-        tokens=Extent.of(key.shape[0]),
-    )
-
-
-WRITE_KV = define(
-    Op(
-        name="write_kv",
-        schema="(Tensor key, Tensor value, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots, Tensor? k_scale=None, "
-        'Tensor? v_scale=None, *, str policy="") -> ()',
-        check=_check_write,
-        fake=_nothing,
-        problem=_problem_write,
-        reference=data.write_kv,
-        about="write of new keys and values into pages",
-    )
-)
+WRITE_KV = define(Op(WriteKV, data.write_kv, about="write of new keys and values into pages"))
 
 
 def write_kv(
@@ -355,7 +193,4 @@ def write_kv(
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    _write((key, value, k_pages, v_pages, slots, k_scale, v_scale, kernel))
-
-
-_write = Direct(WRITE_KV, lambda *given: (given[:-1], {"policy": key_for("write_kv", given[-1])}))
+    WRITE_KV(WriteKV(key, value, k_pages, v_pages, slots, k_scale, v_scale, policy=key_for("write_kv", kernel)))

@@ -8,128 +8,73 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
+from attnops.ops import rules
+from attnops.ops.op import Op, define
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
 from attnops.reference.holes import UNKNOWN
 from attnops.select import active_policy, choose, key_for
 
-NAMES = {str(d).removeprefix("torch."): d for d in (*check.FLOATS, *check.QUANTISED)}
+NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}
 
 
-def _check_plan(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    max_seqlen_q: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    dtype: str,
-    kv_dtype: str,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: bool = False,
-    sinks: bool = False,
-    num_pages: int = UNKNOWN,
-    plan: Tensor,
-    workspace: Tensor,
-) -> None:
-    check_batch(page_table, seq_lens, cu_seqlens_q, workspace, num_tokens, max_seqlen_q)
-    for field, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-        check.need(value >= 1, field, value, ">= 1")
-    check.need(q_heads % kv_heads == 0, "q_heads", q_heads, f"a multiple of kv_heads = {kv_heads}")
-    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-    check.need(num_pages >= 0, "num_pages", num_pages, ">= 0")
-    check.numbers(1.0, window_left, window_right, 0.0)
-    check_buffers(plan, workspace, dtype, kv_dtype)
+def buffers(call: Any) -> None:
+    """The plan is on the CPU, and neither buffer has gaps."""
+    if call.plan.device.type != "cpu":
+        fail(InvalidInput, "plan.device", call.plan.device, "cpu")
+    rules.contiguous("plan", call.plan)
+    rules.contiguous("workspace", call.workspace)
 
 
-def check_batch(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, workspace: Tensor, num_tokens: int, max_seqlen_q: int) -> None:
-    """What every plan op is told of a batch."""
-    check.tensor("page_table", page_table, 2, (torch.int32,), "[B, max_pages]")
-    check.tensor("seq_lens", seq_lens, 1, (torch.int32,), "[B]")
-    check.tensor("cu_seqlens_q", cu_seqlens_q, 1, (torch.int32,), "[B + 1]")
-    check.same_device(page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
-    check.equal("seq_lens.shape[0]", seq_lens.shape[0], page_table.shape[0], "one length a row of the page table")
-    check.equal("cu_seqlens_q.shape[0]", cu_seqlens_q.shape[0], page_table.shape[0] + 1, "one more than the requests")
-    check.need(num_tokens >= 0, "num_tokens", num_tokens, ">= 0")
-    check.need(max_seqlen_q >= 0, "max_seqlen_q", max_seqlen_q, ">= 0")
+def dtypes(call: Any) -> dict[str, Any]:
+    """The dtypes of the layers' calls."""
+    return {"dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
 
 
-def check_buffers(plan: Tensor, workspace: Tensor, dtype: str, kv_dtype: str) -> None:
-    """The dtypes a plan is for, and what every plan op writes: int64 on the CPU, bytes on the device, both without gaps."""
-    check.one_of("dtype", dtype, tuple(NAMES))
-    check.one_of("kv_dtype", kv_dtype, tuple(NAMES))
-    check.tensor("plan", plan, 1, (torch.int64,), "int64 [n], on the CPU")
-    check.tensor("workspace", workspace, 1, (torch.uint8,), "uint8 [n], on the device of page_table")
-    if plan.device.type != "cpu":
-        fail(InvalidInput, "plan.device", plan.device, "cpu")
-    for field, value in (("plan", plan), ("workspace", workspace)):
-        if value.stride(0) != 1 and value.shape[0] > 1:
-            fail(InvalidInput, f"{field}.stride()", value.stride(), "(1,)")
+def _rules(call: Any, sizes: Sizes) -> None:
+    need(call.q_heads % call.kv_heads == 0, "q_heads", call.q_heads, f"a multiple of kv_heads = {call.kv_heads}")
+    buffers(call)
 
 
-def _problem_plan(
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    *,
-    num_tokens: Any,
-    max_seqlen_q: Any,
-    dtype: str,
-    kv_dtype: str,
-    window_left: int = -1,
-    window_right: int = -1,
-    num_pages: Any = UNKNOWN,
-    plan: Any = None,
-    workspace: Any = None,
-    page_size: int,
-    causal: bool = True,
-    **statics: Any,
-) -> Problem:
-    return Problem(
-        op="plan_paged_attention",
-        target=target_of(page_table),
-        dtype=NAMES[dtype],
-        kv_dtype=NAMES[kv_dtype],
-        page_size=page_size,
-        causal=causal,
-        window=(window_left, window_right),
-        tokens=Extent.of(num_tokens),
-        batch=Extent.of(page_table.shape[0]),
-        queries=Extent.of(max_seqlen_q),
-        context=Extent.of(page_table.shape[1] * page_size),
-        **statics,
-    )
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    return {"plan": "none", "workspace": 0, **dtypes(call)}
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """The fake of an op that writes its results."""
+SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
 
 
-PLAN = define(
-    Op(
-        name="plan_paged_attention",
-        schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
-        "int kv_heads, int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, int window_left=-1, "
-        "int window_right=-1, bool softcap=False, bool sinks=False, SymInt num_pages=2147483647, "
-        'str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
-        check=_check_plan,
-        fake=nothing,
-        problem=_problem_plan,
-        reference=data.no_plan,
-        about="host plan of paged attention",
-    )
-)
+@record("plan_paged_attention", rules=_rules, facts=_facts, problem=SIZES)
+class PlanPagedAttention(Call):
+    """The host plan of paged attention."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    q_heads: int = arg(least=1)
+    kv_heads: int = arg(least=1)
+    head_dim: int = arg(least=1)
+    v_head_dim: int = arg(least=1)
+    page_size: int = arg(least=1)
+    dtype: str = arg(choices=tuple(NAMES))
+    kv_dtype: str = arg(choices=tuple(NAMES))
+    causal: bool = arg(default=True, hint=True)
+    window_left: int = arg(default=-1, least=-1, hint=True)
+    window_right: int = arg(default=-1, least=-1, hint=True)
+    softcap: bool = arg(default=False, hint=True)
+    sinks: bool = arg(default=False, hint=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, hint=True)
+    policy: str = ""
+    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
+    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+
+
+PLAN = define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention"))
 
 
 @dataclass(frozen=True)
@@ -162,8 +107,8 @@ class PagedSpec:
             "head_dim": self.head_dim,
             "v_head_dim": self.head_dim if self.v_head_dim is None else self.v_head_dim,
             "page_size": self.page_size,
-            "dtype": check.name(self.dtype),
-            "kv_dtype": check.name(self.kv_dtype or self.dtype),
+            "dtype": name(self.dtype),
+            "kv_dtype": name(self.kv_dtype or self.dtype),
             "causal": self.causal,
             "window_left": self.window[0],
             "window_right": self.window[1],
@@ -282,12 +227,14 @@ def ask(
         "plan": plan,
         "workspace": workspace,
     }
-    op.check(*tables, **given)
+    make: Any = op.call
+    call = make(*tables, **given)
+    check(call)
     requests, pages = tables[0].shape
-    problem = spec.problem(target_of(tables[0]), num_tokens, requests, pages, max_seqlen_q)
+    problem = spec.problem(Target.of(tables[0].device), num_tokens, requests, pages, max_seqlen_q)
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan_sizes is None:
         return None
     rest = ";deterministic" if deterministic(active_policy()) else ""
-    op.packet.default(*tables, **given, policy=f"kernel={op.name}:{found.name}{rest}")
+    op(changed(call, policy=f"kernel={op.name}:{found.name}{rest}"))
     return found.name

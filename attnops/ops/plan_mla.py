@@ -8,89 +8,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.plan import NAMES, ask, check_batch, check_buffers, largest_sizes, nothing
+from attnops.call import INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, name, need, record
+from attnops.ops.op import Op, define
+from attnops.ops.plan import NAMES, SIZES, ask, buffers, dtypes, largest_sizes
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
 from attnops.reference.holes import UNKNOWN
 
 
-def _check_plan(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    max_seqlen_q: int,
-    q_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    page_size: int,
-    dtype: str,
-    kv_dtype: str,
-    causal: bool = True,
-    num_pages: int = UNKNOWN,
-    plan: Tensor,
-    workspace: Tensor,
-) -> None:
-    check_batch(page_table, seq_lens, cu_seqlens_q, workspace, num_tokens, max_seqlen_q)
-    check.need(q_heads >= 1, "q_heads", q_heads, ">= 1")
-    check.need(v_head_dim >= 1, "v_head_dim", v_head_dim, ">= 1")
-    check.need(head_dim > v_head_dim, "head_dim", head_dim, f"> v_head_dim = {v_head_dim}")
-    check.need(page_size >= 1, "page_size", page_size, ">= 1 token a page")
-    check.need(num_pages >= 0, "num_pages", num_pages, ">= 0")
-    check_buffers(plan, workspace, dtype, kv_dtype)
+def _rules(call: Any, sizes: Sizes) -> None:
+    need(call.head_dim > call.v_head_dim, "head_dim", call.head_dim, f"> v_head_dim = {call.v_head_dim}")
+    buffers(call)
 
 
-def _problem_plan(
-    page_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    *,
-    num_tokens: Any,
-    max_seqlen_q: Any,
-    dtype: str,
-    kv_dtype: str,
-    head_dim: int,
-    v_head_dim: int,
-    num_pages: Any = UNKNOWN,
-    plan: Any = None,
-    workspace: Any = None,
-    page_size: int,
-    **statics: Any,
-) -> Problem:
-    return Problem(
-        op="plan_mla_attention",
-        target=target_of(page_table),
-        dtype=NAMES[dtype],
-        kv_dtype=NAMES[kv_dtype],
-        kv_heads=1,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        rope_dim=head_dim - v_head_dim,
-        page_size=page_size,
-        tokens=Extent.of(num_tokens),
-        batch=Extent.of(page_table.shape[0]),
-        queries=Extent.of(max_seqlen_q),
-        context=Extent.of(page_table.shape[1] * page_size),
-        **statics,
-    )
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    return {"plan": "none", "workspace": 0, "kv_heads": 1, "rope_dim": call.head_dim - call.v_head_dim, **dtypes(call)}
 
 
-PLAN = define(
-    Op(
-        name="plan_mla_attention",
-        schema="(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_tokens, SymInt max_seqlen_q, int q_heads, "
-        "int head_dim, int v_head_dim, int page_size, str dtype, str kv_dtype, bool causal=True, "
-        'SymInt num_pages=2147483647, str policy="", Tensor(a!) plan, Tensor(b!) workspace) -> ()',
-        check=_check_plan,
-        fake=nothing,
-        problem=_problem_plan,
-        reference=data.no_plan,
-        about="host plan of attention over latents",
-    )
-)
+@record("plan_mla_attention", rules=_rules, facts=_facts, problem=SIZES)
+class PlanMlaAttention(Call):
+    """The host plan of attention over latents."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    q_heads: int = arg(least=1)
+    head_dim: int = arg(least=1)
+    v_head_dim: int = arg(least=1)
+    page_size: int = arg(least=1)
+    dtype: str = arg(choices=tuple(NAMES))
+    kv_dtype: str = arg(choices=tuple(NAMES))
+    causal: bool = arg(default=True, hint=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, hint=True)
+    policy: str = ""
+    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
+    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+
+
+PLAN = define(Op(PlanMlaAttention, data.no_plan, about="host plan of attention over latents"))
 
 
 @dataclass(frozen=True)
@@ -118,8 +76,8 @@ class LatentSpec:
             "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim,
             "page_size": self.page_size,
-            "dtype": check.name(self.dtype),
-            "kv_dtype": check.name(self.kv_dtype or self.dtype),
+            "dtype": name(self.dtype),
+            "kv_dtype": name(self.kv_dtype or self.dtype),
             "causal": self.causal,
         }
 
@@ -137,7 +95,7 @@ class LatentSpec:
             rope_dim=self.head_dim - self.v_head_dim,
             page_size=self.page_size,
             causal=self.causal,
-            kv_scales=(self.kv_dtype or self.dtype) in check.QUANTISED,
+            kv_scales=(self.kv_dtype or self.dtype) in QUANTISED,
             lse=self.lse,
             plan="host",
             tokens=Extent.of(num_tokens),

@@ -1,90 +1,58 @@
-"""Rotation, quantisation and joining of queries and latents in one op: what stands before latent attention in float8."""
+"""Rotation, quantisation and joining of queries and latents in one op: the step before latent attention in float8."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import _packed_last
-from attnops.problem import Extent, Problem
+from attnops.ops.latent import SIZES
+from attnops.ops.op import Op, define
 from attnops.reference import rope_quantize
 from attnops.select import key_for
 
 
-def _check(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent: Tensor,
-    k_pe: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    *,
-    q_scale: float = 1.0,
-    kv_scale: float = 1.0,
-    interleaved: bool = False,
-) -> None:
-    check.tensor("q_nope", q_nope, 3, check.FLOATS, "[T, H, Dc]")
-    check.tensor("q_pe", q_pe, 3, (q_nope.dtype,), "[T, H, Dr]")
-    check.tensor("latent", latent, 2, (q_nope.dtype,), "[T, Dc]")
-    check.tensor("k_pe", k_pe, 2, (q_nope.dtype,), "[T, Dr]")
-    check.tensor("cos_sin", cos_sin, 2, (torch.float32,), "[N, Dr]")
-    check.tensor("positions", positions, 1, check.INDEX, "[T]")
-    check.same_device(q_nope, q_pe=q_pe, latent=latent, k_pe=k_pe, cos_sin=cos_sin, positions=positions)
-    for field, value in (("q_pe", q_pe), ("latent", latent), ("k_pe", k_pe), ("positions", positions)):
-        check.equal(f"{field}.shape[0]", value.shape[0], q_nope.shape[0], "the tokens of q_nope")
-    check.equal("q_pe.shape[1]", q_pe.shape[1], q_nope.shape[1], "the heads of q_nope")
-    check.equal("latent.shape[1]", latent.shape[1], q_nope.shape[2], "Dc, as q_nope")
-    check.equal("k_pe.shape[1]", k_pe.shape[1], q_pe.shape[2], "Dr, as q_pe")
-    check.equal("cos_sin.shape[1]", cos_sin.shape[1], q_pe.shape[2], "Dr, half of it cosines")
-    check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
-    check.need(q_nope.shape[2] >= 1, "q_nope.shape[2]", q_nope.shape[2], ">= 1")
-    check.need(q_pe.shape[2] >= 2, "q_pe.shape[2]", q_pe.shape[2], ">= 2")
-    check.need(q_pe.shape[2] % 2 == 0, "q_pe.shape[2]", q_pe.shape[2], "even: it is turned in pairs")
-    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
-        if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-            fail(InvalidInput, name, scale, "a finite number > 0")
+def _rules(call: Any, sizes: Sizes) -> None:
+    need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
+    need(sizes["Dc"] >= 1, "q_nope.shape[2]", sizes["Dc"], ">= 1")
+    need(sizes["Dr"] >= 2, "q_pe.shape[2]", sizes["Dr"], ">= 2")
+    need(sizes["Dr"] % 2 == 0, "q_pe.shape[2]", sizes["Dr"], "even: it is turned in pairs")
+    for field, scale in (("q_scale", call.q_scale), ("kv_scale", call.kv_scale)):
+        need(scale > 0, field, scale, "a finite number > 0")
 
 
-def _fake(q_nope: Tensor, q_pe: Tensor, latent: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, dim = q_nope.shape
-    dim = dim + q_pe.shape[2]
-    stored = rope_quantize.STORED
-    return q_nope.new_empty((tokens, heads, dim), dtype=stored), latent.new_empty((tokens, dim), dtype=stored)
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    return {"kv_dtype": rope_quantize.STORED, "kv_scales": True}
 
 
-def _problem(q_nope: Any, q_pe: Any, latent: Any, k_pe: Any, cos_sin: Any, positions: Any, **_: Any) -> Problem:
-    return Problem(
-        op="rope_quantize_latent",
-        target=target_of(q_nope),
-        dtype=q_nope.dtype,
-        kv_dtype=rope_quantize.STORED,
-        q_heads=int(q_nope.shape[1]),
-        kv_heads=1,
-        head_dim=int(q_nope.shape[2]) + int(q_pe.shape[2]),
-        v_head_dim=int(q_nope.shape[2]),
-        rope_dim=int(q_pe.shape[2]),
-        kv_scales=True,
-        last_dim_contiguous=all(map(_packed_last, (q_nope, q_pe, latent, k_pe))),
-        tokens=Extent.of(q_nope.shape[0]),
-    )
+@record(
+    "rope_quantize_latent",
+    Result("query", "T, H, Dc + Dr", rope_quantize.STORED),
+    Result("row", "T, Dc + Dr", rope_quantize.STORED),
+    rules=_rules,
+    facts=_facts,
+    problem=SIZES,
+)
+class RopeQuantizeLatent(Call):
+    """Rotation, quantisation and joining of queries and latents."""
+
+    q_nope: Tensor = arg("T, H, Dc", FLOATS, unit_stride=True)
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
+    latent: Tensor = arg("T, Dc", "q_nope", unit_stride=True)
+    k_pe: Tensor = arg("T, Dr", "q_nope", unit_stride=True)
+    cos_sin: Tensor = arg("N, Dr", FLOAT32)
+    positions: Tensor = arg("T", INDEX)
+    _: KW_ONLY
+    q_scale: float = arg(default=1.0, hint=True)
+    kv_scale: float = arg(default=1.0, hint=True)
+    interleaved: bool = False
+    policy: str = ""
 
 
 ROPE_QUANTIZE = define(
-    Op(
-        name="rope_quantize_latent",
-        schema="(Tensor q_nope, Tensor q_pe, Tensor latent, Tensor k_pe, Tensor cos_sin, Tensor positions, *, float q_scale=1.0, "
-        'float kv_scale=1.0, bool interleaved=False, str policy="") -> (Tensor query, Tensor row)',
-        check=_check,
-        fake=_fake,
-        problem=_problem,
-        reference=rope_quantize.rope_quantize_latent,
-        about="rotation, quantisation and joining of queries and latents (MLA)",
-    )
+    Op(RopeQuantizeLatent, rope_quantize.rope_quantize_latent, about="rotation, quantisation and joining of queries and latents (MLA)")
 )
 
 
@@ -131,9 +99,9 @@ def rope_quantize_latent(
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, Tensor):  # torch would make a number of it, and wait for the device
             fail(InvalidInput, name, "a tensor", "a finite number > 0, of the host")
-    query, row = torch.ops.attnops.rope_quantize_latent.default(
+    query, row = ROPE_QUANTIZE(RopeQuantizeLatent(
         q_nope, q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved,
         policy=key_for("rope_quantize_latent", kernel),
-    )  # fmt: skip
+    ))  # fmt: skip
     dims = q_nope.shape[-1]
     return query[..., :dims], query[..., dims:], row[..., :dims], row[..., dims:]

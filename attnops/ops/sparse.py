@@ -7,133 +7,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import _check as check
-from attnops.ops._op import Op, define, target_of
-from attnops.ops.dense import _packed_last
-from attnops.ops.latent import STORED, check_pages, check_stored
-from attnops.problem import Extent, Problem
+from attnops.ops import rules
+from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
+from attnops.ops.mla import facts, output_dtypes, query_rules
+from attnops.ops.op import Op, define
 from attnops.reference import sparse
 from attnops.reference.latent_format import GROUP, packed_bytes
 from attnops.select import key_for
 
-
-def _check_packed(latent_pages: Tensor, latent_field: str, latent_dim: Any, rope_dim: Any) -> None:
-    check.need(rope_dim >= 1, "Dr", rope_dim, ">= 1")
-    check.need(latent_dim >= GROUP and latent_dim % GROUP == 0, latent_field, latent_dim, f"a multiple of {GROUP} (pages are packed)")
-    check.tensor("latent_pages", latent_pages, 3, (torch.uint8,), "[P, page, bytes]")
-    check.need(latent_pages.shape[1] >= 1, "latent_pages.shape[1]", latent_pages.shape[1], ">= 1 token a page")
-    check.equal("latent_pages.shape[2]", latent_pages.shape[2], packed_bytes(latent_dim, rope_dim), "bytes of a packed latent")
+PACKED = (torch.uint8,)
 
 
-def _check_sparse(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    scale: float,
-    holes: bool = True,
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    check.tensor("q_nope", q_nope, 3, (*check.FLOATS, torch.float8_e4m3fn), "[T, H, Dc]")
-    check.tensor("q_pe", q_pe, 3, (q_nope.dtype,), "[T, H, Dr]")
-    for dim, meaning in ((0, "the tokens of q_nope"), (1, "the heads of q_nope")):
-        check.equal(f"q_pe.shape[{dim}]", q_pe.shape[dim], q_nope.shape[dim], meaning)
-    check.tensor("indices", indices, 2, (torch.int32,), "[T, topk]")
-    check.equal("indices.shape[0]", indices.shape[0], q_nope.shape[0], "the tokens of q_nope")
-    if topk_length is not None:
-        check.tensor("topk_length", topk_length, 1, (torch.int32,), "[T]")
-        check.equal("topk_length.shape[0]", topk_length.shape[0], q_nope.shape[0], "the tokens of q_nope")
-    check.tensor("output", output, 3, check.FLOATS if q_nope.dtype in STORED else (q_nope.dtype,), "[T, H, Dc]")
-    check.same_device(
-        q_nope, q_pe=q_pe, latent_pages=latent_pages, indices=indices, topk_length=topk_length, sinks=sinks, q_scale=q_scale,
-        kv_scale=kv_scale, output=output, lse=lse, workspace=workspace,
-    )  # fmt: skip
-    check.plan(q_nope.device, plan)
-    check.need(q_nope.shape[1] >= 1, "q_nope.shape[1]", q_nope.shape[1], ">= 1 head")
-    if q_nope.dtype in STORED and q_scale is None:
-        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {check.name(q_nope.dtype)}")
-    if latent_pages.dtype == torch.uint8:
-        _check_packed(latent_pages, "q_nope.shape[2]", q_nope.shape[2], q_pe.shape[2])
-        if kv_scale is not None:
+def _check_packed(latent_pages: Tensor, field: str, sizes: Sizes) -> None:
+    latent_dim, rope_dim = sizes["Dc"], sizes["Dr"]
+    need(latent_dim >= GROUP and latent_dim % GROUP == 0, field, latent_dim, f"a multiple of {GROUP} (pages are packed)")
+    want = packed_bytes(latent_dim, rope_dim)
+    need(latent_pages.shape[2] == want, "latent_pages.shape[2]", latent_pages.shape[2], f"{want} (bytes of a packed latent)")
+
+
+def _rules(call: Any, sizes: Sizes) -> None:
+    check_sizes(sizes)
+    query_rules(call, sizes)
+    pages = call.latent_pages
+    if pages.dtype == torch.uint8:
+        _check_packed(pages, "q_nope.shape[2]", sizes)
+        if call.kv_scale is not None:
             fail(InvalidInput, "kv_scale", "a tensor", "None, because packed pages hold their own")
-    else:
-        check_pages(latent_pages, q_nope.shape[2], q_pe.shape[2])
-        check_stored(latent_pages, kv_scale, q_nope.dtype)
-    check.scales(1, q_scale=q_scale, kv_scale=kv_scale)
-    check.sinks(sinks, q_nope.shape[1])
-    check.numbers(scale, -1, -1, 0.0)
-    for dim in range(3):
-        check.equal(f"output.shape[{dim}]", output.shape[dim], q_nope.shape[dim], "[T, H, Dc]")
-    if lse is not None:
-        check.tensor("lse", lse, 2, (torch.float32,), "[T, H]")
-        for dim in range(2):
-            check.equal(f"lse.shape[{dim}]", lse.shape[dim], q_nope.shape[dim], "[T, H]")
+        return
+    want = sizes["Dc"] + sizes["Dr"]
+    need(pages.shape[2] == want, "latent_pages.shape[2]", pages.shape[2], f"{want} (Dc + Dr)")
+    check_stored(pages, call.kv_scale, call.q_nope.dtype)
 
 
-def _problem_sparse(
-    q_nope: Any,
-    q_pe: Any,
-    latent_pages: Any,
-    indices: Any,
-    topk_length: Any = None,
-    sinks: Any = None,
-    q_scale: Any = None,
-    kv_scale: Any = None,
-    plan: Any = None,
-    *,
-    scale: float,
-    holes: bool = True,
-    output: Any = None,
-    lse: Any = None,
-    workspace: Any = None,
-) -> Problem:
-    return Problem(
-        op="sparse_mla_attention",
-        target=target_of(q_nope),
-        dtype=q_nope.dtype,
-        # uint8 says packed; the head dim is that of what is packed.
-        kv_dtype=latent_pages.dtype,
-        q_heads=int(q_nope.shape[1]),
-        kv_heads=1,
-        head_dim=int(q_nope.shape[2]) + int(q_pe.shape[2]),
-        v_head_dim=int(q_nope.shape[2]),
-        rope_dim=int(q_pe.shape[2]),
-        page_size=int(latent_pages.shape[1]),
-        sinks=sinks is not None,
-        sinks_dtype=None if sinks is None else sinks.dtype,
-        kv_scales=q_scale is not None or kv_scale is not None,
-        lse=lse is not None,
-        plan=check.plan_kind(plan),
-        holes=holes,
-        last_dim_contiguous=_packed_last(q_nope) and _packed_last(q_pe) and _packed_last(latent_pages),
-        pages_packed=latent_pages.stride() == (latent_pages.shape[1] * latent_pages.shape[2], latent_pages.shape[2], 1),
-        tokens=Extent.of(q_nope.shape[0]),
-        context=Extent.of(indices.shape[1]),
-    )
+# uint8 says packed; the head dim is that of what is packed.
+@record("sparse_mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"})
+class SparseMlaAttention(Call):
+    """Attention of each token over latents picked for it."""
+
+    q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True)
+    q_pe: Tensor = arg("T, H, Dr", "q_nope", unit_stride=True)
+    latent_pages: Tensor = arg("P, page, numbers", (*FLOATS, *STORED, *PACKED), unit_stride=True)
+    indices: Tensor = arg("T, topk", INT32)
+    topk_length: Tensor | None = arg("T", INT32, default=None)
+    sinks: Tensor | None = arg("H", FLOATS, default=None)
+    q_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
+    plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
+    _: KW_ONLY
+    scale: float = arg()
+    holes: bool = arg(default=True, hint=True)
+    policy: str = ""
+    output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
+    lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
+    workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
 
 
-SPARSE = define(
-    Op(
-        name="sparse_mla_attention",
-        schema="(Tensor q_nope, Tensor q_pe, Tensor latent_pages, Tensor indices, Tensor? topk_length=None, Tensor? sinks=None, "
-        "Tensor? q_scale=None, Tensor? kv_scale=None, Tensor? plan=None, *, float scale, "
-        'bool holes=True, str policy="", Tensor(a!) output, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()',
-        check=_check_sparse,
-        fake=lambda *_, **__: None,
-        problem=_problem_sparse,
-        reference=sparse.sparse_mla_attention,
-        about="attention of each token over latents picked for it (MLA), decode and prefill",
-    )
-)
+ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
+SPARSE = define(Op(SparseMlaAttention, sparse.sparse_mla_attention, about=ABOUT))
 
 
 def sparse_mla_attention(
@@ -186,50 +118,39 @@ def sparse_mla_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     if output is None:
+        rules.tensors(q_nope=q_nope)
         output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
-    torch.ops.attnops.sparse_mla_attention.default(
+    SPARSE(SparseMlaAttention(
         q_nope, q_pe, latent_pages, indices, topk_length, sinks, q_scale, kv_scale, plan, scale=scale, holes=holes,
         policy=key_for("sparse_mla_attention", kernel), output=output, lse=lse, workspace=workspace,
-    )  # fmt: skip
+    ))  # fmt: skip
     return output
 
 
-def _check_write(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor) -> None:
-    check.tensor("latent", latent, 2, check.FLOATS, "[T, Dc]")
-    check.tensor("k_pe", k_pe, 2, (latent.dtype,), "[T, Dr]")
-    _check_packed(latent_pages, "latent.shape[1]", latent.shape[1], k_pe.shape[1])
-    check.tensor("slots", slots, 1, check.INDEX, "[T]")
-    check.same_device(latent, k_pe=k_pe, latent_pages=latent_pages, slots=slots)
-    check.equal("k_pe.shape[0]", k_pe.shape[0], latent.shape[0], "as many as latents")
-    check.equal("slots.shape[0]", slots.shape[0], latent.shape[0], "one slot a token")
+def _write_rules(call: Any, sizes: Sizes) -> None:
+    check_sizes(sizes)
+    _check_packed(call.latent_pages, "latent.shape[1]", sizes)
 
 
-def _problem_write(latent: Any, k_pe: Any, latent_pages: Any, slots: Any, **_: Any) -> Problem:
-    return Problem(
-        op="write_latent_packed",
-        target=target_of(latent),
-        dtype=latent.dtype,
-        kv_dtype=latent_pages.dtype,
-        kv_heads=1,
-        head_dim=int(latent.shape[1]) + int(k_pe.shape[1]),
-        v_head_dim=int(latent.shape[1]),
-        rope_dim=int(k_pe.shape[1]),
-        page_size=int(latent_pages.shape[1]),
-        last_dim_contiguous=_packed_last(latent) and _packed_last(k_pe),
-        tokens=Extent.of(latent.shape[0]),
-    )
+@record(
+    "write_latent_packed",
+    rules=_write_rules,
+    stored="latent_pages",
+    problem={n: v for n, v in SIZES.items() if n != "q_heads"},
+)
+class WriteLatentPacked(Call):
+    """The quantising write of new latents and rotated keys into packed pages."""
+
+    latent: Tensor = arg("T, Dc", FLOATS, unit_stride=True)
+    k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
+    latent_pages: Tensor = arg("P, page, bytes", PACKED, written=True)
+    slots: Tensor = arg("T", INDEX)
+    _: KW_ONLY
+    policy: str = ""
 
 
 WRITE_PACKED = define(
-    Op(
-        name="write_latent_packed",
-        schema='(Tensor latent, Tensor k_pe, Tensor(a!) latent_pages, Tensor slots, *, str policy="") -> ()',
-        check=_check_write,
-        fake=lambda *_, **__: None,
-        problem=_problem_write,
-        reference=sparse.write_latent_packed,
-        about="quantising write of new latents and rotated keys into packed pages",
-    )
+    Op(WriteLatentPacked, sparse.write_latent_packed, about="quantising write of new latents and rotated keys into packed pages")
 )
 
 
@@ -249,4 +170,4 @@ def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slot
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
     """
-    torch.ops.attnops.write_latent_packed.default(latent, k_pe, latent_pages, slots, policy=key_for("write_latent_packed", kernel))
+    WRITE_PACKED(WriteLatentPacked(latent, k_pe, latent_pages, slots, policy=key_for("write_latent_packed", kernel)))

@@ -79,9 +79,8 @@ def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: b
     given = dict(forward.arguments)
     exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
     statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only}
-    output, lse = OPS[forward.op].reference(
-        **{n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()} | {"return_lse": True}
-    )
+    silent = {n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()}
+    output, lse = OPS[forward.op].reference(OPS[forward.op].call(**silent | {"return_lse": True}))
     query = given["query"]
     arguments = {n: v for n, v in given.items() if n not in statics} | {n: given[n] for n in statics & given.keys() - {"return_lse"}}
     arguments |= {"output": output.to(query.dtype), "lse": lse, "grad_output": source.normal(*output.shape, dtype=query.dtype)}

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.call import check
+from attnops.call import fake as empty
 from attnops.inputs import equip, with_device_plan
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
-from attnops.reference.attention import compact, no_lse
 from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.reference.rope_quantize import scaled
@@ -60,44 +61,14 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
 
     Raises Mismatch, and InvalidInput when the call breaks the contract.
     """
-    op, call = OPS[kernel.op], equip(kernel, call)
-    op.check(*call.args, **call.kwargs)
+    call = equip(kernel, call)
+    check(call.record)
     if refused := refusals(kernel, call):
         return Figures(kernel.name, kernel.op, refused)
     figures = _check_run(kernel, kernel.run, call)
-    settled = kernel.settled(*call.args, **call.kwargs) if kernel.settled else None
-    if settled is not None:
-        of_tensors = _of_tensors(settled, op.tensors)
-        figures = max(figures, _check_run(kernel, of_tensors, call), key=lambda f: f.worst)
-    turned = kernel.heads_first(*call.args, **call.kwargs) if kernel.heads_first else None
-    if turned is not None:
-        figures = max(figures, _check_run(kernel, _of_heads_first(turned), call), key=lambda f: f.worst)
     if (with_plan := with_device_plan(kernel, call)) is not call:
         figures = max(figures, _check_run(kernel, kernel.run, with_plan), key=lambda f: f.worst)
     return figures
-
-
-def _of_tensors(settled: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """`Kernel.settled`'s function, with the signature of `run`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return settled(*args, *map(kwargs.get, names[len(args) :]))
-
-    return run
-
-
-def _of_heads_first(turned: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`Kernel.heads_first`'s function, with the signature of `run`."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
-        mask, sinks, *_scales, start, end = (*others, *[None] * 6)[:6]
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        output = turned(*heads_first, mask, sinks, start, end)
-        if not output.is_contiguous():
-            raise Mismatch(f"heads_first: output has strides {output.stride()}, want it contiguous")
-        return compact(output), no_lse(query)
-
-    return run
 
 
 def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
@@ -106,7 +77,7 @@ def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
     given = call.map(lambda n, t: _poisoned(call, n, t))
     before = {n: clone(t) for n, t in given.tensors().items() if n not in given.mutated}
     with torch.no_grad():
-        returned = run(*given.args, **given.kwargs)
+        returned = run(given.record)
     where = f"{kernel.op}.{kernel.name}"
     results = _results(given, returned, where)
     _check_layout(results, given, where)
@@ -136,7 +107,7 @@ def oracle(call: Call) -> dict[str, Tensor]:
     """The exact results: the reference on inputs taken to float64. Free entries must be finite."""
     wide = call.map(lambda n, t: clone(t) if n.startswith("lse") or not _is_float(t) else t.double())
     with torch.no_grad():
-        return _results(wide, OPS[call.op].reference(*wide.args, **wide.kwargs), call.op)
+        return _results(wide, OPS[call.op].reference(wide.record), call.op)
 
 
 def compare(what: str, got: Tensor, want: Tensor, allowed: float | Tensor, tolerance: float) -> tuple[float, float]:
@@ -208,7 +179,7 @@ def _results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
 
 
 def _check_layout(results: Mapping[str, Tensor], given: Call, where: str) -> None:
-    fake = OPS[given.op].fake(*given.args, **given.kwargs)
+    fake = empty(given.record)
     if fake is None:
         return
     storages = {t.untyped_storage().data_ptr() for t in given.tensors().values() if t.numel()}

@@ -64,7 +64,7 @@ def attention(
 ) -> Call:
     """`vertical_slash_attention` over an index made by the reference."""
     made = indexes(source, q_lens, k_lens, f.q_heads, verticals, slashes, slack=slack)
-    found = OPS["vertical_slash_indexes"].reference(*made.args, **made.kwargs)
+    found = OPS["vertical_slash_indexes"].reference(made.record)
     packed = builders.varlen(source, q_lens, k_lens, replace(f, lse=False), padding, slack)
     kept = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale")
     arguments: dict[str, Any] = {n: packed.arguments[n] for n in kept}

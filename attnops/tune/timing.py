@@ -39,7 +39,8 @@ def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
     """
     args, kwargs = call.args, call.kwargs
     if kernel.core is None:
-        return lambda: kernel.run(*args, **kwargs)
+        record = call.record
+        return lambda: kernel.run(record)
     # Decode and extend are separate graphs in users' code. Here the bound would become symbolic, which kernels refuse.
     compiled, policy = _compiled(call.op, str(kwargs.pop("max_seqlen_q", ""))), f"kernel={kernel.op}:{kernel.name}"
     return lambda: compiled(args, kwargs, policy)

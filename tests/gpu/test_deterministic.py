@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 import attnops
+from attnops.call import changed
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
@@ -169,9 +170,9 @@ def test_a_schedule_changes_no_bits(features: str) -> None:
         pytest.skip("fa3 refuses it")
     for chosen in (range(12), *GROUPS):
         one = only(call, list(chosen))
-        kernel.run(*one.args, **one.kwargs, policy="deterministic")
+        kernel.run(changed(one.record, policy="deterministic"))
         want = one.arguments["output"].clone()
         with attnops.use(deterministic=True):
             with_plan = one.with_(holes=False, plan=schedule_of(one))
-        kernel.run(*with_plan.args, **with_plan.kwargs, policy="deterministic")
+        kernel.run(changed(with_plan.record, policy="deterministic"))
         assert torch.equal(want, with_plan.arguments["output"])

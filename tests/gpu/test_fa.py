@@ -55,12 +55,12 @@ SHAPES: dict[str, Callable[[], Call]] = {
 def test_a_schedule_changes_nothing(shape: str, found: dict[str, Any]) -> None:
     call, kernel = SHAPES[shape](), kernels_of("paged_attention")["fa3"]
     assert not refusals(kernel, call)
-    kernel.run(*call.args, **call.kwargs)
+    kernel.run(call.record)
     want = call.arguments["output"].clone()
     plan = schedule_of(call)
     before, planned = plan.clone(), call.with_(holes=False, plan=plan, output=torch.full_like(want, float("nan")))
     for _ in range(2):
-        kernel.run(*planned.args, **planned.kwargs)
+        kernel.run(planned.record)
         torch.testing.assert_close(planned.arguments["output"], want, rtol=0, atol=0)
         assert torch.equal(plan, before), "the plan is left as it was"
     found.setdefault("fa3_schedule", {})[shape] = "equal bits"
@@ -113,7 +113,7 @@ def test_a_captured_schedule_follows_the_lengths() -> None:
 
     def step() -> None:
         planned = fixed.with_(holes=False, plan=schedule_of(fixed))
-        kernels_of("paged_attention")["fa3"].run(*planned.args, **planned.kwargs)
+        kernels_of("paged_attention")["fa3"].run(planned.record)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -126,7 +126,7 @@ def test_a_captured_schedule_follows_the_lengths() -> None:
         fixed.arguments["output"].fill_(float("nan"))
         graph.replay()
         got = fixed.arguments["output"].clone()
-        kernels_of("paged_attention")["fa3"].run(*fixed.args, **fixed.kwargs)
+        kernels_of("paged_attention")["fa3"].run(fixed.record)
         torch.testing.assert_close(got, fixed.arguments["output"], rtol=2e-2, atol=2e-2)
 
 
@@ -244,7 +244,7 @@ def test_a_static_caches_decode(f: Features) -> None:
     for start in (None, (3, 0, 700)):
         call = builders.dense(Source(0, "cuda"), 3, 1, 1000, f, start=start, end=(9, 1000, 733))
         assert check_kernel(kernel, call).worst <= 1.0
-        assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(*c.args, **c.kwargs))) or f.lse
+        assert not any("copy" in name.lower() for name in kernels_in(lambda c=call: kernel.run(c.record))) or f.lse
 
 
 @needs_fa3
@@ -272,13 +272,13 @@ def test_fa4_says_what_a_capture_wants_and_runs_after_it() -> None:
     _fa4._kinds().clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
-        kernel.run(*call.args, **call.kwargs)
+        kernel.run(call.record)
     torch.cuda.synchronize()
-    kernel.run(*call.args, **call.kwargs)
+    kernel.run(call.record)
     want = call.arguments["output"].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.run(*call.args, **call.kwargs)
+        kernel.run(call.record)
     call.arguments["output"].fill_(float("nan"))
     graph.replay()
     torch.testing.assert_close(call.arguments["output"], want)

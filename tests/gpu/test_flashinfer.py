@@ -18,6 +18,7 @@ import torch
 
 import attnops
 from attnops.cache import PagedCache, Planner
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels import _flashinfer as fi
 from attnops.ops import PagedSpec
@@ -145,7 +146,7 @@ def test_deepseek_prefill(lens, found):
 def test_deterministic_results_do_not_depend_on_the_batch():
     q_lens, seq_lens = (130, 1, 7, 64), (900, 333, 70, 64)
     whole = planned(PAGED, paged(D64, q_lens, seq_lens, padding=0), "deterministic")
-    PAGED.run(*whole.args, **whole.kwargs, policy="deterministic")
+    PAGED.run(changed(whole.record, policy="deterministic"))
     t = whole.arguments
     for b, n in enumerate(q_lens):
         start = sum(q_lens[:b])
@@ -156,7 +157,7 @@ def test_deterministic_results_do_not_depend_on_the_batch():
             lse=torch.empty_like(t["lse"][rows]), plan=None, workspace=None,
         )  # fmt: skip
         alone = planned(PAGED, alone, "deterministic")
-        PAGED.run(*alone.args, **alone.kwargs, policy="deterministic")
+        PAGED.run(changed(alone.record, policy="deterministic"))
         for name in ("output", "lse"):
             assert torch.equal(alone.arguments[name], t[name][rows]), (b, name)
 
@@ -194,14 +195,14 @@ def test_a_captured_run_follows_new_plans(name, found):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        PAGED.run(*captured.args, **captured.kwargs)
+        PAGED.run(captured.record)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        PAGED.run(*captured.args, **captured.kwargs)
+        PAGED.run(captured.record)
     for call in [*calls[1:], calls[0]]:
         fresh = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
-        PAGED.run(*fresh.args, **fresh.kwargs)
+        PAGED.run(fresh.record)
         assert check_kernel(PAGED, call).worst <= 1.0
         for n, tensor in call.tensors().items():
             if n not in ("output", "lse"):
@@ -224,7 +225,7 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
     want = []
     for call in calls:
         alone = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])))
-        PAGED.run(*alone.args, **alone.kwargs)
+        PAGED.run(alone.record)
         want.append(alone.arguments["output"])
     busy = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     got = []
@@ -232,7 +233,7 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
         mine = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=(plan, workspace))
         for _ in range(4):
             busy = torch.nn.functional.normalize(busy @ busy)
-        PAGED.run(*mine.args, **mine.kwargs)
+        PAGED.run(mine.record)
         got.append(mine.arguments["output"])
     for a, b in zip(got, want * 4, strict=True):
         assert torch.equal(a, b)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnops.call import changed, split
 from attnops.kernel import Kernel, all_kernels
 from attnops.ops import OPS
 from attnops.testing import CASES, refusals
@@ -21,11 +22,10 @@ def test_compiled_in_place_keeps_the_contract(kernel: Kernel, found: dict[str, A
     """Compared with the reference as every kernel is; integers must be the same to the last one."""
     packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("policy", None)
-        return torch.compile(lambda a, k: packet(*a, **k, policy=policy), fullgraph=True, dynamic=False)(args, kwargs)
+    def run(call: Any) -> Any:
+        return torch.compile(lambda a, k: packet(*a, **k), fullgraph=True, dynamic=False)(*split(changed(call, policy=policy)))
 
-    compiled = replace(kernel, run=run)
+    compiled = replace(kernel, run=run, contract=2)
     cases = [c for c in CASES[kernel.op] if not refusals(kernel, c.build(Source(0, "cuda")))]
     if not cases:
         pytest.skip("takes no case on this GPU")

@@ -124,7 +124,7 @@ def same_shapes(a: Any, b: Any) -> bool:
 
 def fresh(kernel: Kernel, call: Any) -> list[torch.Tensor]:
     """The results of an eager call, and the tensors it writes."""
-    out = kernel.run(*call.args, **call.kwargs)
+    out = kernel.run(call.record)
     return [t.clone() for t in pytree.tree_leaves((out, written(call))) if isinstance(t, torch.Tensor)]
 
 
@@ -152,11 +152,11 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what a kernel compiles or allocates at its first call must not be captured
             for _ in range(2):
-                kernel.run(*captured.args, **captured.kwargs)
+                kernel.run(captured.record)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = kernel.run(*captured.args, **captured.kwargs)
+            out = kernel.run(captured.record)
         for name, tensor in captured.tensors().items():
             tensor.copy_(later.tensors()[name])
         graph.replay()

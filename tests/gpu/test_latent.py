@@ -157,7 +157,7 @@ def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
 
     def step() -> None:
         plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=8, q_heads=16)
-        kernel.run(*(given := call.with_(holes=False, plan=plan)).args, **given.kwargs)
+        kernel.run(call.with_(holes=False, plan=plan).record)
 
     with torch.no_grad():
         step()
@@ -169,7 +169,7 @@ def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
         graph.replay()
         torch.cuda.synchronize()
         got = t["output"].clone()
-    kernel.run(*call.args, **call.kwargs)
+    kernel.run(call.record)
     torch.testing.assert_close(got, t["output"], rtol=0, atol=0)
     assert check_kernel(kernel, call).worst <= 1.0
 
@@ -183,11 +183,11 @@ def test_a_later_plan_reaches_a_captured_graph(name: str, found: dict[str, Any])
     plan, workspace = first.arguments["plan"].pin_memory(), first.arguments["workspace"]
     first = planned(kernel, calls[0], buffers=(plan, workspace))
     with torch.no_grad():
-        kernel.run(*first.args, **first.kwargs)
+        kernel.run(first.record)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernel.run(*first.args, **first.kwargs)
+            kernel.run(first.record)
         for n, tensor in calls[0].tensors().items():
             tensor.copy_(calls[1].tensors()[n])
         planned(kernel, calls[0], buffers=(plan, workspace))
@@ -195,7 +195,7 @@ def test_a_later_plan_reaches_a_captured_graph(name: str, found: dict[str, Any])
         torch.cuda.synchronize()
         got = calls[0].arguments["output"].clone()
     again = planned(kernel, calls[1])
-    kernel.run(*again.args, **again.kwargs)
+    kernel.run(again.record)
     torch.testing.assert_close(got, calls[1].arguments["output"], rtol=0, atol=0)
     assert check_kernel(kernel, calls[1]).worst <= 1.0
     found.setdefault("replay_of_plans", {})[name] = True

@@ -36,6 +36,11 @@ LONG = {
 }
 
 
+def tuned(kernel):
+    """The kernel's body, which takes a `choice` beside the op's arguments."""
+    return kernel.run.of_arguments
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_long(name: str, found: dict[str, Any]) -> None:
     call = LONG[name](Source(1, "cuda"))
@@ -54,15 +59,15 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
     kernel = kernels_of(op)["triton"]
     for splits in (2, 7, 40):
         tile = plan.Tile(16, 32, 4, 2)
-        kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits, overlap=False))
+        tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits, overlap=False))
         want = {n: call.arguments[n].clone() for n in ("output", "lse")}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+            tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
         for step in range(50):
             for n in want:
                 call.arguments[n].fill_(float("nan"))
-            graph.replay() if step % 2 else kernel.run(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+            graph.replay() if step % 2 else tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
             for n, x in want.items():
                 how = "replayed" if step % 2 else "launched"
                 assert torch.equal(call.arguments[n], x), f"{splits} splits, {how}, time {step}: {n} differs"
@@ -94,7 +99,7 @@ def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
         for requests in (1, 2, 5, 16):
             for keys in (300, 700, 1100, 4096):
                 call = builders.paged(Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
-                kernels_of("paged_attention")["triton"].run(*call.args, **call.kwargs)
+                kernels_of("paged_attention")["triton"].run(call.record)
     found["triton_variants"] = {"attend": count(attend) - before[0], "combine": count(combine) - before[1]}
     assert count(attend) - before[0] <= 12
     assert count(combine) - before[1] <= 2

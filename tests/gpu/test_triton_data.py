@@ -80,7 +80,7 @@ def bits(x: Tensor) -> Tensor:
 
 def results(name: str, call: Call) -> list[Tensor]:
     mine = call.map(lambda _, t: clone(t))
-    returned = kernels_of(call.op)[name].run(*mine.args, **mine.kwargs)
+    returned = kernels_of(call.op)[name].run(mine.record)
     if returned is None:
         return [bits(mine.arguments[n]) for n in mine.mutated]
     return [bits(x) for x in (returned if isinstance(returned, tuple) else (returned,))]
@@ -119,7 +119,7 @@ def test_a_copy_reads_before_it_writes(entries: int) -> None:
     want = [x.flatten(1, 2).clone() for x in (k, v)]
     kernel = kernels_of("copy_kv")["triton"]
     for nth in range(50):
-        kernel.run(k, v, t["source"], target)
+        kernel.run(call.record)
         for x in want:
             x[:, target] = x[:, t["source"]].clone()
         assert torch.equal(k.flatten(1, 2), want[0]) and torch.equal(v.flatten(1, 2), want[1]), f"run {nth}"

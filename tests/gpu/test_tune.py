@@ -42,7 +42,7 @@ def test_what_can_be_captured_is_timed_by_its_graph(found: dict[str, Any]) -> No
     call = build(STEP.shape, [1] * 16, [4096] * 16, Pool("cuda"))
     clock = GraphClock("cuda")
     kernel = kernels_of("paged_attention")["sdpa"]
-    run = lambda: kernel.run(*call.args, **call.kwargs)  # noqa: E731
+    run = lambda: kernel.run(call.record)  # noqa: E731
     run()
     graph = clock(kernel, call, run)
     assert not clock._uncapturable

@@ -63,13 +63,13 @@ def test_an_index_of_everything_is_plain_attention() -> None:
 
 def test_a_request_has_the_same_bits_alone() -> None:
     call = usable(vertical_slash.attention(Source(7, "cuda"), (300, 130, 1), (400, 130, 90), HALF, padding=(0, 0)))
-    KERNEL.run(*call.args, **call.kwargs)
+    KERNEL.run(call.record)
     a, one = call.arguments, Source(0, "cuda")
     (q0, q1), (k0, k1) = a["cu_seqlens_q"].tolist()[1:3], a["cu_seqlens_k"].tolist()[1:3]
     rows = -(-(q1 - q0) // 64)
     index = [a[n][1:2, :, :rows] for n in ("block_count", "block_offset", "column_count", "column_index")]
     alone = torch.empty_like(a["output"][q0:q1])
-    KERNEL.run(
+    KERNEL.run.of_arguments(
         a["query"][q0:q1], a["key"][k0:k1], a["value"][k0:k1], one.cumulative([q1 - q0]), one.cumulative([k1 - k0]), *index,
         max_seqlen_q=q1 - q0, max_seqlen_k=k1 - k0, scale=a["scale"], output=alone,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def test_numerics(built: None, point: str, case: str, found: dict[str, Any]) -> 
 def test_counters_are_zero_again(built: None, point: str) -> None:
     call = equip(XQA, decode(*BUILT[point]))
     for _ in range(3):
-        XQA.run(*call.args, **call.kwargs)
+        XQA.run(call.record)
     workspace = call.arguments["workspace"]
     assert workspace[_workspace.COUNTERS :].any(), "no request was split, so that nothing was counted"
     assert not workspace[: _workspace.COUNTERS].any()
@@ -120,7 +120,7 @@ def test_replays_follow_lengths_tables_and_contents(built: None, point: str) -> 
         for seed, lengths in enumerate(batches)
     ]
     static = equip(XQA, calls[0])
-    graph = captured(lambda: XQA.run(*static.args, **static.kwargs))
+    graph = captured(lambda: XQA.run(static.record))
     for call in (*calls[1:], calls[0]):
         for name, tensor in call.tensors().items():
             static.arguments[name].copy_(tensor)
@@ -151,7 +151,7 @@ def test_time_of_the_call_and_of_the_glue(built: None, found: dict[str, Any]) ->
         )  # fmt: skip
 
     times = {}
-    for name, run in (("raw_us", raw), ("ours_us", lambda: XQA.run(*call.args, **call.kwargs))):
+    for name, run in (("raw_us", raw), ("ours_us", lambda: XQA.run(call.record))):
         graph = captured(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()

@@ -3,7 +3,6 @@
 import functools
 import re
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 from transformers import DynamicCache, StaticCache
@@ -104,19 +103,17 @@ class Counter:
 def watched():
     """Within the block: what `attnops.attention` was given by a model, as a list of its keyword arguments."""
     calls = []
-    real = attention_module.heads_first
-    names = ("mask", "sinks", "kv_start", "kv_end", "scale", "causal", "window", "softcap", "kernel")
+    real = attention_module.attend
 
-    def spy(query, key, value, *more):
-        given = dict(zip(names, more, strict=True))
-        calls.append(given | {"window": (given["window"], -1)})
-        return real.known(query, key, value, *more)
+    def spy(query, key, value, **given):
+        calls.append(given)
+        return real(query, key, value, **given)
 
-    attention_module.heads_first = SimpleNamespace(known=spy, attention=real.attention)
+    attention_module.attend = spy
     try:
         yield calls
     finally:
-        attention_module.heads_first = real
+        attention_module.attend = real
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------

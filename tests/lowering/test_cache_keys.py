@@ -30,9 +30,10 @@ NEWCOMER = """
 from dataclasses import replace
 from functools import wraps
 from attnops.kernel import kernels_of, register
-@wraps(kernels_of("attention")["sdpa"].run)
+body = kernels_of("attention")["sdpa"].run.of_arguments
+@wraps(body)
 def run(*args, **kwargs):
-    return kernels_of("attention")["sdpa"].run(*args, **kwargs)
+    return body(*args, **kwargs)
 register(replace(kernels_of("attention")["sdpa"], name="newcomer", run=run, cost_us=lambda p: 0.0))
 """
 

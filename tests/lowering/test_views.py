@@ -39,7 +39,7 @@ def test_nothing_is_searched_in_a_view(kernel):
 
     def run(*tensors):
         given = call.with_(**dict(zip(names, tensors, strict=True)))
-        return kernel.run(*given.args, **given.kwargs)
+        return kernel.run(given.record)
 
     assert searched_views(run, *call.tensors().values()) == []
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import attnops
 from attnops.errors import NoGradient, NoKernel
 from attnops.kernel import kernels_of
-from attnops.ops import heads_first
 from attnops.select import active_policy
 from attnops.testing import Call, Features, Source, allowance, builders
 from attnops.testing.check import compare
@@ -444,18 +443,6 @@ def test_forward_mode_is_refused(name):
             f(forward_ad.make_dual(q, torch.ones_like(q)))
         assert found.value.forward and found.value.fields == ("query",)
     assert torch.isfinite(f(q)).all()
-
-
-@torch.no_grad()
-def test_forward_mode_is_refused_of_heads_first():
-    q = torch.randn(1, 2, 3, 4)
-    given = (None, None, None, None, None, True, -1, 0.0, None)
-    heads_first.attention(q, q.clone(), q.clone(), *given)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, torch.ones_like(q))
-        assert heads_first.known(dual, q.clone(), q.clone(), *given) is None
-        with pytest.raises(NoGradient, match="forward-mode"):
-            heads_first.attention(dual, q.clone(), q.clone(), *given)
 
 
 @pytest.mark.parametrize("mode", ["jvp", "grad"])

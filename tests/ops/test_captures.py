@@ -9,7 +9,6 @@ import torch
 import attnops
 from attnops.errors import NoKernel, NotCapturable
 from attnops.kernel import _REGISTRY, Capture, Kernel, kernels_of, register
-from attnops.ops import heads_first
 from attnops.problem import Target, pretend
 from attnops.select import select
 from attnops.testing import CASES
@@ -96,22 +95,14 @@ def attention(q, k, v):
     return attnops.attention(q, k, v, causal=True)
 
 
-def turned(q, k, v):
-    given = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    rest = None, None, None, None, None, True, -1, 0.0, None
-    run = heads_first.known(*given, *rest)
-    return heads_first.attention(*given, *rest) if run is None else run(*given, None, None, None, None)
-
-
 @pytest.mark.parametrize("first", [False, True], ids=["met outside", "met inside"])
-@pytest.mark.parametrize("run", [attention, turned])
-def test_calls_that_are_remembered(run, first, capture):
+def test_calls_that_are_remembered(first, capture):
     """What was chosen before a capture is not used within, and the other way round."""
     given = torch.randn(3, 2, 5, 4, 8).unbind()
     want = attnops.attention(*given, causal=True, kernel="reference")
     for on in (first, first, not first, not first, first, not first):
         capture(on)
-        torch.testing.assert_close(run(*given), want)
+        torch.testing.assert_close(attention(*given), want)
         assert ([] if on else [NEVER]) == RAN, on
 
 
@@ -122,7 +113,6 @@ def test_the_stream_is_asked_only_for_kernels_that_may_not_be_captured(capture, 
     with attnops.use("reference"):
         for _ in range(3):
             attention(*given)
-            turned(*given)
     assert not asked
 
 

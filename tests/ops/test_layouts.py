@@ -31,6 +31,7 @@ def called(name):
 @pytest.mark.filterwarnings("ignore")
 def test_another_layout_is_refused_before_anything_is_written(name, kind):
     tried = 0
+    called(name)(**good(name))  # what is remembered of it must not be compared with tensors that have no sizes
     for field, value in good(name).items():
         if not isinstance(value, Tensor):
             continue

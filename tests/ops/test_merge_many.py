@@ -15,8 +15,8 @@ def test_many_at_once_are_two_at_a_time(parts, seed):
     outputs, lses = call.args
     merged = outputs[:, 0], lses[:, 0]
     for n in range(1, parts):
-        merged = OPS["merge_state"].reference(*merged, outputs[:, n], lses[:, n])
-    got = OPS["merge_states"].reference(outputs, lses)
+        merged = OPS["merge_state"].reference.of_arguments(*merged, outputs[:, n], lses[:, n])
+    got = OPS["merge_states"].reference.of_arguments(outputs, lses)
     blind = (lses == -float("inf")).all(1)
     torch.testing.assert_close(got[0], merged[0].masked_fill(blind[..., None], 0.0), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got[1], merged[1], rtol=1e-6, atol=1e-6)

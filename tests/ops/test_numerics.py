@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import wraps
+from inspect import Parameter, signature
 from itertools import pairwise
 
 import pytest
@@ -172,15 +173,24 @@ def test_reference_equals_loops(case):
 
 def spoilt(op, run):
     """A kernel that claims to know every feature, as the reference does: it is run, and not refused for what `run` does not name."""
-    return Kernel("spoilt", op, wraps(OPS[op].reference)(run))
+    places = [p.kind for p in signature(run).parameters.values()]
+    room = 99 if Parameter.VAR_POSITIONAL in places else places.count(Parameter.POSITIONAL_OR_KEYWORD)
+
+    @wraps(OPS[op].reference.of_arguments)
+    def trimmed(*args, **kwargs):
+        while len(args) > room and args[-1] is None:
+            args = args[:-1]
+        return run(*args, **kwargs)
+
+    return Kernel("spoilt", op, trimmed)
 
 
 def typical_mistakes():
-    dense, packed, paged, write = (OPS[n].reference for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
+    dense, packed, paged, write = (OPS[n].reference.of_arguments for n in ("attention", "varlen_attention", "paged_attention", "write_kv"))
 
-    mla, write_latent = OPS["mla_attention"].reference, OPS["write_latent"].reference
-    rope = OPS["rope_quantize_latent"].reference
-    sparse, write_packed = OPS["sparse_mla_attention"].reference, OPS["write_latent_packed"].reference
+    mla, write_latent = OPS["mla_attention"].reference.of_arguments, OPS["write_latent"].reference.of_arguments
+    rope = OPS["rope_quantize_latent"].reference.of_arguments
+    sparse, write_packed = OPS["sparse_mla_attention"].reference.of_arguments, OPS["write_latent_packed"].reference.of_arguments
 
     def narrow_sum(query, key, value, *args, **kw):
         # Weights and sum in the dtype itself: what a kernel without wide accumulation does.
@@ -276,7 +286,7 @@ def typical_mistakes():
     yield "write_kv", "float8", lambda k, v, kp, vp, slots, ks, vs, **kw: write(k, v, kp, vp, slots, ks * 1.07, vs, **kw)
     yield "merge_states", "some_empty", lambda o, z, **kw: (o.nan_to_num().mean(1), z.logsumexp(1))
     yield "merge_states", "all_empty", lambda o, z, **kw: (torch.einsum("tnhd,tnh->thd", o, z.softmax(1)), z.logsumexp(1))
-    index, slashes = OPS["vertical_slash_indexes"].reference, OPS["vertical_slash_attention"].reference
+    index, slashes = OPS["vertical_slash_indexes"].reference.of_arguments, OPS["vertical_slash_attention"].reference.of_arguments
     yield "vertical_slash_indexes", "ragged", lambda q, k, *a, **kw: index(q, k - (k > q).int(), *a, **kw)
     yield "vertical_slash_indexes", "counted", lambda q, k, v, s, *_, **kw: index(q, k, v, s, **kw)
     yield "vertical_slash_attention", "plain", lambda *a, **kw: slashes(*a[:7], a[7] * 0, a[8], **kw)
@@ -296,7 +306,7 @@ def test_the_check_sees(op, label, run):
 def test_the_check_reports_refusals_and_runs_nothing():
     from attnops.kernel import without
 
-    ran = wraps(OPS["attention"].reference)(lambda *a, **k: pytest.fail("ran"))
+    ran = wraps(OPS["attention"].reference.of_arguments)(lambda *a, **k: pytest.fail("ran"))
     kernel = Kernel("picky", "attention", ran, needs=without("sinks", "softcap"))
     [case] = [c for c in CASES["attention"] if c.label == "all"]
     figures = check_kernel(kernel, case.call())
@@ -308,7 +318,7 @@ def test_tolerance_multiplies_the_budget():
     [case] = [c for c in CASES["attention"] if c.label == "plain"]
 
     def rounded(*args, **kw):
-        return tuple(x.bfloat16().float() for x in OPS["attention"].reference(*args, **kw))
+        return tuple(x.bfloat16().float() for x in OPS["attention"].reference.of_arguments(*args, **kw))
 
     with pytest.raises(Mismatch, match="allowed"):
         check_kernel(Kernel("rounded", "attention", rounded), case.call())
@@ -612,7 +622,7 @@ def test_the_reference_is_exact_at_large_logits(op, sign, sinks):
         patch.setattr(formulas, "scores", of_float32)
         for one in (narrow, exact):
             given = one.map(lambda n, t: t.clone())
-            returned = OPS[op].reference(*given.args, **given.kwargs)
+            returned = OPS[op].reference(given.record)
             results.append(given.arguments["output"] if returned is None else returned[0])
     torch.testing.assert_close(results[0].double(), results[1].double(), rtol=0, atol=2e-6 * float(results[1].abs().max() + 1))
     assert all(float(i[0].abs().amax() * i[1].abs().amax()) * 4 * 0.5 > 40_000 for i in requests(exact))
@@ -623,7 +633,7 @@ def test_the_reference_is_that_of_loops_at_large_logits(sign):
     for op in DECIDED_BY_LOOPS:
         call = loud(op, sign, False)
         given = call.map(lambda n, t: t.clone())
-        returned = OPS[op].reference(*given.args, **given.kwargs)
+        returned = OPS[op].reference(given.record)
         got = given.arguments["output"] if returned is None else returned[0]
         for query, key, value, mask, start, rows in requests(call):
             want, _ = by_hand(query, key, value, mask, start, call.arguments)
@@ -635,7 +645,7 @@ def test_the_reference_is_that_of_loops_at_large_logits(sign):
 def test_the_references_gradient_is_exact_at_large_logits(sign, sinks):
     call = loud("attention", sign, sinks).map(lambda n, t: t.float().double() if t.is_floating_point() else t)
     back = builders.backward(Source(1), call)
-    exact = OPS["attention_backward"].reference(*back.args, **back.kwargs)
+    exact = OPS["attention_backward"].reference(back.record)
     # The gradient by finite differences of what the loops decide.
     names = ["query", "key", "value", *(["sinks"] if sinks else [])]
     leaves = [call.arguments[n].clone().requires_grad_() for n in names]
@@ -654,8 +664,8 @@ def test_the_references_gradient_is_exact_at_large_logits(sign, sinks):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.abs().max() + 1))
     # A saved lse of float32 says nothing: one that is off changes nothing.
     off = back.with_(lse=back.arguments["lse"] + 0.01)
-    for a, b in zip(OPS["attention_backward"].reference(*off.args, **off.kwargs), exact, strict=True):
+    for a, b in zip(OPS["attention_backward"].reference(off.record), exact, strict=True):
         assert torch.equal(a, b)
     narrow = back.map(lambda n, t: t.float() if t.is_floating_point() else t)
-    values = OPS["attention_backward"].reference(*narrow.args, **narrow.kwargs)[2]
+    values = OPS["attention_backward"].reference(narrow.record)[2]
     assert torch.isfinite(values).all()

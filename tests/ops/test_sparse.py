@@ -199,7 +199,8 @@ def test_the_scale_on_the_edge(power):
 def runs_here(kernel):
     """Skips where it does not, and says why; tests/triton and tests/gpu are where `triton` does."""
     latent, pages = torch.zeros(1, 128), torch.zeros(1, 1, packed_bytes(128, 4), dtype=torch.uint8)
-    problem = OPS["write_latent_packed"].problem(latent, torch.zeros(1, 4), pages, torch.zeros(1, dtype=torch.int64))
+    op = OPS["write_latent_packed"]
+    problem = op.problem(op.call(latent, torch.zeros(1, 4), pages, torch.zeros(1, dtype=torch.int64)))
     if reasons := kernels_of("write_latent_packed")[kernel].refusals(problem):
         pytest.skip(f"{kernel}: {'; '.join(map(str, reasons))}")
 

@@ -6,7 +6,7 @@ import torch
 import attnops
 from attnops.kernel import kernels_of
 from attnops.ops import OPS as OPS_BY_NAME
-from attnops.problem import Target, pretend
+from attnops.problem import Target, pretend, problem_of
 from attnops.select import choose, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.check import clone
@@ -33,7 +33,7 @@ def narrow(call):
     names = {a.name for a in forward.packet.default._schema.arguments}
     given = {n: v for n, v in call.arguments.items() if n in names}
     given |= {n: clone(v).masked_fill_(call.free[n], 0) for n, v in given.items() if n in call.free}
-    output, lse = forward.reference(**given, return_lse=True)
+    output, lse = forward.reference.of_arguments(**given, return_lse=True)
     return call.with_(output=output, lse=lse)
 
 
@@ -74,7 +74,7 @@ def test_ragged_requests_with_windows_and_gradients(standin, heads, causal, wind
 @pytest.mark.parametrize("window", [(33, -1), (-1, 8)], ids=str)
 def test_a_dense_window_with_more_queries_than_keys_is_refused_on_cuda(standin, window):
     query, key = (torch.empty(2, n, 2, 64, dtype=BF16, device="meta") for n in (130, 70))
-    problem = OPS_BY_NAME["attention"].problem(query, key, key, scale=0.1, window_left=window[0], window_right=window[1])
+    problem = problem_of(OPS_BY_NAME["attention"].call(query, key, key, scale=0.1, window_left=window[0], window_right=window[1]))
     assert "window" in {r.field for r in select(problem).refused["aten_flash"]}
 
 
@@ -118,7 +118,8 @@ def test_a_backward_on_an_h200_is_not_the_references(standin, tokens):
     q, k = (torch.empty(batch * length, h, 128, dtype=BF16, device="meta") for h in (32, 8))
     lse, cu = q.new_empty(q.shape[:2], dtype=torch.float32), torch.empty(batch + 1, dtype=torch.int32, device="meta")
     args = (q, None, q, k, k, q, lse, cu, cu)
-    packed = OPS_BY_NAME["varlen_attention_backward"].problem(*args, max_seqlen_q=length, max_seqlen_k=length, scale=0.1, causal=True)
+    statics = {"max_seqlen_q": length, "max_seqlen_k": length, "scale": 0.1, "causal": True}
+    packed = problem_of(OPS_BY_NAME["varlen_attention_backward"].call(*args, **statics))
     assert choose(packed).name == "aten_flash"
     dense = tuple(x if x is None else x.unflatten(0, (batch, length)) for x in args[:7])
-    assert choose(OPS_BY_NAME["attention_backward"].problem(*dense, scale=0.1, causal=True)).name == "aten_flash"
+    assert choose(problem_of(OPS_BY_NAME["attention_backward"].call(*dense, scale=0.1, causal=True))).name == "aten_flash"

@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops import ops
+from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels import _fa3, _sgl
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
-from attnops.select import Policy, select
+from attnops.select import Policy, active_policy, select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.standins.schemas import FWD as SCHEMA
@@ -112,7 +113,7 @@ def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
 def test_one_split_under_a_deterministic_policy(standin):
     call = builders.paged(Source(5), (1, 1), (9, 30), 4, Features(dtype=BF16, causal=True, head_dim=128), padding=0)
     for policy, splits in (("", 0), ("deterministic", 1), ("kernel=fa3;deterministic", 1), ("prefer=fa3", 0)):
-        fa3("paged_attention").run(*call.args, **call.kwargs, policy=policy)
+        fa3("paged_attention").run(changed(call.record, policy=policy))
         assert standin[-1]["num_splits"] == splits
     assert select(call.problem, Policy(deterministic=True)).kernel.name == "fa3"
 
@@ -122,16 +123,16 @@ def test_tiles_do_not_follow_from_mates_under_a_deterministic_policy(standin):
     alone = builders.varlen(Source(5), (1,), (9,), half_features(window=(30, -1)), padding=(0, 0))
     among = builders.varlen(Source(5), (1, 7), (9, 90), half_features(window=(30, -1)), padding=(0, 0))
     for call in (alone, among):
-        fa3("varlen_attention").run(*call.args, **call.kwargs, policy="deterministic")
+        fa3("varlen_attention").run(changed(call.record, policy="deterministic"))
         assert standin[-1]["max_seqlen_q"] > 1 and standin[-1]["max_seqlen_k"] > 31
-    fa3("varlen_attention").run(*alone.args, **alone.kwargs)
+    fa3("varlen_attention").run(alone.record)
     assert (standin[-1]["max_seqlen_q"], standin[-1]["max_seqlen_k"]) == (1, 9)
     paged = builders.paged(Source(5), (1,), (9,), 4, half_features(), padding=0)
-    fa3("paged_attention").run(*paged.args, **paged.kwargs, policy="deterministic")
+    fa3("paged_attention").run(changed(paged.record, policy="deterministic"))
     assert standin[-1]["max_seqlen_q"] > 1
     for more in ({}, {"end": (9, 5)}, {"start": (0, 3)}):
         dense = builders.dense(Source(5), 2, 1, 9, half_features(), **more)
-        fa3("attention").run(*dense.args, **dense.kwargs, policy="deterministic")
+        fa3("attention").run(changed(dense.record, policy="deterministic"))
         assert standin[-1]["page_table"] is not None
     problem = replace(paged.problem, head_dim=256, v_head_dim=256, window=(30, -1))
     assert [r.field for r in fa3("paged_attention").varies(problem)] == ["window"]
@@ -194,7 +195,7 @@ def test_a_schedule_of_another_batch_is_refused_where_it_shows(standin):
     for wrong in (torch.zeros(33, dtype=torch.int32), torch.zeros(2, 17, dtype=torch.int32)):
         bad = call.with_(holes=False, plan=wrong)
         with pytest.raises(InvalidInput, match=r"^plan: got shape .*, want \[17\] contiguous, what fa3_schedule makes of 2 requests"):
-            fa3("paged_attention").run(*bad.args, **bad.kwargs)
+            fa3("paged_attention").run(bad.record)
     host = call.with_(holes=False, plan=torch.zeros(5, dtype=torch.int64))
     assert check_kernel(fa3("paged_attention"), host).worst <= 1.0
     assert standin[-1]["scheduler_metadata"] is None
@@ -209,7 +210,7 @@ def test_a_schedule_follows_the_policy(standin):
     with attnops.use(deterministic=True):
         plan = schedule_of(call)
     planned = call.with_(holes=False, plan=plan)
-    fa3("paged_attention").run(*planned.args, **planned.kwargs, policy="deterministic")
+    fa3("paged_attention").run(changed(planned.record, policy="deterministic"))
     assert not call.arguments["output"].isnan().any() and standin[-1]["num_splits"] == 1
     assert plan[-1] == 0
 
@@ -261,13 +262,13 @@ def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
     dense = builders.dense(Source(0), 2, 1, 40, f)
     for call in (decode, extend, packed, dense):
         with Ops() as seen, torch.no_grad():
-            fa3(call.op).run(*call.args, **call.kwargs)
+            fa3(call.op).run(call.record)
         # What a kernel without lse still returns is an empty tensor.
         assert seen.names == ["fwd"], call.op
     for call in (decode, extend, packed):
         told = call.with_(padded=True)
         with Ops() as seen, torch.no_grad():
-            fa3(call.op).run(*told.args, **told.kwargs)
+            fa3(call.op).run(told.record)
         assert len(seen.names) > 1
 
 
@@ -397,12 +398,14 @@ def test_the_stand_in_has_the_wheels_schema():
 
 @torch.no_grad()
 def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
-    """What a kernel settles for calls like an earlier one serves those calls, and no other."""
-    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=64), padding=0))
-    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    given = [call.arguments[n] for n in names]
-    first = fa3("paged_attention").settled(*given, max_seqlen_q=1, scale=0.125, padded=False, holes=False, output=call.arguments["output"])
-    assert first is not None and first(*given, *[None] * 6, call.arguments["output"], None, None) is None
-    for other in ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)}, {"policy": "deterministic"}, {"max_seqlen_q": 0}):
-        asked = {"max_seqlen_q": 1, "scale": 0.125, "padded": False, "holes": False, "output": call.arguments["output"]} | other
-        assert fa3("paged_attention").settled(*given, **asked) is None, other
+    """The eager cache serves calls like an earlier one, and no other."""
+    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=128), padding=0, promise=True))
+    others = ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)})
+    for asked in ({}, {}, *others, {}):
+        with Ops() as seen, attnops.use(kernel={"paged_attention": "fa3"}):
+            OPS["paged_attention"].eager.run(changed(call.with_(**asked).record, policy=active_policy()))
+        same_table = standin[-1]["page_table"].data_ptr() == call.arguments["page_table"].data_ptr()
+        assert (seen.names == ["fwd"] and same_table) == (not asked), asked
+    for policy in ("", "deterministic"):
+        OPS["paged_attention"].eager.run(changed(call.record, policy=policy))
+        assert standin[-1]["num_splits"] == (policy == "deterministic")

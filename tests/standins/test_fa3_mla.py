@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -57,7 +58,7 @@ def test_stale_pages(standin, page, heads):
 
 def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin):
     given = call()
-    FA3.run(*given.args, **given.kwargs)
+    FA3.run(given.record)
     seen, pages = standin[-1], given.arguments["latent_pages"]
     assert (seen["k"].shape[2:], seen["v"].shape[2:]) == ((1, 64), (1, 512))
     assert (seen["v"].data_ptr(), seen["k"].data_ptr()) == (pages.data_ptr(), pages[..., 512:].data_ptr())
@@ -69,7 +70,7 @@ def test_parts_of_the_pages_are_views_and_the_output_is_written_in_place(standin
 def test_tma_is_avoided_where_it_would_load_stale_rows(standin):
     for page, heads, padded in ((64, 128, True), (64, 16, False), (16, 128, False), (96, 128, False), (128, 64, True)):
         given = call(page=page, f=replace(DEEPSEEK, q_heads=heads))
-        FA3.run(*given.args, **given.kwargs)
+        FA3.run(given.record)
         assert (standin[-1]["leftpad_k"] is not None) == padded, (page, heads)
 
 
@@ -90,7 +91,7 @@ def test_other_layouts_are_taken(standin):
 def test_one_split_under_a_deterministic_policy(standin):
     given = call((1, 1), (9, 30), padding=0)
     for policy, splits in (("", 0), ("deterministic", 1)):
-        FA3.run(*given.args, **given.kwargs, policy=policy)
+        FA3.run(changed(given.record, policy=policy))
         assert standin[-1]["num_splits"] == splits and (standin[-1]["leftpad_k"] is not None) == bool(splits)
     assert select(given.problem, Policy(deterministic=True)).kernel is FA3
 

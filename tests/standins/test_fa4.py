@@ -122,7 +122,7 @@ def test_arguments_are_as_it_wants_them(standin):
 
 def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
     call = builders.paged(Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
-    fa4("paged_attention").run(*call.args, **call.kwargs)
+    fa4("paged_attention").run(call.record)
     assert standin[-1]["out"] is call.arguments["output"]
     odd = call.with_(
         output=torch.empty(6, 4, 17, dtype=BF16)[..., :16],
@@ -181,7 +181,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
 
     def run(page=16, f=f, lens=(9, 30), q_lens=(1, 1)):
         call = builders.paged(Source(5), q_lens, lens, page, f, padding=0)
-        fa4("paged_attention").run(*call.args, **call.kwargs)
+        fa4("paged_attention").run(call.record)
 
     capture.on = True
     with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled .* want one such call before"):

@@ -12,6 +12,7 @@ from torch import nn
 
 import attnops
 from attnops.cache import PagedCache, Planner
+from attnops.call import changed
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Capture, kernels_of
 from attnops.kernels import _flashinfer as fi
@@ -101,7 +102,7 @@ def test_head_dims(calls, d, dv):
 def test_blind_queries_have_the_sinks_lse_and_padding_has_none(calls, q_lens):
     f = replace(LLAMA, sinks=F32, lse=True)
     call = planned(KERNEL, paged(q_lens, (0, 9), 4, f, padding=3))
-    KERNEL.run(*call.args, **call.kwargs)
+    KERNEL.run(call.record)
     lse, sinks = call.arguments["lse"], call.arguments["sinks"]
     torch.testing.assert_close(lse[: q_lens[0]], sinks.expand(q_lens[0], -1))
     assert (lse[-3:] == float("-inf")).all() and not call.arguments["output"][-3:].any()
@@ -110,13 +111,13 @@ def test_blind_queries_have_the_sinks_lse_and_padding_has_none(calls, q_lens):
 
 def test_outputs_of_other_layouts_are_copied_into(sm90):
     call = planned(KERNEL, paged(f=replace(LLAMA, lse=True)))
-    KERNEL.run(*call.args, **call.kwargs)
+    KERNEL.run(call.record)
     odd = call.with_(
         output=torch.empty(8, 9, 128, dtype=BF16).transpose(0, 1), lse=torch.empty(8, 9).t(),
         page_table=call.arguments["page_table"].t().contiguous().t(),
     )  # fmt: skip
     odd = planned(KERNEL, odd.with_(plan=None, workspace=None))
-    KERNEL.run(*odd.args, **odd.kwargs)
+    KERNEL.run(odd.record)
     for name in ("output", "lse"):
         torch.testing.assert_close(odd.arguments[name], call.arguments[name])
 
@@ -214,7 +215,7 @@ def test_deterministic_calls_take_one_path_and_one_tile_and_split_no_keys():
                 if want == "fa2":
                     assert info[-1] == 0  # split_kv
                     ints.add(info[3])  # cta_tile_q
-                KERNEL.run(*made.args, **made.kwargs, policy="deterministic")
+                KERNEL.run(changed(made.record, policy="deterministic"))
             assert select(made.problem, Policy(kernel=("flashinfer",), deterministic=True)).kernel is KERNEL
         assert ints in ({128}, set())
 
@@ -278,7 +279,7 @@ def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90):
         for call in (first, later):
             made = planned(KERNEL, call, buffers=(plan, workspace))
             assert made.arguments["plan"] is plan and made.arguments["workspace"] is workspace
-            KERNEL.run(*made.args, **made.kwargs)
+            KERNEL.run(made.record)
         assert plan[FIRST:HEADER][3:].equal(header[FIRST:][3:])
 
 
@@ -302,7 +303,7 @@ def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90):
 def test_a_plan_of_another_call_is_refused(sm90, change, want):
     call = planned(KERNEL, paged()).with_(**change)
     with pytest.raises(InvalidInput, match=f"^{want}"):
-        KERNEL.run(*call.args, **call.kwargs)
+        KERNEL.run(call.record)
 
 
 def test_a_plan_of_other_tensors_is_refused(sm90):
@@ -316,16 +317,16 @@ def test_a_plan_of_other_tensors_is_refused(sm90):
     ):
         given = other.with_(plan=call.arguments["plan"], workspace=call.arguments["workspace"])
         with pytest.raises(InvalidInput, match=want):
-            KERNEL.run(*given.args, **given.kwargs)
+            KERNEL.run(given.record)
     with pytest.raises(InvalidInput, match="workspace: got None"):
         given = call.with_(workspace=None)
-        KERNEL.run(*given.args, **given.kwargs)
+        KERNEL.run(given.record)
 
 
 def test_another_policy_needs_another_plan(sm90):
     call = planned(KERNEL, paged())
     with pytest.raises(InvalidInput, match=r"plan\.deterministic: got 0, want 1"):
-        KERNEL.run(*call.args, **call.kwargs, policy="deterministic")
+        KERNEL.run(changed(call.record, policy="deterministic"))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_an_absent_package_is_named():
 def test_the_plan_loads_what_unlike_strides_need(sm90):
     call = planned(KERNEL, paged(f=replace(LLAMA, head_dim=192, v_head_dim=128)))
     assert sm90 == ["fa2.prewarm", "fa2.plan"]
-    KERNEL.run(*call.args, **call.kwargs)
+    KERNEL.run(call.record)
     assert sm90[2:] == ["fa2.paged_run"]
 
 
@@ -395,7 +396,7 @@ def test_modules_in_words(sm90):
         kernel = kernels_of(call.op)["flashinfer"]
         standin.forget()
         made = planned(kernel, call)
-        kernel.run(*made.args, **made.kwargs)
+        kernel.run(made.record)
         [(backend, dtype, _, d, dv, *flags)] = [(b[0], *b[1:7]) for b in standin.BUILT]
         assert Module.of(call.problem, call.arguments["max_seqlen_q"]) == (
             {n: p for p, n in fi.NAMES.items()}[backend], dtype, d, dv, *flags, False
@@ -405,7 +406,7 @@ def test_modules_in_words(sm90):
 def test_modules_are_built_once(sm90):
     for seed in range(3):
         call = planned(KERNEL, paged(seed=seed))
-        KERNEL.run(*call.args, **call.kwargs)
+        KERNEL.run(call.record)
     assert standin.BUILT == [("fa2", BF16, BF16, 128, 128, False, False, "paged_run", "ragged_run")]
 
 

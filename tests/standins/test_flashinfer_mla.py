@@ -67,7 +67,7 @@ def test_float8_scales_cost_a_launch_a_tensor(calls, monkeypatch):
 
     monkeypatch.setattr(fm, "_module", lambda *_: SimpleNamespace(run=lambda *_: None))
     with Ops(), torch.no_grad():
-        FA3.run(**given.arguments)
+        FA3.run(given.record)
     assert [op for op in ops if "mul" in op or "copy" in op] == ["aten.mul.out"] * 3
 
 
@@ -198,13 +198,13 @@ def test_replans_of_a_decode_change_what_lies_in_the_workspace_and_nothing_else(
 def test_a_plan_of_another_call_is_refused(kernel, change, want):
     given = planned(kernel, call()).with_(**change)
     with pytest.raises(InvalidInput, match=f"^{want}"):
-        kernel.run(*given.args, **given.kwargs)
+        kernel.run(given.record)
 
 
 def test_a_plan_of_the_other_kernel_is_refused(calls):
     given = planned(FA3, call())
     with pytest.raises(InvalidInput, match=r"^plan\.path: got fa3, want fa2: made for another kernel"):
-        KERNELS["flashinfer_mla_fa2"].run(*given.args, **given.kwargs)
+        KERNELS["flashinfer_mla_fa2"].run(given.record)
 
 
 def test_a_plan_of_other_tensors_is_refused(kernel):
@@ -217,7 +217,7 @@ def test_a_plan_of_other_tensors_is_refused(kernel):
     ):
         odd = other.with_(plan=given.arguments["plan"], workspace=given.arguments["workspace"])
         with pytest.raises(InvalidInput, match=want):
-            kernel.run(*odd.args, **odd.kwargs)
+            kernel.run(odd.record)
 
 
 # Which, and which not -------------------------------------------------------------------------------------------------

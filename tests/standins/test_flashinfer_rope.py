@@ -62,7 +62,7 @@ def test_what_the_grid_leaves_out(calls):
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_what_the_function_is_given(calls, interleaved):
     given = call(interleaved=interleaved, fused=True)
-    query, row = KERNEL.run(*given.args, **given.kwargs)
+    query, row = KERNEL.run(given.record)
     [seen] = calls
     assert seen["is_neox"] is not interleaved and seen["quantize_dtype"] == E4M3
     assert (seen["quant_scale_q"], seen["quant_scale_kv"]) == (4.0, 8.0)
@@ -86,14 +86,14 @@ def test_misaligned_rows_are_refused_before_the_launch(calls):
     given = call()
     shifted = torch.zeros(3 * 576 + 1, dtype=BF16)[1:].view(3, 576)
     with pytest.raises(InvalidInput, match=r"^latent: got strides .*, want rows that start at multiples of 16 bytes"):
-        KERNEL.run(*given.with_(latent=shifted[:, :512]).args)
+        KERNEL.run(given.with_(latent=shifted[:, :512]).record)
     assert not calls
 
 
 def test_more_than_32_bits_of_offsets_are_refused(calls, monkeypatch):
     monkeypatch.setattr(_rows, "OFFSETS", 4096)
     with pytest.raises(InvalidInput, match=r"^q_nope: got 24576 numbers, want < 4096"):
-        KERNEL.run(*call().args)
+        KERNEL.run(call().record)
 
 
 def test_tables_and_positions_may_lie_anywhere(calls):
@@ -101,7 +101,7 @@ def test_tables_and_positions_may_lie_anywhere(calls):
     wide = torch.zeros(9, 128)
     wide[:, :64] = given.arguments["cos_sin"]
     odd = given.with_(cos_sin=wide[:, :64], positions=torch.stack([given.arguments["positions"]] * 2, 1)[:, 0])
-    for a, b in zip(KERNEL.run(*odd.args, **odd.kwargs), KERNEL.run(*given.args, **given.kwargs), strict=True):
+    for a, b in zip(KERNEL.run(odd.record), KERNEL.run(given.record), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -125,10 +125,10 @@ def test_refusals(point):
 def test_the_function_fails_where_the_kernel_refuses(calls):
     heads = REFUSED["heads"][0]
     with pytest.raises(RuntimeError, match="invalid configuration argument"):
-        KERNEL.run(*heads.args, **heads.kwargs)
+        KERNEL.run(heads.record)
     beyond = call().with_(positions=torch.tensor([0, 9, 1]))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        KERNEL.run(*beyond.args, **beyond.kwargs)
+        KERNEL.run(beyond.record)
 
 
 def test_who_is_chosen():

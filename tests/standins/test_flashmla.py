@@ -12,7 +12,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels import _decode, _flashmla_schedule, _sgl, flashmla
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
-from attnops.problem import Target, pretend
+from attnops.problem import Target, pretend, problem_of
 from attnops.select import select, use
 from attnops.testing import CASES, Source, check_kernel, latent, with_device_plan
 from attnops.testing.latent import DEEPSEEK
@@ -173,7 +173,7 @@ def test_a_plan_says_the_same(name, q_lens, causal, heads):
     assert all(check_kernel(KERNELS[name], c).worst <= 1.0 for c in calls[1:])
     outs = []
     for c in calls:
-        KERNELS[name].run(*c.args, **c.kwargs)
+        KERNELS[name].run(c.record)
         outs.append([c.arguments[n].clone() for n in ("output", "lse")])
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
@@ -216,11 +216,11 @@ def test_a_schedule_for_others_is_refused():
     wide, float8 = rows(call, q_heads=128), rows(call, q_heads=16, float8=True)
     for plan in (wide, float8):
         with pytest.raises(InvalidInput, match=r"^plan: got int32 \(\d+,\), want \[15\] or \[1171\]"):
-            KERNELS["flashmla"].run(*(c := call.with_(holes=False, plan=plan)).args, **c.kwargs)
+            KERNELS["flashmla"].run(call.with_(holes=False, plan=plan).record)
     whole = scheduled(call)
     moved = torch.zeros(whole.numel() + 1, dtype=torch.int32)[1:].copy_(whole)
     with pytest.raises(InvalidInput, match="to begin at a multiple of 32 bytes, as decode_rows made it"):
-        KERNELS["flashmla"].run(*(c := call.with_(holes=False, plan=moved)).args, **c.kwargs)
+        KERNELS["flashmla"].run(call.with_(holes=False, plan=moved).record)
 
 
 def test_kernels_that_read_rows_pass_over_a_schedule():
@@ -242,7 +242,7 @@ def test_without_the_wheel_a_schedule_is_zeros_and_with_it_none_is_made_but_its_
     assert torch.equal(rows(call, kernel="reference"), rows(call))
     with use("flashmla"):
         assert torch.equal(rows(call), rows(call, kernel="reference"))
-    assert select(OPS["decode_rows"].problem(*(call.arguments[n] for n in TABLES), num_tokens=3)).kernel.name == "reference"
+    assert select(problem_of(OPS["decode_rows"].call(*(call.arguments[n] for n in TABLES), num_tokens=3))).kernel.name == "reference"
 
 
 def test_more_tokens_than_a_float8_schedule_holds_get_zeros():
@@ -299,7 +299,7 @@ def test_another_batchs_plan_is_refused():
     call = batch().with_(holes=False, plan=torch.zeros(7, dtype=torch.int32))
     said = r"^plan: got int32 \(7,\), want \[15\] or \[1171\]: what decode_rows returned for this batch, .* a schedule for 16 heads"
     with pytest.raises(InvalidInput, match=said):
-        KERNELS["flashmla"].run(*call.args, **call.kwargs)
+        KERNELS["flashmla"].run(call.record)
 
 
 def test_a_plan_makes_it_cheaper():

@@ -139,10 +139,10 @@ def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name
             made = planned(kernel, call)
             maker = kernels_of(f"plan_{op}_attention")[name]
             plan = plan_call(call, maker, (made.arguments["plan"], made.arguments["workspace"])).with_(num_pages=pages)
-            maker.run(*plan.args, **plan.kwargs)
+            maker.run(plan.record)
             with pytest.raises(InvalidInput, match=rf"^plan.num_pages: got {said}, want \d+, the pages of this call: give .*holes=False"):
-                kernel.run(*made.args, **made.kwargs)
-            kernel.run(*made.args, **made.kwargs, holes=False)
+                kernel.run(made.record)
+            kernel.run(made.with_(holes=False).record)
 
 
 @pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 2)], ids=["decode", "extend"])
@@ -169,8 +169,8 @@ def test_slots_outside_the_pages_are_not_written(name):
         pytest.skip("needs a GPU; tests/triton has the same")
     t, far = call.arguments, torch.tensor([7, 12, 0, 2**31 - 1, -5])
     want, got = ({n: t[n].clone() for n in ("k_pages", "v_pages")} for _ in range(2))
-    kernel.run(t["key"], t["value"], *want.values(), torch.tensor([7, -1, 0, -1, -1]))
-    kernel.run(t["key"], t["value"], *got.values(), far)
+    kernel.run(call.with_(**want, slots=torch.tensor([7, -1, 0, -1, -1])).record)
+    kernel.run(call.with_(**got, slots=far).record)
     assert all(torch.equal(got[n], want[n]) for n in got)
 
 
@@ -198,12 +198,12 @@ def counted():
     """Calls of `named_pages`, by a kernel that the compiler does not look into."""
     calls, plain = [], kernels_of("named_pages")["reference"].run
 
-    def run(*args, **kwargs):
-        calls.append(kwargs.get("squeeze", True))
-        return plain(*args, **kwargs)
+    def run(call):
+        calls.append(call.squeeze)
+        return plain(call)
 
     if "counts" not in kernels_of("named_pages"):
-        register(Kernel("counts", "named_pages", lambda *a, **k: COUNT[0](*a, **k), cost_us=lambda p: 1e9))
+        register(Kernel("counts", "named_pages", lambda call: COUNT[0](call), cost_us=lambda p: 1e9))
     COUNT[:] = [run]
     with torch.no_grad(), attnops.use(kernel={"named_pages": "counts"}):
         yield calls
@@ -265,7 +265,7 @@ def test_a_choice_says_that_the_table_may_have_holes():
 def test_a_promised_table_is_not_looked_at():
     call = builders.paged(Source(0), (1, 1), (9, 30), 4, HALF, padding=0)
     with sgl_kernel_fa3.installed(), pretend(SGL), torch.profiler.profile() as profile:
-        kernels_of("paged_attention")["fa3"].run(*call.args, **call.kwargs, holes=False)
+        kernels_of("paged_attention")["fa3"].run(call.with_(holes=False).record)
     assert not [e.key for e in profile.key_averages() if "named_pages" in e.key]
 
 

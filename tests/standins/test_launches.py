@@ -102,9 +102,9 @@ def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
         assert (call.arguments.get("plan") is not None) == (planned or name.startswith("flashinfer_mla"))
         assert not kernel.refusals(call.problem), kernel.refusals(call.problem)
         call = call.with_(holes=False) if "page_table" in call.arguments else call  # as the caches' batches say
-        args, kwargs = call.args, call.kwargs
+        record = call.record
         with torch.no_grad(), Launches() as launches:
-            kernel.run(*args, **kwargs)
+            kernel.run(record)
     assert launches.found == EXTRA[op, name, planned][0]
 
 

@@ -96,7 +96,7 @@ def test_an_installed_wheel_holds_these_schemas(pattern, schema):
 def test_the_foreign_op_refuses_other_devices(name, arch):
     call = decode_for(name)
     with pretend(Target("cuda", arch, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match="only supported on"):
-        KERNELS[name].run(*call.args, **call.kwargs)
+        KERNELS[name].run(call.record)
     assert FOREIGN[name] in standin.CALLS
 
 
@@ -171,7 +171,7 @@ def test_heads_are_padded_and_pages_made_whole_tiles():
             return func(*args, **kwargs or {})
 
     with pretend(TARGETS["cutlass_mla"]), Spy():
-        KERNELS["cutlass_mla"].run(*call.args, **call.kwargs)
+        KERNELS["cutlass_mla"].run(call.record)
     [[out, q_nope, q_pe, _, lengths, table, workspace, scale, splits]] = seen
     assert (out, q_nope, q_pe) == ((3, 128, 512), (3, 128, 512), (3, 128, 64))
     assert call.arguments["page_table"].shape == (3, 5) and table == (3, 8)
@@ -188,11 +188,11 @@ def test_the_callers_workspace_is_used_behind_the_counters():
             workspace.zero_()
             run = call.with_(workspace=given)
             assert check_kernel(KERNELS["cutlass_mla"], run).worst <= 1.0
-            KERNELS["cutlass_mla"].run(*run.args, **run.kwargs)
+            KERNELS["cutlass_mla"].run(run.record)
             assert bool(workspace[_workspace.COUNTERS :].any()) == used and not workspace[: _workspace.COUNTERS].any()
         workspace.zero_()
         run = call.with_(workspace=workspace, plan=torch.zeros(64, dtype=torch.int64))
-        KERNELS["cutlass_mla"].run(*run.args, **run.kwargs)
+        KERNELS["cutlass_mla"].run(run.record)
         assert not workspace.any()
 
 

@@ -55,7 +55,7 @@ class Spy(TorchDispatchMode):
 
 def spied(a_call: Call) -> Spy:
     with pretend(SM90), torch.no_grad(), Spy() as spy:
-        KERNEL.run(*a_call.args, **a_call.kwargs, holes=False)
+        KERNEL.run(a_call.with_(holes=False).record)
     return spy
 
 
@@ -87,7 +87,7 @@ def test_an_installed_wheel_holds_these_schemas(schema):
 def test_the_foreign_op_refuses_other_devices(packed):
     a_call = call(packed=packed)
     with pretend(Target("cuda", 80, assume=("sgl_kernel",))), pytest.raises(RuntimeError, match=r"only supported on|Unsupported arch"):
-        KERNEL.run(*a_call.args, **a_call.kwargs)
+        KERNEL.run(a_call.record)
 
 
 # The path -------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
             free[int(indices[token, place])] = False
     holed = replace(a_call.with_(indices=indices), free={"latent_pages": free.view(a_call.free["latent_pages"].shape)})
     # One of another project, which knows of no holes.
-    plain = next(k for n, k in kernels_of(OP).items() if n == "reference").run
+    plain = kernels_of(OP)["reference"].run.of_arguments
 
     def body(q_nope, q_pe, latent_pages, indices, topk_length=None, sinks=None, *, scale, output, lse=None, policy="", workspace=None):
         assert ((indices >= -1) & (indices < slots)).all()
@@ -242,7 +242,7 @@ def test_pages_that_start_askew_are_refused():
     room = torch.zeros(pages.numel() + 8, dtype=torch.uint8)
     askew = room[8:].view(pages.shape)
     with pretend(SM90), pytest.raises(InvalidInput, match=r"^latent_pages.data_ptr\(\): got \d+, want a multiple of 16"):
-        KERNEL.run(*a_call.with_(latent_pages=askew).args, **a_call.kwargs)
+        KERNEL.run(a_call.with_(latent_pages=askew).record)
     assert not standin.CALLS
 
 

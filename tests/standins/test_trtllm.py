@@ -146,7 +146,7 @@ def test_the_pages_are_not_copied(calls):
     for name in ("xqa", "trtllm"):
         with pretend(TARGETS[name]):
             call = equip(PAGED[name], interleaved(BASE))
-            PAGED[name].run(*call.args, **call.kwargs)
+            PAGED[name].run(call.record)
         given = calls[-1][1]
         pages = given["kv_cache"] if name == "trtllm" else (given["k_cache"], given["v_cache"])
         assert [p.data_ptr() for p in pages] == [call.arguments[n].data_ptr() for n in ("k_pages", "v_pages")]
@@ -174,12 +174,12 @@ def test_kernels_take_turns_with_one_workspace(name, make):
         workspace = torch.zeros(size + 1000, dtype=torch.uint8)
         ready = call.with_(workspace=workspace)
         for _ in range(2):
-            kernel.run(*ready.args, **ready.kwargs)
+            kernel.run(ready.record)
             assert workspace[_workspace.COUNTERS :].any(), "the stand-in soils what may be soiled"
             assert not workspace[: _workspace.COUNTERS].any()
         workspace[0] = 1
         with pytest.raises(AssertionError, match="counters that are not zero"):
-            kernel.run(*ready.args, **ready.kwargs)
+            kernel.run(ready.record)
 
 
 def test_the_exact_size_is_enough_and_one_byte_less_is_not():
@@ -203,11 +203,11 @@ def test_a_workspace_that_does_not_serve_is_named(name):
         short = _workspace.total(xqa.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
         assert short == size
         with pytest.raises(InvalidInput, match=rf"^workspace: got None, want >= {size} bytes"):
-            kernel.run(*call.args, **call.kwargs)
+            kernel.run(call.record)
         with pytest.raises(InvalidInput, match=rf"^workspace: got {size - 1} bytes, want >= {size} bytes"):
-            kernel.run(*call.args, **call.with_(workspace=torch.zeros(size - 1, dtype=torch.uint8)).kwargs)
+            kernel.run(call.with_(workspace=torch.zeros(size - 1, dtype=torch.uint8)).record)
         with pytest.raises(InvalidInput, match=r"at an address not a multiple of 16, want"):
-            kernel.run(*call.args, **call.with_(workspace=torch.zeros(size + 1, dtype=torch.uint8)[1:]).kwargs)
+            kernel.run(call.with_(workspace=torch.zeros(size + 1, dtype=torch.uint8)[1:]).record)
 
 
 @pytest.mark.parametrize(
@@ -369,22 +369,22 @@ def test_the_stand_ins_refuse_what_the_wrappers_shield_from():
         call = equip(PAGED["xqa"], interleaved(BASE))
         apart = call.with_(v_pages=call.arguments["v_pages"].contiguous())
         with pytest.raises(AssertionError, match="the strides of K serve for V"):
-            PAGED["xqa"].run(*apart.args, **apart.kwargs)
+            PAGED["xqa"].run(apart.record)
         for change, text in (({"page": 8}, "Invalid page_size: 8"), ({"f": replace(BASE, head_dim=24)}, "Invalid head_dim: 24")):
             wrong = paged(**change).with_(workspace=call.arguments["workspace"])
             with pytest.raises(ValueError, match=text):
-                PAGED["xqa"].run(*wrong.args, **wrong.kwargs)
+                PAGED["xqa"].run(wrong.record)
     with pretend(TARGETS["xqa"]), pytest.raises(RuntimeError, match="Missing TRTLLM-GEN kernel"):
         call = equip(PAGED["trtllm"], paged()).with_(workspace=torch.zeros(100 << 20, dtype=torch.uint8))
-        PAGED["trtllm"].run(*call.args, **call.kwargs)
+        PAGED["trtllm"].run(call.record)
 
 
 def test_a_kernel_that_reads_unused_slots_is_caught():
     # What FlashInfer's own choice for float8 on SM90 does; the grid must see it.
     @wraps(PAGED["xqa"].run)
-    def leaky(*args, **kwargs):
-        PAGED["xqa"].run(*args, **kwargs)
-        kwargs["output"].add_(args[2][0, -1, 0, 0].float() * 0)
+    def leaky(call):
+        PAGED["xqa"].run(call)
+        call.output.add_(call.v_pages[0, -1, 0, 0].float() * 0)
 
     with pretend(TARGETS["xqa"]), pytest.raises(Mismatch):
         call = paged(FLOAT8, seq_lens=(1, 1, 1))

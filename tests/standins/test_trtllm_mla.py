@@ -55,7 +55,7 @@ def test_what_the_grid_leaves_out(calls):
 
 def test_what_the_function_is_given(calls):
     given = equip(KERNEL, call(page=32, f=replace(DEEPSEEK, lse=True), wider=0))
-    KERNEL.run(*given.args, **given.kwargs)
+    KERNEL.run(given.record)
     [(name, seen)] = calls
     assert name == "trtllm_batch_decode_with_kv_cache_mla" and seen["backend"] == "trtllm-gen"
     assert seen["query"].shape == (5, 1, 16, 576) and seen["out"].data_ptr() == given.arguments["output"].data_ptr()
@@ -67,7 +67,7 @@ def test_what_the_function_is_given(calls):
 
 def test_scales_are_one_tensor_each_and_the_base_is_always_said(calls):
     given = equip(KERNEL, call(f=FLOAT8, q_dtype=E4M3))
-    KERNEL.run(*given.args, **given.kwargs)
+    KERNEL.run(given.record)
     seen, t = calls[-1][1], given.arguments
     torch.testing.assert_close(seen["bmm1_scale"], t["q_scale"] * t["kv_scale"] * t["scale"])
     assert seen["bmm2_scale"] is t["kv_scale"] and (seen["return_lse"], seen["return_lse_base"]) == (False, "basee")
@@ -77,7 +77,7 @@ def test_scales_are_one_tensor_each_and_the_base_is_always_said(calls):
 def test_sinks(calls, sinks):
     for heads in (16, 128):
         assert check_kernel(KERNEL, call((1, 1), (70, 2), f=replace(DEEPSEEK, sinks=sinks, q_heads=heads))).worst <= 0.125
-    KERNEL.run(*(given := equip(KERNEL, call(f=replace(DEEPSEEK, sinks=sinks)))).args, **given.kwargs)
+    KERNEL.run(equip(KERNEL, call(f=replace(DEEPSEEK, sinks=sinks))).record)
     assert calls[-1][1]["sinks"].dtype == F32
 
 
@@ -109,11 +109,11 @@ def test_the_callers_workspace(calls):
     for _ in range(2):
         assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
     assert not workspace[: _workspace.COUNTERS].any()
-    KERNEL.run(*given.args, **given.with_(workspace=workspace).kwargs)
+    KERNEL.run(given.with_(workspace=workspace).record)
     assert workspace.any() and not workspace[: _workspace.COUNTERS].any()
     for short, got in ((None, "None"), (workspace[: _workspace.COUNTERS], r"\d+ bytes")):
         with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes, aligned to 16, zero before the first call"):
-            KERNEL.run(*given.args, **given.with_(workspace=short).kwargs)
+            KERNEL.run(given.with_(workspace=short).record)
         asked = given.with_(workspace=short).problem
         assert [r.field for r in KERNEL.refusals(asked)] == ["workspace"]
 
@@ -122,7 +122,7 @@ def test_more_rows_than_counters(calls):
     given = equip(KERNEL, call((1,), (3,), f=replace(DEEPSEEK, q_heads=128)))
     many = torch.zeros(1, dtype=BF16).expand(16385 * 128 * 512).view(16385, 128, 512)
     with pytest.raises(InvalidInput, match=r"^q_nope.shape\[0\]: got 16385, want <= 16384 tokens of 128 heads"):
-        KERNEL.run(many, *given.args[1:], **given.with_(output=many).kwargs)
+        KERNEL.run(given.with_(q_nope=many, output=many).record)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_the_function_refuses_the_same(calls, change, text):
     given = call(page=64 if change else 128, f=replace(DEEPSEEK, **change))
     given = given.with_(workspace=torch.zeros(trtllm_mla.workspace_bytes(given.problem), dtype=torch.uint8))
     with pytest.raises(ValueError, match=text):
-        KERNEL.run(*given.args, **given.kwargs)
+        KERNEL.run(given.record)
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------

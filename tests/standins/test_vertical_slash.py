@@ -67,7 +67,7 @@ def test_the_index_covers_what_was_asked(queries, more, verticals, slashes, seed
     """Every diagonal, every column up to the last run of blocks, nothing twice; blocks and columns ascend and begin among the keys."""
     keys = queries + more
     call = vertical_slash.indexes(Source(seed), (queries,), (keys,), 1, verticals, slashes)
-    count, offset, columns, column = (x[0, 0] for x in OPS["vertical_slash_indexes"].reference(*call.args, **call.kwargs))
+    count, offset, columns, column = (x[0, 0] for x in OPS["vertical_slash_indexes"].reference(call.record))
     for row in range(count.shape[0]):
         starts = offset[row, : count[row]].tolist()
         own = column[row, : columns[row]].tolist()
@@ -120,7 +120,7 @@ def test_the_reference_walks_as_the_kernel_does(q_lens, more, data):
     call = vertical_slash.indexes(
         Source(data.draw(st.integers(0, 99))), q_lens, [n + more for n in q_lens], 2, *sizes, data.draw(st.booleans())
     )
-    want = OPS["vertical_slash_indexes"].reference(*call.args, **call.kwargs)
+    want = OPS["vertical_slash_indexes"].reference(call.record)
     given = [x.contiguous() for x in call.args]
     got = [torch.zeros_like(x) for x in want]
     sgl_kernel_small.convert(*got, *given, call.kwargs["max_seqlen_q"], 64, 64, True)
@@ -182,7 +182,7 @@ def test_misaligned_rows_are_refused_before_the_launch(standin):
     key = call.arguments["key"]
     shifted = torch.zeros(key.numel() + 1, dtype=BF16)[1:].view(key.shape)
     with pytest.raises(InvalidInput, match=r"^key: got strides"):
-        sgl("vertical_slash_attention").run(*call.with_(key=shifted).args, **call.kwargs)
+        sgl("vertical_slash_attention").run(call.with_(key=shifted).record)
     assert not standin
 
 

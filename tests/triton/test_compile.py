@@ -88,7 +88,7 @@ def launched(call, arch):
     host.INTERPRETED = (132, MEMORY[arch], arch == 90)
     host._overlaps = lambda device: arch >= 90 and launches_overlap()
     try:
-        kernels_of(call.op)["triton"].run(*call.args, **call.kwargs)
+        kernels_of(call.op)["triton"].run(call.record)
     finally:
         for n, value in before.items():
             setattr(host, n, value)

@@ -31,6 +31,11 @@ TABLES = ("page_table", "kv_indices", "num_kv_splits", "decode_rows", "named_pag
 DATA = (*WRITES, *MOVES, *TABLES)
 
 
+def ran(op, *args, **kwargs):
+    """The kernel's results of an op's arguments."""
+    return kernels_of(op)["triton"].run(OPS[op].call(*args, **kwargs))
+
+
 def check(call, refused=("dtype", "q_heads")):
     with pretend(SM90):
         figures = check_kernel(kernels_of(call.op)["triton"], call)
@@ -56,13 +61,13 @@ def test_heads_may_lie_far_apart():
     key, value = (torch.randint(-99, 99, (5, 3, 16), dtype=INT8).float().to(F16) for _ in range(2))
     slots, one = torch.tensor([3, 60, -1, 17, 0]), torch.ones(1)
     near = torch.zeros(4, 16, 3, 16, dtype=INT8)
-    kernels_of("write_kv")["triton"].run(key, value, pages, near, slots, one, one)
+    ran("write_kv", key, value, pages, near, slots, one, one)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             stored = (x[slot // 16, slot % 16].half() for x in (pages, near))
             assert all(map(torch.equal, stored, (key[token], value[token])))
     pool = pages[None]
-    kernels_of("copy_kv")["triton"].run(pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
+    ran("copy_kv", pool, None, torch.tensor([3, 17]), torch.tensor([30, 3]))
     assert torch.equal(pages[1, 14].half(), key[0]) and torch.equal(pages[0, 3].half(), key[3])
 
 
@@ -81,7 +86,7 @@ def results(run, call):
     """What a call returns or writes, by bits; the call is left alone."""
     mine = call.map(lambda _, t: clone(t))
     with pretend(SM90):
-        returned = run(*mine.args, **mine.kwargs)
+        returned = run(mine.record)
     values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
     return [v.contiguous().view(torch.uint8) for v in values]
 
@@ -140,14 +145,14 @@ def test_what_is_not_finite_stays_so():
         call = builders.write(Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
         call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
         with pretend(SM90):
-            kernels_of("write_kv")["triton"].run(*call.args)
+            kernels_of("write_kv")["triton"].run(call.record)
         top = torch.finfo(stored).max
         got = call.arguments["k_pages"][0, 2, 0].float()
         assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
     packed = sparse.write_packed(Source(), (1,), 1, 2, sparse.PACKABLE)
     packed.arguments["latent"][0, 5] = float("inf")
     with pretend(SM90):
-        kernels_of("write_latent_packed")["triton"].run(*packed.args)
+        kernels_of("write_latent_packed")["triton"].run(packed.record)
     assert packed.arguments["latent_pages"][0, 1, :128].view(E4M3).float().isnan().all()
 
 
@@ -232,8 +237,9 @@ def test_long_tables():
                 "page_table": ((tokens, source.ints([i % 4 for i in range(batch)]), lens), {"page_size": page}),
                 **{rule: ((lens,), {"rule": rule, "max_splits": 16, "q_heads": 32, "kv_heads": 8, "num_sms": 132}) for rule in RULES},
             }.items():
-                kernels = kernels_of(name if name in OPS else "num_kv_splits")
-                ours, theirs = (kernels[k].run(*given[0], **given[1]) for k in ("triton", "reference"))
+                op = name if name in OPS else "num_kv_splits"
+                call = OPS[op].call(*given[0], **given[1])
+                ours, theirs = (kernels_of(op)[k].run(call) for k in ("triton", "reference"))
                 for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, theirs)), strict=True):
                     assert torch.equal(a, b), name
 
@@ -307,10 +313,10 @@ def test_a_generate_run_compiles_few_kernels():
         for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
             slots, cu = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens + 1, dtype=torch.int32)
             new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
-            kernels_of("write_kv")["triton"].run(new, new, pages, pages, slots)
-            kernels_of("pad_queries")["triton"].run(new, cu, max_seqlen_q=4)
+            ran("write_kv", new, new, pages, pages, slots)
+            ran("pad_queries", new, cu, max_seqlen_q=4)
             padded = new[:, None].expand(-1, 4, -1, -1)
-            kernels_of("unpad_queries")["triton"].run(padded, cu, num_tokens=3 * tokens)
+            ran("unpad_queries", padded, cu, num_tokens=3 * tokens)
     finally:
         for n, value in before.items():
             setattr(host, n, value)
@@ -353,8 +359,8 @@ def test_slots_outside_the_pages_are_neither_written_nor_copied():
         found = []
         for at in (slots, same):
             pair = pages.clone(), pages.clone()
-            kernels_of("write_kv")["triton"].run(key, value, *pair, torch.tensor(at))
-            kernels_of("copy_kv")["triton"].run(pair[0][None], None, torch.tensor(at), torch.tensor(at[::-1]))
+            ran("write_kv", key, value, *pair, torch.tensor(at))
+            ran("copy_kv", pair[0][None], None, torch.tensor(at), torch.tensor(at[::-1]))
             found.append(pair)
         assert all(map(torch.equal, *found))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.ops import OPS
 from attnops.testing import Features, Source, builders, latent, moves, sparse
 from tests.triton.process import compiled
 from tests.triton.test_compile import MEMORY, TYPES, compile_for, spilled
@@ -94,13 +95,13 @@ def launched(made, arch):
         def __getitem__(self, grid):
             return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
 
-    op, args, kwargs = made if isinstance(made, tuple) else (made.op, made.args, made.kwargs)
+    op, record = (made[0], OPS[made[0]].call(*made[1], **made[2])) if isinstance(made, tuple) else (made.op, made.record)
     before = {n: getattr(host, n) for n in (*NAMES, "INTERPRETED")}
     for n in NAMES:
         setattr(host, n, Recorded(before[n]))
     host.INTERPRETED = (132, arch)
     try:
-        kernels_of(op)["triton"].run(*args, **kwargs)
+        kernels_of(op)["triton"].run(record)
     finally:
         for n, value in before.items():
             setattr(host, n, value)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
+from attnops.ops.varlen import VarlenAttentionBackward
 from attnops.problem import Target, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Source, builders, check_kernel
@@ -76,8 +77,8 @@ def _grads(weight, forward, group):
     given.pop("return_lse", None)
     output, lse = torch.ops.attnops.varlen_attention.default(**given, return_lse=True, policy=POLICY)
     tensors = [given.pop(n) for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")]
-    run = kernels_of("varlen_attention_backward")["triton"].run
-    return run(weight[rows], None, *tensors[:3], output, lse, *tensors[3:], **given, policy=POLICY)[:3]
+    back = VarlenAttentionBackward(weight[rows], None, *tensors[:3], output, lse, *tensors[3:], **given, policy=POLICY)
+    return kernels_of("varlen_attention_backward")["triton"].run(back)[:3]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnops
+from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
@@ -77,7 +78,7 @@ def test_parts_are_bounded(op):
                 host.MOST_PARTS_BYTES = most
                 for n in ("output", "lse"):
                     call.arguments[n].fill_(float("nan"))
-                triton(op).run(*call.args, **call.kwargs, policy="deterministic")
+                triton(op).run(changed(call.record, policy="deterministic"))
                 results.append([call.arguments[n].clone() for n in ("output", "lse")])
             for other in results[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -95,7 +96,7 @@ def test_heads_may_lie_far_apart():
     far["query"].copy_(call.arguments["query"])
     given = call.with_(**far)
     for c in (call, given):
-        triton("paged_attention").run(*c.args, **c.kwargs)
+        triton("paged_attention").run(c.record)
     assert torch.equal(far["output"], call.arguments["output"])
 
 
@@ -106,7 +107,7 @@ def test_a_page_of_far_keys_is_refused():
     far = torch.empty_strided(call.arguments["k_pages"].shape, (1, 1 << 28, 1, 1), dtype=F16, device="meta")
     given = call.with_(k_pages=far)
     with pytest.raises(InvalidInput, match=r"k_pages.stride\(1\): got 268435456, want < 2\*\*31 / 16"):
-        triton("paged_attention").run(*given.args, **given.kwargs)
+        triton("paged_attention").run(given.record)
 
 
 def test_a_deterministic_policy_takes_it():
@@ -235,7 +236,7 @@ def test_a_generate_run_compiles_few_kernels():
                     kv = torch.empty(16 * 8 * 128, dtype=BF16).view(1, 16, 8, 128)
                     table = torch.empty(batch, pages, dtype=torch.int32)
                     lens, cu = torch.empty(batch, dtype=torch.int32), torch.empty(batch + 1, dtype=torch.int32)
-                    triton("paged_attention").run(q, kv, kv, table, lens, cu, max_seqlen_q=queries, scale=0.1, output=q)
+                    triton("paged_attention").run.of_arguments(q, kv, kv, table, lens, cu, max_seqlen_q=queries, scale=0.1, output=q)
     finally:
         call.attend, call.combine, call.INTERPRETED = before
     print({n: len(found) for n, found in seen.items()})

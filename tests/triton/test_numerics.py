@@ -2,18 +2,19 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels._triton import plan
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
+from tests.mates import invariant
 from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
 
@@ -47,7 +48,7 @@ def mode(name):
 def check(call, name="as_is", refused=()):
     kernel = kernels_of(call.op)["triton"]
     if name == "deterministic":
-        kernel = replace(kernel, run=partial(kernel.run, policy="deterministic"))
+        kernel = invariant(kernel)
     with mode(name):
         figures = check_kernel(kernel, call)
     if figures.refused:
@@ -192,7 +193,7 @@ def test_temperature_by_position(softcap, queries, name):
 def ran(call, name):
     """The output of the kernel in a mode."""
     with mode(name):
-        kernels_of(call.op)["triton"].run(**call.arguments, policy="deterministic" if name == "deterministic" else "")
+        kernels_of(call.op)["triton"].run(changed(call.record, policy="deterministic" if name == "deterministic" else ""))
     return call.arguments["output"]
 
 

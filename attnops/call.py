@@ -1,0 +1,494 @@
+"""Call records: one frozen record an op lists its arguments. The schema, the checks, the fake and the cache key follow from the list.
+
+    @record("merge_state", Result("output", like="output_a"), Result("lse", like="lse_a"))
+    class MergeState(Call):
+        output_a: Tensor = arg("T, H, D", FLOATS)
+        lse_a: Tensor = arg("T, H", FLOAT32)
+        ...
+
+Layouts. `"T, Hq, D"` names the dims of a tensor. The first tensor that bears a name binds it; every other must agree. An entry may also be
+an integer or an expression of names (`"B + 1"`), several allowed sizes (`"1 | Hkv"`), or a bound (`">= max_pages * page"`). Ints of the
+call are names, too. `"..."` at the end stands for one further dim or more. `attnops.problem` says which names are sizes of a Problem.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY as KW_ONLY
+from dataclasses import dataclass, replace
+from functools import cache
+from math import isfinite
+from operator import itemgetter
+from types import CodeType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from attnops.errors import InvalidInput, RegistrationError, fail
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """typing's own, which Python has from 3.11 on."""
+        return lambda function: function
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+STORED = (*FLOATS, *QUANTISED)
+QUERY = (*FLOATS, torch.float8_e4m3fn)
+FLOAT32 = (torch.float32,)
+INT32 = (torch.int32,)
+INDEX = (torch.int32, torch.int64)
+MASK = (torch.bool, *FLOATS)
+
+Dtypes = tuple[torch.dtype, ...]
+Sizes = dict[str, Any]
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED = _Required()
+_KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (int,), "str": (str,)}
+"""What the dispatcher takes, and converts."""
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of an op.
+
+    dims: the layout of a tensor.
+    dtypes: the dtypes a tensor may have, the name of the argument whose dtype it shares, or a function of the call that returns them.
+    default: what a caller may leave out. off: the value at which no kernel needs to know the argument; the default, unless given.
+    least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
+    written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
+    hint: a promise or a plan that a kernel may ignore; it never makes a kernel refuse.
+    unit_stride: the stride of the last dim is a fact of the Problem.
+    """
+
+    dims: str = ""
+    dtypes: Dtypes | str | Callable[[Any], Dtypes] = ()
+    default: Any = REQUIRED
+    off: Any = REQUIRED
+    least: float | None = None
+    choices: tuple[str, ...] = ()
+    symbolic: bool = False
+    written: bool = False
+    any_device: bool = False
+    hint: bool = False
+    unit_stride: bool = False
+    name: str = ""
+    kind: str = ""
+    keyword: bool = False
+    layout: tuple[_Size, ...] = ()
+
+    @property
+    def tensor(self) -> bool:
+        """Is it a tensor, or None in a tensor's place?"""
+        return self.kind in ("Tensor", "Tensor | None")
+
+    @property
+    def neutral(self) -> Any:
+        """The value at which no kernel needs to know the argument."""
+        return self.default if self.off is REQUIRED else self.off
+
+
+def arg(dims: str = "", dtypes: Dtypes | str | Callable[[Any], Dtypes] = (), *, default: Any = REQUIRED, **more: Any) -> Any:
+    """An `Arg`. `default` is named, so that type checkers see that the record's constructor may leave it out."""
+    return Arg(dims, dtypes, default, **more)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result of an op.
+
+    dims: its layout, or a function of the call that returns the shape.
+    like: the argument whose shape and dtype it has, in place of dims and dtype.
+    dtype: a dtype, the name of an argument that has it, or a function of the call.
+    when: the argument without which (None, or False) the result is empty.
+    """
+
+    name: str
+    dims: str | Callable[[Any], tuple[Any, ...]] = ""
+    dtype: torch.dtype | str | Callable[[Any], torch.dtype] = torch.float32
+    like: str = ""
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """One entry of a layout, compiled."""
+
+    text: str
+    options: tuple[CodeType, ...] = ()
+    least: bool = False
+
+    @classmethod
+    @cache
+    def of(cls, text: str) -> _Size:
+        if text.isidentifier() or text == "...":
+            return cls(text)
+        least = text.startswith(">=")
+        return cls(text, tuple(_compiled(part) for part in (text[2:] if least else text).split("|")), least)
+
+
+@cache
+def _compiled(expression: str) -> CodeType:
+    return builtins.compile(expression.strip(), f"<layout {expression}>", "eval")
+
+
+def evaluate(expression: str, sizes: Sizes) -> Any:
+    """The value of a layout's expression, a text of ours, for these sizes."""
+    return eval(_compiled(expression), {"__builtins__": {}}, sizes)
+
+
+def _layout(dims: str) -> tuple[_Size, ...]:
+    return tuple(_Size.of(part.strip()) for part in dims.split(",")) if dims else ()
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """All that follows from a record's class body.
+
+    op: the op's name. args, results: in order. rules: further checks of a call, given its sizes by name.
+    problem: the fields of a Problem that are sizes, as expressions of the names in the layouts. stored: the argument whose dtype is the
+    Problem's `kv_dtype`. facts: further fields of the Problem, a function of the call and its sizes.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    results: tuple[Result, ...] = ()
+    rules: Callable[[Any, Sizes], None] | None = None
+    problem: Mapping[str, str] | None = None
+    stored: str = ""
+    facts: Callable[[Any, Sizes], dict[str, Any]] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments, in order."""
+        return tuple(a.name for a in self.args)
+
+    @property
+    def positional(self) -> int:
+        """How many arguments come before the keyword-only ones."""
+        return sum(not a.keyword for a in self.args)
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The arguments that a kernel may list: those with a default that are no hints."""
+        return frozenset(a.name for a in self.args if a.default is not REQUIRED and not a.hint and a.name != "policy")
+
+    def __getitem__(self, name: str) -> Arg:
+        return next(a for a in self.args if a.name == name)
+
+
+class Call:
+    """The base of all records. A record is a tuple of the op's arguments in the schema's order, with their names as attributes."""
+
+    __slots__ = ()
+    spec: ClassVar[Spec]
+
+
+C = TypeVar("C", bound=Call)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(arg,))
+def record(
+    op: str,
+    *results: Result,
+    rules: Callable[[Any, Sizes], None] | None = None,
+    problem: Mapping[str, str] | None = None,
+    stored: str = "",
+    facts: Callable[[Any, Sizes], dict[str, Any]] | None = None,
+) -> Callable[[type[C]], type[C]]:
+    """Make a record of a class body whose annotations are the op's arguments; `_: KW_ONLY` begins those given by name.
+
+    See `Spec` for the arguments. A record is stored as a tuple, which takes half a microsecond to build with 23 fields.
+    Raises RegistrationError for an annotation that no schema can express.
+    """
+
+    def make(cls: type[C]) -> type[C]:
+        args: list[Arg] = []
+        keyword = False
+        for name, kind in cls.__annotations__.items():
+            if name == "_":
+                keyword = True
+                continue
+            if kind not in _KINDS:
+                fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}")
+            given = cls.__dict__.get(name, REQUIRED)
+            a = given if isinstance(given, Arg) else Arg(default=given)
+            args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=_layout(a.dims)))
+        base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
+        spec = Spec(op, tuple(args), results, rules, problem, stored, facts)
+        # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
+        members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
+        return cast(type[C], type(cls.__name__, (base, Call), members))
+
+    return make
+
+
+def values(call: Call) -> tuple[Any, ...]:
+    """The arguments, in the schema's order."""
+    return cast(tuple[Any, ...], call)
+
+
+def changed(call: C, **changes: Any) -> C:
+    """The call with some arguments replaced."""
+    return cast(C, cast(Any, call)._replace(**changes))
+
+
+def split(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, keyword) arguments, as the op's overloads take them."""
+    given, spec = values(call), call.spec
+    n = spec.positional
+    return given[:n], dict(zip(spec.names[n:], given[n:], strict=True))
+
+
+def asked(call: Call) -> frozenset[str]:
+    """The optional arguments that ask a kernel for something: all but hints and those that are off."""
+    return frozenset(
+        a.name
+        for a, value in zip(call.spec.args, values(call), strict=True)
+        if a.name in call.spec.optional and not _same(value, a.neutral)
+    )
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value is other or (not isinstance(value, Tensor) and type(value) is type(other) and bool(value == other))
+
+
+# The schema ------------------------------------------------------------------------------------------------------------
+
+
+def schema(spec: Spec) -> str:
+    """Arguments and results as torch.library writes them."""
+    letters, parts, keyword = iter("abcdefgh"), [], False
+    for a in spec.args:
+        if a.keyword and not keyword:
+            parts.append("*")
+            keyword = True
+        kind = "SymInt" if a.symbolic else _KINDS[a.kind]
+        kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
+        default = "" if a.default is REQUIRED else f'="{a.default}"' if isinstance(a.default, str) else f"={a.default}"
+        parts.append(f"{kind} {a.name}{default}")
+    names = [f"Tensor {r.name}".strip() for r in spec.results]
+    return f"({', '.join(parts)}) -> {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}"
+
+
+# Checks ----------------------------------------------------------------------------------------------------------------
+
+
+def need(ok: Any, field: str, got: object, want: str) -> None:
+    """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run time."""
+    if isinstance(ok, bool):
+        if not ok:
+            fail(InvalidInput, field, got, want)
+        return
+    # Only sizes under a compiler are not bools, and it has paid for this import already.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if not statically_known_true(ok):
+        if statically_known_true(torch.sym_not(ok)):
+            fail(InvalidInput, field, got, want)
+        try:
+            torch._check(ok, lambda: f"{field}: got {got}, want {want}")
+        except RuntimeError:
+            fail(InvalidInput, field, got, want)
+
+
+def check(call: Call) -> Sizes:
+    """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the contract; looks at no data."""
+    sizes: Sizes = {}
+    owners: dict[str, str] = {}
+    device = None
+    for a, value in zip(call.spec.args, values(call), strict=True):
+        if not a.tensor:
+            _check_value(a, value)
+            sizes[a.name] = value
+        elif value is not None or a.kind == "Tensor":
+            _check_tensor(call, a, value)
+            device = value.device if device is None else device
+            if value.device != device and not a.any_device:
+                fail(InvalidInput, f"{a.name}.device", value.device, f"{device}, as the first argument")
+    # Names before expressions, which may speak of ints and tensors that come later.
+    for named in (True, False):
+        for a, value in zip(call.spec.args, values(call), strict=True):
+            for i, size in enumerate(a.layout if value is not None else ()):
+                if bool(size.options) is not named and size.text != "...":
+                    _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
+    if call.spec.rules is not None:
+        call.spec.rules(call, sizes)
+    return sizes
+
+
+def check_kinds(call: Call) -> None:
+    """Raise InvalidInput on the first argument of another type, or the first number out of its bounds."""
+    for a, value in zip(call.spec.args, values(call), strict=True):
+        if not a.tensor:
+            _check_value(a, value)
+        elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
+            fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
+
+
+def _check_tensor(call: Call, a: Arg, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+        fail(InvalidInput, a.name, kind, f"a plain strided tensor [{a.dims}]")
+    dims = len(a.layout)
+    if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
+        fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")
+    if isinstance(a.dtypes, str):
+        own = getattr(call, a.dtypes).dtype
+        if value.dtype != own:
+            fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(own)}, as {a.dtypes}")
+        return
+    allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
+    if value.dtype not in allowed:
+        fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
+
+
+def _check_value(a: Arg, value: Any) -> None:
+    kinds: Any = (*_TYPES[a.kind], torch.SymInt, torch.SymFloat, torch.SymBool)
+    if value is REQUIRED:
+        fail(InvalidInput, a.name, "nothing", f"a value of type {a.kind}")
+    if not isinstance(value, kinds):
+        fail(InvalidInput, a.name, repr(value), f"a value of type {a.kind}")
+    bound = "" if a.least is None else f" >= {a.least:g}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(InvalidInput, a.name, f"an int of {value.bit_length()} bits", f"a number{bound} that fits into 64 bits")
+    if isinstance(value, float) and not isfinite(value):
+        fail(InvalidInput, a.name, value, f"a finite number{bound}")
+    if a.least is not None:
+        need(value >= a.least, a.name, value, f">= {a.least:g}")
+    if a.choices and value not in a.choices:
+        fail(InvalidInput, a.name, repr(value), " | ".join(a.choices))
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
+
+
+def place(spec: Spec, letter: str) -> str:
+    """Where a call has the size of this name: `key.shape[2]`."""
+    return next(f"{a.name}.shape[{i}]" for a in spec.args for i, size in enumerate(a.layout) if size.text == letter)
+
+
+def _check_size(field: str, got: Any, size: _Size, sizes: Sizes, owners: dict[str, str]) -> None:
+    if not size.options:
+        if size.text in sizes:
+            owner = owners.get(size.text)
+            need(got == sizes[size.text], field, got, f"{sizes[size.text]} ({size.text}{f', as {owner}' if owner else ''})")
+        else:
+            sizes[size.text], owners[size.text] = got, field
+        return
+    wants = [eval(option, {"__builtins__": {}}, sizes) for option in size.options]
+    if size.least:
+        need(got >= wants[0], field, got, f">= {wants[0]} ({size.text[2:].strip()})")
+    elif len(wants) == 1:
+        why = "" if size.text.isdigit() else f" ({size.text})"
+        need(got == wants[0], field, got, f"{wants[0]}{why}")
+    else:
+        want = " or ".join(map(str, wants)) + f" ({size.text.replace(' |', ' or')})"
+        need(any(isinstance(got, int) and isinstance(w, int) and got == w for w in wants) or got == wants[-1], field, got, want)
+
+
+def sizes_of(call: Call) -> Sizes:
+    """The sizes of a call by name, unchecked: for a call that `check` has passed."""
+    sizes: Sizes = {}
+    for a, value in zip(call.spec.args, values(call), strict=True):
+        if not a.tensor:
+            sizes[a.name] = value
+        elif value is not None:
+            for i, size in enumerate(a.layout):
+                if not size.options and size.text != "...":
+                    sizes.setdefault(size.text, value.shape[i])
+    return sizes
+
+
+def name(dtype: torch.dtype) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+# The fake --------------------------------------------------------------------------------------------------------------
+
+
+def fake(call: Call) -> Any:
+    """Empty results with the shapes and dtypes that the record promises, contiguous, on the first tensor's device."""
+    results = call.spec.results
+    if not results:
+        return None
+    sizes = sizes_of(call)
+    first = next(value for value in values(call) if isinstance(value, Tensor))
+    made = tuple(_empty(r, call, first, sizes) for r in results)
+    return made[0] if len(made) == 1 else made
+
+
+def _empty(r: Result, call: Call, first: Tensor, sizes: Sizes) -> Tensor:
+    absent = bool(r.when) and not _given(getattr(call, r.when))
+    if r.like:
+        like = getattr(call, r.like)
+        return first.new_empty(0) if like is None or absent else cast(Tensor, like.new_empty(like.shape))
+    dtype = getattr(call, r.dtype).dtype if isinstance(r.dtype, str) else r.dtype if isinstance(r.dtype, torch.dtype) else r.dtype(call)
+    if absent:
+        return first.new_empty((0,), dtype=dtype)
+    shape = tuple(evaluate(d.text, sizes) for d in _layout(r.dims)) if isinstance(r.dims, str) else r.dims(call)
+    return first.new_empty(shape, dtype=dtype)
+
+
+def _given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+# The cache key ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How calls whose arguments have these types are told apart.
+
+    tensors, scalars: pick the tensors (at least two) and all else from a call. types: of the arguments, None for an absent tensor.
+    """
+
+    number: int
+    tensors: Callable[[Any], tuple[Any, ...]]
+    scalars: Callable[[Any], tuple[Any, ...]]
+    requires: tuple[str, ...]
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor, torch.nn.Parameter),
+    "Tensor | None": (Tensor, torch.nn.Parameter, type(None)),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
+    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
+    float), so that such a call takes the dispatcher's way."""
+    if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
+        return None
+    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
+    others = [i for i, a in enumerate(spec.args) if not a.tensor]
+    return Pattern(number, _picker(tensors), _picker(others), tuple(spec.args[i].name for i in tensors))
+
+
+def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda call: (call[places[0]],)) if places else (lambda call: ())

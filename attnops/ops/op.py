@@ -1,0 +1,309 @@
+"""`Op`: a record and its reference, and how they become a torch op with one overload a kernel."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._guards import TracingContext
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from attnops.call import Call, Spec, changed, check, check_kinds, fake, schema, split, values
+from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
+from attnops.kernel import CONTRACT, Capture, Core, Kernel, as_of_a_call, on_register
+from attnops.ops.eager import Eager, capturing
+from attnops.ops.layouts import refuse_others
+from attnops.ops.watched import direct, overheard
+from attnops.problem import Problem, problem_of
+from attnops.select import choose, parse_policy
+
+_LIB = torch.library.Library("attnops", "FRAGMENT")
+_FAKE_LIB = torch.library.Library("attnops", "IMPL")
+
+OPS: dict[str, Op] = {}
+"""Every op by name, in order of definition."""
+
+_WATCHERS: list[Callable[[Op, Problem, str], None]] = []
+_TRACE_HOOKS: list[Callable[[], None]] = []
+
+
+@dataclass(eq=False)
+class Op:
+    """A contract: what is asked, never how.
+
+    call: the record of its arguments. reference: the op in plain torch, a function of a call.
+    autograd: takes (what runs a call, the call) where a gradient is asked for; without it such a call raises NoGradient.
+    once: a gradient of it is refused when it is worked out, not when it is asked for: torch.func.grad asks for one of every gradient.
+    """
+
+    call: type[Call]
+    reference: Callable[..., Any]
+    autograd: Callable[[Callable[[Any], Any], Any], Any] | None = None
+    once: bool = False
+    about: str = ""
+    eager: Eager = field(init=False, repr=False)
+    positional: int = field(init=False, repr=False)
+    keywords: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.reference = as_of_a_call(self.reference)
+        self.eager = Eager(self)
+        # Dynamo of torch 2.11 reads no attribute of a record's class, so that the op has these itself.
+        self.positional, self.keywords = self.spec.positional, self.spec.names[self.spec.positional :]
+
+    @property
+    def spec(self) -> Spec:
+        """All that follows from the record."""
+        return self.call.spec
+
+    @property
+    def name(self) -> str:
+        """Also the name of `torch.ops.attnops.<name>`."""
+        return self.spec.op
+
+    @property
+    def schema(self) -> str:
+        """Arguments and results as torch.library writes them."""
+        return schema(self.spec)
+
+    @property
+    def packet(self) -> Any:
+        """`torch.ops.attnops.<name>`."""
+        return getattr(torch.ops.attnops, self.name)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the arguments that are tensors, in the schema's order."""
+        return tuple(a.name for a in self.spec.args if a.tensor)
+
+    def problem(self, call: Call) -> Problem:
+        """The Problem of a call that `attnops.call.check` has passed, or would pass."""
+        return problem_of(call)
+
+    def __call__(self, call: Any) -> Any:
+        """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
+        if not overheard():
+            if is_grad_enabled() and (fields := _grad_fields(call)):
+                if self.autograd is None and not self.once:
+                    fail(NoGradient, self.name, fields)
+                if self.autograd is not None and self.eager.plain(call):
+                    return self.autograd(self.eager.run, call)
+            elif (run := self.eager.find(call)) is not None:
+                return run(call)
+        if not is_compiling():
+            check_kinds(call)  # the dispatcher's own error names neither the field nor the value
+        n = self.positional
+        return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
+
+
+def define(op: Op) -> Op:
+    """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""
+    OPS[op.name] = op
+    _define_overload(op, op.name, op.eager.run, chooses=True)
+    refuse_others(_LIB, op.packet)
+    return op
+
+
+def check_binding(kernel: Kernel) -> None:
+    """Raise RegistrationError for a kernel that can have no overload."""
+    if kernel.op not in OPS:
+        fail(RegistrationError, f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
+    optional = OPS[kernel.op].spec.optional
+    if wrong := sorted(kernel.takes - optional) if kernel.contract == CONTRACT else ():
+        want = f"arguments of {kernel.op}: {', '.join(sorted(optional))}"
+        fail(RegistrationError, f"kernel {kernel.name}: takes got {wrong[0]!r}, want {want}")
+    if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):
+        fail(RegistrationError, f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
+    if kernel.core is not None:
+        try:
+            torch._C.parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
+        except RuntimeError as error:
+            raise RegistrationError(f"kernel {kernel.name}: core.schema got {kernel.core.schema!r}, want a schema ({error})") from None
+
+
+def bind(kernel: Kernel) -> None:
+    """Give `kernel` its overload, so that a compiled graph says which kernel it calls."""
+    op = OPS[kernel.op]
+    # The partitioner of CUDA graphs splits around nodes with this tag.
+    never = kernel.capture is Capture.NEVER
+    tags = (torch.Tag.cudagraph_unsafe,) if never else ()
+    _define_overload(op, f"{op.name}.{kernel.name}", _outside_of_captures(kernel) if never else kernel.run, tags=tags)
+    if kernel.core is not None:
+        # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
+        _define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
+
+
+def bind_all() -> None:
+    """Bind the kernels there are, and those to come."""
+    on_register(bind, check_binding)
+
+
+def watch(watcher: Callable[[Op, Problem, str], None]) -> Callable[[], None]:
+    """Call `watcher(op, problem, policy_key)` for every call traced with fake tensors. Returns what ends it."""
+    _WATCHERS.append(watcher)
+    return lambda: _WATCHERS.remove(watcher)
+
+
+def on_trace(hook: Callable[[], None]) -> None:
+    """Call `hook` when a compiler first traces an op: the lowering, which imports this module, installs itself then."""
+    _TRACE_HOOKS.append(hook)
+
+
+def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool = False, tags: tuple[torch.Tag, ...] = ()) -> None:
+    record = op.call
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return run(record(*args, **kwargs))
+
+    # A custom lowering loses the default constraint on strides; the tag brings it back.
+    _LIB.define(f"{name}{schema(op.spec)}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
+    _LIB.impl(name, _without_grad(op, body) if op.autograd is None else body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attnops::{name}", _fake(op, chooses), lib=_FAKE_LIB)
+    overload = getattr(op.packet, name.partition(".")[2] or "default")
+    _LIB.impl(name, _autograd(op, overload), "Autograd")
+    if not chooses:
+        overload.run = direct(overload, body)
+
+
+def _define_core(name: str, core: Core, tags: tuple[torch.Tag, ...]) -> None:
+    _LIB.define(f"{name}{core.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
+    _LIB.impl(name, core.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"attnops::{name}", core.fake, lib=_FAKE_LIB)
+
+
+def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
+    def run(call: Any) -> Any:
+        if capturing(values(call)[0]):
+            fail(NotCapturable, f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
+        return kernel.run(call)
+
+    return run
+
+
+def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call: Any = op.call(*args, **kwargs)
+        if op.autograd is None and not op.once:
+            _refuse_grad(op, call)
+        if chooses:
+            check(call)
+            parsed = parse_policy(call.policy)
+            if parsed.forced(op.name) or _WATCHERS:
+                problem = op.problem(call)
+                for watcher in tuple(_WATCHERS):
+                    watcher(op, problem, call.policy)
+                if not _WATCHERS:
+                    choose(problem, call.policy)
+            _notify_compiler()
+        return fake(call)
+
+    return run
+
+
+def _notify_compiler() -> None:
+    if _TRACE_HOOKS and TracingContext.try_get() is not None:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            while _TRACE_HOOKS:
+                _TRACE_HOOKS.pop()()
+
+
+# Gradients -------------------------------------------------------------------------------------------------------------
+
+
+def _grad_fields(call: Call) -> tuple[str, ...]:
+    given = zip(call.spec.names, values(call), strict=True)
+    return tuple(n for n, v in given if isinstance(v, Tensor) and v.requires_grad)
+
+
+def _refuse_grad(op: Op, call: Call) -> None:
+    if torch.is_grad_enabled() and (fields := _grad_fields(call)):
+        fail(NoGradient, op.name, fields)
+
+
+def _refuse_forward(op: Op, call: Call) -> None:
+    """Raise NoGradient where an argument has a tangent, of torch.func.jvp or of forward_ad: it would be lost without a word."""
+    given = zip(call.spec.names, values(call), strict=True)
+    if fields := tuple(n for n, v in given if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None):
+        fail(NoGradient, op.name, fields, True)
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, from below the dispatcher, where torch.func has chosen one of its levels already."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def below(run: Callable[[Any], Any], call: Any) -> Any:
+    """`run(call)` in the forward of a Function that is `applied`: the levels of torch.func below its own record their gradients, too."""
+    if not torch._C._are_functorch_transforms_active():
+        return run(call)
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return run(call)
+
+
+class _Once(torch.autograd.Function):
+    """A result that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, run: Callable[[Any], Any], call: Any, *tensors: Any) -> Any:
+        ctx.name = name
+        names = [a.name for a in call.spec.args if a.tensor]
+        return below(run, changed(call, **dict(zip(names, tensors, strict=True))))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        fail(NoGradient, ctx.name, ("its arguments",))
+
+
+def _without_grad(op: Op, body: Callable[..., Any]) -> Callable[..., Any]:
+    # Under grad mode a kernel's writes would make the cache require a gradient, and the next compile would clone it.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return body(*args, **kwargs)
+        _refuse_grad(op, op.call(*args, **kwargs))
+        with torch.no_grad():
+            return body(*args, **kwargs)
+
+    return run
+
+
+def blank(call: Any) -> Any:
+    """The call without its tensors, for a Function that is given them beside it."""
+    return changed(call, **{a.name: None for a in call.spec.args if a.tensor})
+
+
+def tensors_of(call: Any) -> tuple[Tensor | None, ...]:
+    """The call's tensors, None where one is absent, in the schema's order."""
+    return tuple(value for a, value in zip(call.spec.args, values(call), strict=True) if a.tensor)
+
+
+def _autograd(op: Op, overload: Any) -> Callable[..., Any]:
+    def dispatched(call: Any) -> Any:
+        args, kwargs = split(call)
+        return overload(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_forward(op, op.call(*args, **kwargs))
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+            call = op.call(*args, **kwargs)
+            if op.autograd is not None:
+                return op.autograd(dispatched, call)
+            if op.once:
+                return applied(_Once, op.name, dispatched, blank(call), *tensors_of(call))
+            _refuse_grad(op, call)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    return run

@@ -1,0 +1,117 @@
+"""Rules that layouts cannot say, shared by the records of several ops. They look at shapes, dtypes and numbers only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.call import FLOATS, QUANTISED, Sizes, name, need, place
+from attnops.errors import InvalidInput, fail
+from attnops.promises import refuse_plan_of_holes
+
+UNBOUNDED = (-1, -1)
+"""The default window."""
+
+PLAN = (torch.int32, torch.int64)
+SCALE = "1 | Hkv"
+
+
+def attention(call: Any, sizes: Sizes) -> None:
+    """Heads divide, the query's and the key's dtypes come with the scales they need, and a plan comes from a plan op."""
+    _heads(call, sizes)
+    q_scale(call.query, call.q_scale)
+    key = "key" if "key" in call.spec.names else "k_pages"
+    kv_scales(call.query, key, getattr(call, key), call.k_scale, call.v_scale)
+
+
+def _heads(call: Any, sizes: Sizes) -> None:
+    for letter, want in (("Hkv", ">= 1 head"), ("D", ">= 1"), ("Dv", ">= 1")):
+        need(sizes[letter] >= 1, place(call.spec, letter), sizes[letter], want)
+    heads, kv_heads = sizes["Hq"], sizes["Hkv"]
+    need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+
+
+def attention_backward(call: Any, sizes: Sizes) -> None:
+    """Of a gradient: heads divide, and the key has the query's dtype."""
+    _heads(call, sizes)
+    q_scale(call.query, None)
+    kv_scales(call.query, "key", call.key, None, None)
+
+
+def q_scale(query: Tensor, given: Tensor | None) -> None:
+    """A quantised query comes with a scale, another without."""
+    if (query.dtype == torch.float8_e4m3fn) != (given is not None):
+        got, want = ("None", "a scale") if given is None else ("a tensor", "None")
+        fail(InvalidInput, "q_scale", got, f"{want}, because the query is {name(query.dtype)}")
+
+
+def kv_scales(query: Tensor, field: str, key: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, of: str = "query") -> None:
+    """Keys have the query's dtype, or a quantised one that comes with scales. of: the argument that the query is."""
+    if key.dtype != query.dtype or key.dtype not in FLOATS:
+        if key.dtype not in QUANTISED:
+            want = f"{name(query.dtype)} (the {of}'s) or {' | '.join(map(name, QUANTISED))}"
+            fail(InvalidInput, f"{field}.dtype", name(key.dtype), want)
+        if k_scale is None or v_scale is None:
+            fail(InvalidInput, "k_scale, v_scale", "None", f"both, because {field} is {name(key.dtype)}")
+
+
+def plan(call: Any, device: torch.device) -> None:
+    """A plan is made on the device for the device (int32), or by the host for the host (int64)."""
+    given = call.plan
+    if given is None or (given.dtype, given.device.type) == (torch.int64, "cpu"):
+        return
+    refuse_plan_of_holes(call)
+    if given.dtype != torch.int32 or given.device != device:
+        got = f"{name(given.dtype)} on {given.device}"
+        fail(InvalidInput, "plan", got, f"int32 on {device}, or int64 on cpu: the result of a plan op")
+
+
+def contiguous(field: str, given: Tensor | None) -> None:
+    """A buffer has no gaps."""
+    if given is not None:
+        need(given.is_contiguous(), f"{field}.stride()", given.stride(), "(1,)")
+
+
+def result_dtype(call: Any) -> torch.dtype:
+    """The output's dtype: the query's, bfloat16 for a quantised one."""
+    return call.query.dtype if call.query.dtype in FLOATS else torch.bfloat16
+
+
+def result_dtypes(call: Any) -> tuple[torch.dtype, ...]:
+    """As `result_dtype`, for an output that the caller brings."""
+    return (result_dtype(call),)
+
+
+def tensors(**given: Any) -> None:
+    """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
+    for field, value in given.items():
+        if not isinstance(value, Tensor):
+            fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
+
+
+def mask(value: Any) -> Tensor:
+    """A mask is a tensor. Of a function, as flex_attention takes one, the error says what to do."""
+    if isinstance(value, Tensor):
+        return value
+    want = "a tensor, bool or additive"
+    if callable(value) or type(value).__name__ == "BlockMask":
+        want += "; write a mask_mod or score_mod out as one, or call torch.nn.attention.flex_attention, which takes functions"
+    fail(InvalidInput, "mask", type(value).__name__, want)
+
+
+def window(value: Any) -> tuple[int, int]:
+    """(left, right)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
+    return value[0], value[1]
+
+
+def default_scale(query: Any, scale: float | None) -> float:
+    """`scale`, or one over the root of the query's head dim."""
+    tensors(query=query)
+    if scale is not None:
+        return scale
+    dims = float(query.size(-1)) if query.dim() else 0.0
+    return dims**-0.5 if dims else 1.0  # the op refuses a query without numbers

@@ -1,0 +1,155 @@
+"""Call records: what follows from the list of an op's arguments, and what a kernel never sees that does not list it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnops.call import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
+from attnops.errors import InvalidInput, RegistrationError
+from attnops.kernel import Kernel
+from attnops.ops import OPS
+from attnops.ops.op import check_binding
+from attnops.problem import Problem, Target, problem_of
+
+PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+
+
+def test_schemas_are_those_that_others_have_compiled_against():
+    listed = Path(__file__).with_name("schemas.txt").read_text().splitlines()
+    assert sorted(str(op.packet.default._schema) for op in OPS.values()) == sorted(listed)
+
+
+@record("toy", Result("out", "B + 1, H", "a"), problem={"tokens": "B", "batch": "0", "q_heads": "H"})
+class Toy(Call):
+    """An op of no use, with every kind of layout."""
+
+    a: Tensor = arg("B, H", FLOATS)
+    starts: Tensor | None = arg("B + 1", (torch.int32,), default=None)
+    scale: Tensor | None = arg("1 | H", FLOATS, default=None)
+    mask: Tensor | None = arg("B, >= pages * size", (torch.bool,), default=None)
+    tail: Tensor | None = arg("B, ...", "a", default=None)
+    _: KW_ONLY
+    pages: int = arg(default=1, least=0)
+    size: int = arg(default=2, least=1)
+    bright: bool = arg(default=True, off=False)
+    promise: bool = arg(default=True, hint=True)
+    policy: str = ""
+
+
+A = torch.zeros(3, 4)
+
+
+def kernels(**more) -> list[Kernel]:
+    """Kernels of contract 2 that list more and more."""
+    lists = (frozenset(), frozenset({"causal", "softcap"}), OPS["attention"].spec.optional)
+    return [Kernel(f"two_{i}", "attention", lambda call: (), takes=t, **{"dtypes": FLOATS, **more}) for i, t in enumerate(lists)]
+
+
+def test_a_record_gives_its_schema_and_its_fake():
+    assert schema(Toy.spec) == (
+        "(Tensor a, Tensor? starts=None, Tensor? scale=None, Tensor? mask=None, Tensor? tail=None, *, int pages=1, int size=2, "
+        'bool bright=True, bool promise=True, str policy="") -> Tensor out'
+    )
+    call = Toy(A, tail=torch.zeros(3, 1, 2))
+    assert check(call) | {"B": 3, "H": 4, "pages": 1} == check(call)
+    assert fake(call).shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts.shape[0]: got 3, want 4 (B + 1)"),
+        ({"scale": torch.zeros(3)}, "scale.shape[0]: got 3, want 1 or 4 (1 or H)"),
+        ({"mask": torch.zeros(3, 1, dtype=torch.bool)}, "mask.shape[1]: got 1, want >= 2 (pages * size)"),
+        ({"mask": torch.zeros(2, 2, dtype=torch.bool)}, "mask.shape[0]: got 2, want 3 (B, as a.shape[0])"),
+        ({"tail": torch.zeros(3)}, "tail: got shape (3,), want [B, ...]"),
+        ({"tail": torch.zeros(3, 1, dtype=torch.float64)}, "tail.dtype: got float64, want float32, as a"),
+        ({"a": torch.zeros(3)}, "a: got shape (3,), want [B, H]"),
+        ({"size": 0}, "size: got 0, want >= 1"),
+    ],
+    ids=["sum", "one-of", "bound", "name", "further-dims", "shared-dtype", "rank", "least"],
+)
+def test_a_layout_that_is_broken_is_named(change, text):
+    with pytest.raises(InvalidInput) as caught:
+        check(Toy(**{"a": A, **change}))
+    assert str(caught.value) == text
+
+
+def test_further_dims_need_at_least_one():
+    for shape in ((3, 1), (3, 1, 2), (3, 5, 6, 7)):
+        check(Toy(A, tail=torch.zeros(shape)))
+    for width in (1, 4):
+        check(Toy(A, scale=torch.zeros(width)))
+    check(Toy(A, mask=torch.zeros(3, 9, dtype=torch.bool), pages=3))
+
+
+def test_what_is_asked_for():
+    assert asked(Toy(A)) == {"bright"}  # on by default, so that a kernel must know it
+    assert asked(Toy(A, bright=False, promise=False)) == set()
+    assert asked(Toy(A, bright=False, size=3)) == {"size"}
+    assert problem_of(Toy(A, scale=A[0])).asks == {"bright", "scale"}
+
+
+@pytest.mark.parametrize("argument", ["slope", "bright"])
+def test_an_argument_that_is_new_is_refused_until_it_is_listed(argument):
+    new = replace(PLAIN, asks=frozenset({argument}))
+    for kernel in kernels():
+        assert kernel.unmet(PLAIN) == ()
+        assert [r.field for r in kernel.unmet(new)] == [argument]
+        assert replace(kernel, takes=kernel.takes | {argument}).unmet(new) == ()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"softcap": True}, {"causal": True}, {"sinks": True}, {"attention_chunk": 4}, {"window": (3, 0)}, {"mask": "bool"}, {"lse": True}],
+    ids=lambda g: next(iter(g)),
+)
+def test_a_feature_is_refused_until_it_is_listed(given):
+    nothing, _, everything = kernels()
+    assert nothing.unmet(replace(PLAIN, **given))
+    assert everything.unmet(replace(PLAIN, **given)) == ()
+
+
+def test_a_dtype_is_refused_until_it_is_listed():
+    new = replace(PLAIN, dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
+    for kernel in kernels():
+        assert "dtype" in [r.field for r in kernel.unmet(new)]
+        assert replace(kernel, dtypes=(*FLOATS, torch.float8_e4m3fn)).unmet(new) == ()
+    stored = replace(PLAIN, kv_dtype=torch.int8)
+    for kernel in kernels():
+        assert [r.field for r in kernel.unmet(stored)] == ["kv_dtype"]
+        assert replace(kernel, kv_dtypes=(torch.int8,)).unmet(stored) == ()
+
+
+def test_a_misspelt_argument_is_no_kernel():
+    kernel = Kernel("misspelt", "attention", lambda call: (), takes=frozenset({"soft_cap"}))
+    with pytest.raises(RegistrationError, match=r"takes got 'soft_cap', want arguments of attention: .*softcap"):
+        check_binding(kernel)
+
+
+def test_a_kernel_of_contract_1_is_handed_its_arguments():
+    def run(query, key, value, *rest, scale, causal):
+        return query, key, rest, scale, causal
+
+    kernel = Kernel("one", "attention", run)
+    assert (kernel.contract, kernel.run.of_arguments) == (1, run)
+    assert "causal" in kernel.takes
+    assert kernel.unmet(replace(PLAIN, softcap=True))
+    q = torch.zeros(1, 2, 4, 8)
+    call = OPS["attention"].call(q, q, q, scale=0.5, causal=True, softcap=0.0)
+    query, _, rest, scale, causal = kernel.run(call)
+    assert query is q
+    assert set(rest) <= {None}
+    assert (scale, causal) == (0.5, True)
+    # It may be wrapped again.
+    assert replace(kernel, name="again").run(call)[3] == 0.5
+
+
+def test_an_annotation_that_no_schema_says_is_no_record():
+    with pytest.raises(RegistrationError, match="got the type list"):
+        record("odd")(type("Odd", (Call,), {"__annotations__": {"a": "list"}}))
