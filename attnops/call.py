@@ -6,28 +6,36 @@
         lse_a: Tensor = arg("T, H", FLOAT32)
         ...
 
-Layouts. `"T, Hq, D"` names the dims of a tensor. The first tensor that bears a name binds it; every other must agree. An entry may also be
-an integer or an expression of names (`"B + 1"`), several allowed sizes (`"1 | Hkv"`), or a bound (`">= max_pages * page"`). Ints of the
-call are names, too. `"..."` at the end stands for one further dim or more. `attnops.problem` says which names are sizes of a Problem.
+`attnops.layout` says how an argument is written.
 """
 
 from __future__ import annotations
 
-import builtins
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
 from dataclasses import dataclass, replace
-from functools import cache
 from math import isfinite
-from operator import itemgetter
-from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput, RegistrationError, fail
+from attnops.layout import FLOAT32 as FLOAT32
+from attnops.layout import FLOATS as FLOATS
+from attnops.layout import INDEX as INDEX
+from attnops.layout import INT32 as INT32
+from attnops.layout import MASK as MASK
+from attnops.layout import QUANTISED as QUANTISED
+from attnops.layout import QUERY as QUERY
+from attnops.layout import REQUIRED, Size, layout_of
+from attnops.layout import STORED as STORED
+from attnops.layout import Arg as Arg
+from attnops.layout import Result as Result
+from attnops.layout import Sizes as Sizes
+from attnops.layout import arg as arg
+from attnops.layout import evaluate as evaluate
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -38,121 +46,9 @@ else:
         return lambda function: function
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-STORED = (*FLOATS, *QUANTISED)
-QUERY = (*FLOATS, torch.float8_e4m3fn)
-FLOAT32 = (torch.float32,)
-INT32 = (torch.int32,)
-INDEX = (torch.int32, torch.int64)
-MASK = (torch.bool, *FLOATS)
-
-Dtypes = tuple[torch.dtype, ...]
-Sizes = dict[str, Any]
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-REQUIRED = _Required()
 _KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (int,), "str": (str,)}
 """What the dispatcher takes, and converts."""
-
-
-@dataclass(frozen=True)
-class Arg:
-    """One argument of an op.
-
-    dims: the layout of a tensor.
-    dtypes: the dtypes a tensor may have, the name of the argument whose dtype it shares, or a function of the call that returns them.
-    default: what a caller may leave out. off: the value at which no kernel needs to know the argument; the default, unless given.
-    least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
-    written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
-    hint: a promise or a plan that a kernel may ignore; it never makes a kernel refuse.
-    unit_stride: the stride of the last dim is a fact of the Problem.
-    """
-
-    dims: str = ""
-    dtypes: Dtypes | str | Callable[[Any], Dtypes] = ()
-    default: Any = REQUIRED
-    off: Any = REQUIRED
-    least: float | None = None
-    choices: tuple[str, ...] = ()
-    symbolic: bool = False
-    written: bool = False
-    any_device: bool = False
-    hint: bool = False
-    unit_stride: bool = False
-    name: str = ""
-    kind: str = ""
-    keyword: bool = False
-    layout: tuple[_Size, ...] = ()
-
-    @property
-    def tensor(self) -> bool:
-        """Is it a tensor, or None in a tensor's place?"""
-        return self.kind in ("Tensor", "Tensor | None")
-
-    @property
-    def neutral(self) -> Any:
-        """The value at which no kernel needs to know the argument."""
-        return self.default if self.off is REQUIRED else self.off
-
-
-def arg(dims: str = "", dtypes: Dtypes | str | Callable[[Any], Dtypes] = (), *, default: Any = REQUIRED, **more: Any) -> Any:
-    """An `Arg`. `default` is named, so that type checkers see that the record's constructor may leave it out."""
-    return Arg(dims, dtypes, default, **more)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One result of an op.
-
-    dims: its layout, or a function of the call that returns the shape.
-    like: the argument whose shape and dtype it has, in place of dims and dtype.
-    dtype: a dtype, the name of an argument that has it, or a function of the call.
-    when: the argument without which (None, or False) the result is empty.
-    """
-
-    name: str
-    dims: str | Callable[[Any], tuple[Any, ...]] = ""
-    dtype: torch.dtype | str | Callable[[Any], torch.dtype] = torch.float32
-    like: str = ""
-    when: str = ""
-
-
-@dataclass(frozen=True)
-class _Size:
-    """One entry of a layout, compiled."""
-
-    text: str
-    options: tuple[CodeType, ...] = ()
-    least: bool = False
-
-    @classmethod
-    @cache
-    def of(cls, text: str) -> _Size:
-        if text.isidentifier() or text == "...":
-            return cls(text)
-        least = text.startswith(">=")
-        return cls(text, tuple(_compiled(part) for part in (text[2:] if least else text).split("|")), least)
-
-
-@cache
-def _compiled(expression: str) -> CodeType:
-    return builtins.compile(expression.strip(), f"<layout {expression}>", "eval")
-
-
-def evaluate(expression: str, sizes: Sizes) -> Any:
-    """The value of a layout's expression, a text of ours, for these sizes."""
-    return eval(_compiled(expression), {"__builtins__": {}}, sizes)
-
-
-def _layout(dims: str) -> tuple[_Size, ...]:
-    return tuple(_Size.of(part.strip()) for part in dims.split(",")) if dims else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +123,7 @@ def record(
                 fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}")
             given = cls.__dict__.get(name, REQUIRED)
             a = given if isinstance(given, Arg) else Arg(default=given)
-            args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=_layout(a.dims)))
+            args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims)))
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
         spec = Spec(op, tuple(args), results, rules, problem, stored, facts)
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
@@ -256,11 +152,9 @@ def split(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def asked(call: Call) -> frozenset[str]:
     """The optional arguments that ask a kernel for something: all but hints and those that are off."""
-    return frozenset(
-        a.name
-        for a, value in zip(call.spec.args, values(call), strict=True)
-        if a.name in call.spec.optional and not _same(value, a.neutral)
-    )
+    optional = call.spec.optional
+    given = zip(call.spec.args, values(call), strict=True)
+    return frozenset(a.name for a, value in given if a.name in optional and not _same(value, a.neutral))
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -311,7 +205,8 @@ def check(call: Call) -> Sizes:
     sizes: Sizes = {}
     owners: dict[str, str] = {}
     device = None
-    for a, value in zip(call.spec.args, values(call), strict=True):
+    given: list[tuple[Arg, Any]] = [*zip(call.spec.args, values(call), strict=True)]
+    for a, value in given:
         if not a.tensor:
             _check_value(a, value)
             sizes[a.name] = value
@@ -322,7 +217,7 @@ def check(call: Call) -> Sizes:
                 fail(InvalidInput, f"{a.name}.device", value.device, f"{device}, as the first argument")
     # Names before expressions, which may speak of ints and tensors that come later.
     for named in (True, False):
-        for a, value in zip(call.spec.args, values(call), strict=True):
+        for a, value in given:
             for i, size in enumerate(a.layout if value is not None else ()):
                 if bool(size.options) is not named and size.text != "...":
                     _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
@@ -385,7 +280,7 @@ def place(spec: Spec, letter: str) -> str:
     return next(f"{a.name}.shape[{i}]" for a in spec.args for i, size in enumerate(a.layout) if size.text == letter)
 
 
-def _check_size(field: str, got: Any, size: _Size, sizes: Sizes, owners: dict[str, str]) -> None:
+def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str, str]) -> None:
     if not size.options:
         if size.text in sizes:
             owner = owners.get(size.text)
@@ -444,51 +339,9 @@ def _empty(r: Result, call: Call, first: Tensor, sizes: Sizes) -> Tensor:
     dtype = getattr(call, r.dtype).dtype if isinstance(r.dtype, str) else r.dtype if isinstance(r.dtype, torch.dtype) else r.dtype(call)
     if absent:
         return first.new_empty((0,), dtype=dtype)
-    shape = tuple(evaluate(d.text, sizes) for d in _layout(r.dims)) if isinstance(r.dims, str) else r.dims(call)
+    shape = tuple(evaluate(d.text, sizes) for d in layout_of(r.dims)) if isinstance(r.dims, str) else r.dims(call)
     return first.new_empty(shape, dtype=dtype)
 
 
 def _given(value: Any) -> bool:
     return value is not None and value is not False
-
-
-# The cache key ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """How calls whose arguments have these types are told apart.
-
-    tensors, scalars: pick the tensors (at least two) and all else from a call. types: of the arguments, None for an absent tensor.
-    """
-
-    number: int
-    tensors: Callable[[Any], tuple[Any, ...]]
-    scalars: Callable[[Any], tuple[Any, ...]]
-    requires: tuple[str, ...]
-
-
-_PLAIN: dict[str, tuple[type, ...]] = {
-    "Tensor": (Tensor, torch.nn.Parameter),
-    "Tensor | None": (Tensor, torch.nn.Parameter, type(None)),
-    "int": (int,),
-    "float": (float,),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
-def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
-    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
-    float), so that such a call takes the dispatcher's way."""
-    if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
-        return None
-    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
-    others = [i for i, a in enumerate(spec.args) if not a.tensor]
-    return Pattern(number, _picker(tensors), _picker(others), tuple(spec.args[i].name for i in tensors))
-
-
-def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return (lambda call: (call[places[0]],)) if places else (lambda call: ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.call import Call, Spec
+from attnops.adapt import adapted as adapted
+from attnops.adapt import as_of_a_call as as_of_a_call
+from attnops.adapt import parameters_of, readable, takes_a_call
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import Need as Need
@@ -127,13 +128,15 @@ class Kernel:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if not _readable(self.run):  # `register` says so
+        if not readable(self.run):  # `register` says so
             object.__setattr__(self, "contract", self.contract or CONTRACT)
             return
         if self.contract is None:
-            object.__setattr__(self, "contract", 2 if _takes_a_call(self.run) else 1)
-        if self.contract == 1 and not hasattr(self.run, "adapted"):  # `replace` keeps what has been adapted
-            object.__setattr__(self, "takes", frozenset(_parameters(self.run)))
+            object.__setattr__(self, "contract", 2 if takes_a_call(self.run) else 1)
+        fresh = not hasattr(self.run, "adapted")  # `replace`, or a run of another kernel
+        if self.contract == 1 and (fresh or not self.takes):
+            object.__setattr__(self, "takes", frozenset(parameters_of(self.run)))
+        if self.contract == 1 and fresh:
             object.__setattr__(self, "run", adapted(self.run))
         if self.op in KNOW_HOLES and "holes" not in self.takes:
             object.__setattr__(self, "run", filled(self.op, self.run))
@@ -236,70 +239,6 @@ def _kernel_there(op: str, name: str, about: str) -> Kernel:
 
 def _elsewhere(call: Any) -> NoReturn:
     raise RegistrationError("kernel: got one that only the process it comes from has registered")
-
-
-def as_of_a_call(run: Callable[..., Any]) -> Callable[[Any], Any]:
-    """`run` as a function of a call."""
-    return run if _takes_a_call(run) else adapted(run)
-
-
-def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
-    """`run` of contract 1, which takes the op's arguments one by one, as a function of a call.
-
-    It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for. `**kwargs` get
-    those that the call asks for.
-    """
-    known = _parameters(run)
-    parameters = inspect.signature(run).parameters.values()
-    swallows = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-    @functools.cache
-    def handed(spec: Spec) -> tuple[int, tuple[tuple[int, Any], ...], tuple[tuple[str, int], ...], tuple[tuple[str, int, Any], ...]]:
-        n = spec.positional
-        room = n if endless else sum(name not in spec.names[n:] for name in places)
-        over = tuple((i, spec.args[i].default) for i in range(room, n))
-        named = tuple((a.name, i) for i, a in enumerate(spec.args) if i >= n and a.name in known)
-        others = tuple((a.name, i, a.default) for i, a in enumerate(spec.args) if i >= n and a.name not in known)
-        return n, over, named, others if swallows else ()
-
-    @functools.wraps(run)
-    def call(call: Any) -> Any:
-        n, over, named, others = handed(call.spec)
-        kwargs = {name: call[i] for name, i in named}
-        for name, i, default in others:
-            if not _is(call[i], default):
-                kwargs[name] = call[i]
-        if over and all(_is(call[i], default) for i, default in over):
-            n -= len(over)
-        return run(*call[:n], **kwargs)
-
-    call.of_arguments, call.adapted = run, call  # type: ignore[attr-defined]
-    return call
-
-
-def _is(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default))
-
-
-def _readable(run: object) -> bool:
-    try:
-        return callable(run) and bool(inspect.signature(run))
-    except (TypeError, ValueError):
-        return False
-
-
-@functools.cache
-def _parameters(run: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(run).parameters)
-
-
-@functools.cache
-def _takes_a_call(run: Callable[..., Any]) -> bool:
-    # A kernel of contract 1 is given the policy beside the op's tensors.
-    parameters = [*inspect.signature(run).parameters.values()]
-    return len(parameters) == 1 and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def said(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from attnops.kernel import (
     without,
 )
 from attnops.needs import features
+from attnops.ops import eager
 from attnops.ops.dense import Attention
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
@@ -48,7 +49,7 @@ from tests.helpers import fresh_process, ready_process
 from tests.test_select import installed
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
-_unique = itertools.count(-1_000_000, -1)
+_unique = itertools.count(-1_000_000, -1000)  # the registrations of one registry lie between
 
 
 class Evil(Exception):
@@ -75,6 +76,7 @@ def lab(monkeypatch):
     """A registry with one kernel that can run everything, `good`."""
     lab = Registry(generation=next(_unique))
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
+    monkeypatch.setattr(eager, "_REGISTRY", lab)
     register(Kernel("good", "attention", kernels_of_real["reference"].run, cost_us=lambda p: 100.0))
     return lab
 

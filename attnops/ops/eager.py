@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 # Read as attributes: a function that hands one out costs more than the read.
-from attnops.call import Call, Pattern, check, pattern, values
+from attnops.call import Call, Spec, check, values
 from attnops.kernel import _REGISTRY, Capture
 from attnops.problem import _OVERRIDE
 from attnops.select import choose
@@ -62,6 +62,45 @@ def guards_of(tensors: tuple[Tensor, ...]) -> Any:
     guards = (_TensorGuards or Likeness)(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     # Dynamo's fail where a tensor comes twice.
     return guards if guards.check(*tensors) else Likeness(*tensors)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How calls whose arguments have these types are told apart.
+
+    tensors, scalars: pick the tensors (at least two) and all else from a call. types: of the arguments, None for an absent tensor.
+    """
+
+    number: int
+    tensors: Callable[[Any], tuple[Any, ...]]
+    scalars: Callable[[Any], tuple[Any, ...]]
+    requires: tuple[str, ...]
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor, torch.nn.Parameter),
+    "Tensor | None": (Tensor, torch.nn.Parameter, type(None)),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
+    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
+    float), so that such a call takes the dispatcher's way."""
+    if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
+        return None
+    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
+    others = [i for i, a in enumerate(spec.args) if not a.tensor]
+    return Pattern(number, _picker(tensors), _picker(others), tuple(spec.args[i].name for i in tensors))
+
+
+def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
 @dataclass

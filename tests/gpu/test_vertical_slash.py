@@ -69,7 +69,8 @@ def test_a_request_has_the_same_bits_alone() -> None:
     rows = -(-(q1 - q0) // 64)
     index = [a[n][1:2, :, :rows] for n in ("block_count", "block_offset", "column_count", "column_index")]
     alone = torch.empty_like(a["output"][q0:q1])
-    KERNEL.run.of_arguments(
+    body: Any = KERNEL.run
+    body.of_arguments(
         a["query"][q0:q1], a["key"][k0:k1], a["value"][k0:k1], one.cumulative([q1 - q0]), one.cumulative([k1 - k0]), *index,
         max_seqlen_q=q1 - q0, max_seqlen_k=k1 - k0, scale=a["scale"], output=alone,
     )  # fmt: skip

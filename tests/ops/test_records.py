@@ -46,7 +46,7 @@ A = torch.zeros(3, 4)
 
 def kernels(**more) -> list[Kernel]:
     """Kernels of contract 2 that list more and more."""
-    lists = (frozenset(), frozenset({"causal", "softcap"}), OPS["attention"].spec.optional)
+    lists: tuple[frozenset[str], ...] = (frozenset(), frozenset({"causal", "softcap"}), OPS["attention"].spec.optional)
     return [Kernel(f"two_{i}", "attention", lambda call: (), takes=t, **{"dtypes": FLOATS, **more}) for i, t in enumerate(lists)]
 
 
@@ -146,7 +146,8 @@ def test_a_kernel_of_contract_1_is_handed_its_arguments():
     assert query is q
     assert set(rest) <= {None}
     assert (scale, causal) == (0.5, True)
-    # It may be wrapped again.
+    # What is adapted stays so, and lists as much, in another kernel.
+    assert Kernel("other", "attention", kernel.run).takes == kernel.takes
     assert replace(kernel, name="again").run(call)[3] == 0.5
 
 

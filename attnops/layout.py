@@ -1,0 +1,132 @@
+"""The arguments and results of a record: layout, dtypes, default and role of each.
+
+Layouts. `"T, Hq, D"` names the dims of a tensor. The first tensor that bears a name binds it; every other must agree. An entry may also be
+an integer or an expression of names (`"B + 1"`), several allowed sizes (`"1 | Hkv"`), or a bound (`">= max_pages * page"`). Ints of the
+call are names, too. `"..."` at the end stands for one further dim or more. `attnops.problem` says which names are sizes of a Problem.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+STORED = (*FLOATS, *QUANTISED)
+QUERY = (*FLOATS, torch.float8_e4m3fn)
+FLOAT32 = (torch.float32,)
+INT32 = (torch.int32,)
+INDEX = (torch.int32, torch.int64)
+MASK = (torch.bool, *FLOATS)
+
+Dtypes = tuple[torch.dtype, ...]
+Sizes = dict[str, Any]
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED = _Required()
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of an op.
+
+    dims: the layout of a tensor.
+    dtypes: the dtypes a tensor may have, the name of the argument whose dtype it shares, or a function of the call that returns them.
+    default: what a caller may leave out. off: the value at which no kernel needs to know the argument; the default, unless given.
+    least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
+    written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
+    hint: a promise or a plan that a kernel may ignore; it never makes a kernel refuse.
+    unit_stride: the stride of the last dim is a fact of the Problem.
+    """
+
+    dims: str = ""
+    dtypes: Dtypes | str | Callable[[Any], Dtypes] = ()
+    default: Any = REQUIRED
+    off: Any = REQUIRED
+    least: float | None = None
+    choices: tuple[str, ...] = ()
+    symbolic: bool = False
+    written: bool = False
+    any_device: bool = False
+    hint: bool = False
+    unit_stride: bool = False
+    name: str = ""
+    kind: str = ""
+    keyword: bool = False
+    layout: tuple[Size, ...] = ()
+
+    @property
+    def tensor(self) -> bool:
+        """Is it a tensor, or None in a tensor's place?"""
+        return self.kind in ("Tensor", "Tensor | None")
+
+    @property
+    def neutral(self) -> Any:
+        """The value at which no kernel needs to know the argument."""
+        return self.default if self.off is REQUIRED else self.off
+
+
+def arg(dims: str = "", dtypes: Dtypes | str | Callable[[Any], Dtypes] = (), *, default: Any = REQUIRED, **more: Any) -> Any:
+    """An `Arg`. `default` is named, so that type checkers see that the record's constructor may leave it out."""
+    return Arg(dims, dtypes, default, **more)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result of an op.
+
+    dims: its layout, or a function of the call that returns the shape.
+    like: the argument whose shape and dtype it has, in place of dims and dtype.
+    dtype: a dtype, the name of an argument that has it, or a function of the call.
+    when: the argument without which (None, or False) the result is empty.
+    """
+
+    name: str
+    dims: str | Callable[[Any], tuple[Any, ...]] = ""
+    dtype: torch.dtype | str | Callable[[Any], torch.dtype] = torch.float32
+    like: str = ""
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One entry of a layout, compiled."""
+
+    text: str
+    options: tuple[CodeType, ...] = ()
+    least: bool = False
+
+    @classmethod
+    @cache
+    def of(cls, text: str) -> Size:
+        """The entry with this text."""
+        if text.isidentifier() or text == "...":
+            return cls(text)
+        least = text.startswith(">=")
+        return cls(text, tuple(_compiled(part) for part in (text[2:] if least else text).split("|")), least)
+
+
+@cache
+def _compiled(expression: str) -> CodeType:
+    return builtins.compile(expression.strip(), f"<layout {expression}>", "eval")
+
+
+def evaluate(expression: str, sizes: Sizes) -> Any:
+    """The value of a layout's expression, a text of ours, for these sizes."""
+    return eval(_compiled(expression), {"__builtins__": {}}, sizes)
+
+
+def layout_of(dims: str) -> tuple[Size, ...]:
+    """The entries of a layout."""
+    return tuple(Size.of(part.strip()) for part in dims.split(",")) if dims else ()
