@@ -211,14 +211,16 @@ def check(call: Call) -> Sizes:
             _check_value(a, value)
             sizes[a.name] = value
         elif value is not None or a.kind == "Tensor":
-            _check_tensor(call, a, value)
-            device = value.device if device is None else device
-            if value.device != device and not a.any_device:
-                fail(InvalidInput, f"{a.name}.device", value.device, f"{device}, as the first argument")
+            own = _check_tensor(call, a, value).device
+            device = own if device is None else device
+            if own != device and not a.any_device:
+                fail(InvalidInput, f"{a.name}.device", own, f"{device}, as the first argument")
     # Names before expressions, which may speak of ints and tensors that come later.
     for named in (True, False):
         for a, value in given:
-            for i, size in enumerate(a.layout if value is not None else ()):
+            if value is None:
+                continue
+            for i, size in enumerate(a.layout):
                 if bool(size.options) is not named and size.text != "...":
                     _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
     if call.spec.rules is not None:
@@ -235,7 +237,7 @@ def check_kinds(call: Call) -> None:
             fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
 
 
-def _check_tensor(call: Call, a: Arg, value: Any) -> None:
+def _check_tensor(call: Call, a: Arg, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
     if value.layout != torch.strided or value.is_nested:
@@ -248,10 +250,11 @@ def _check_tensor(call: Call, a: Arg, value: Any) -> None:
         own = getattr(call, a.dtypes).dtype
         if value.dtype != own:
             fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(own)}, as {a.dtypes}")
-        return
+        return value
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
+    return value
 
 
 def _check_value(a: Arg, value: Any) -> None:
