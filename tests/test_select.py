@@ -446,6 +446,8 @@ def test_names_serve_one_op_each():
 
 def test_kernels_declare_what_tables_show():
     for kernel in all_kernels():
+        if not kernel.run.__module__.startswith("attnops."):
+            continue  # one that another test of this process registers
         assert kernel.about, kernel
         assert kernel.tolerance > 0
         assert kernel.cost_us(DECODE) >= 0
