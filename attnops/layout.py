@@ -1,8 +1,8 @@
 """The arguments and results of a record: layout, dtypes, default and role of each.
 
 Layouts. `"T, Hq, D"` names the dims of a tensor. The first tensor that bears a name binds it; every other must agree. An entry may also be
-an integer or an expression of names (`"B + 1"`), several allowed sizes (`"1 | Hkv"`), or a bound (`">= max_pages * page"`). Ints of the
-call are names, too. `"..."` at the end stands for one further dim or more. `attnops.problem` says which names are sizes of a Problem.
+an integer or an expression of names (`"B + 1"`), several allowed sizes (`"1 | Hkv"`), or a bound (`">= max_pages * page"`). An int of the
+call is a name, too. `"..."` at the end allows one further dim or more. `attnops.problem` lists the names that are sizes of a Problem.
 """
 
 from __future__ import annotations

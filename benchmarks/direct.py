@@ -134,7 +134,7 @@ OWN = {
     "flashmla_fp8_unplanned": ("flashmla_fp8_with_metadata",),
     "triton": tuple(vendors.MERGE),
 }
-"""By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, those that it stands in for."""
+"""By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, the calls that it replaces."""
 
 TINY = {"paged_attention": Case("decode 1x64", STEP, 1, 1, 64, "TB/s", DECODE)}
 

@@ -68,13 +68,12 @@ def guards_of(tensors: tuple[Tensor, ...]) -> Any:
 class Pattern:
     """How calls whose arguments have these types are told apart.
 
-    tensors, scalars: pick the tensors (at least two) and all else from a call. types: of the arguments, None for an absent tensor.
+    number: tells patterns apart in a key. tensors, scalars: pick the tensors that are given, and all else, from a call.
     """
 
     number: int
     tensors: Callable[[Any], tuple[Any, ...]]
     scalars: Callable[[Any], tuple[Any, ...]]
-    requires: tuple[str, ...]
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {
@@ -94,7 +93,7 @@ def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
         return None
     tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
     others = [i for i, a in enumerate(spec.args) if not a.tensor]
-    return Pattern(number, _picker(tensors), _picker(others), tuple(spec.args[i].name for i in tensors))
+    return Pattern(number, _picker(tensors), _picker(others))
 
 
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
