@@ -6,7 +6,7 @@ GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medi
 included, alike for all. Every result is compared with the reference's bits first; what differs is told (`differs`), and in `triton` it
 is a failure. `eager`: the reference's torch ops. `compiled`: the same ops by Inductor, lowered in place where the kernel says so, as a
 compiled graph holds them. `copy`: `copy_` of half the bytes that the case reads and writes, hence as many bytes in all; `of_copy` is the
-bandwidth reached over that one's. `sweep`: tiles beside those of the committed table (attnops/kernels/_triton/tiles.py).
+bandwidth reached over that one's. `sweep`: tiles beside those of the committed table (attnops/kernels/triton/launch/tiles.py).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def way(name: str, like: Call) -> Callable[[Call], Any]:
 
 def tiled(call: Call, rows: int, warps: int) -> Run:
     """`triton` with another tile than the table's."""
-    from attnops.kernels._triton import tiles
+    from attnops.kernels.triton.launch import tiles
 
     def run() -> None:
         before = tiles.store_tile

@@ -23,7 +23,7 @@ from triton_vendors import CASES, FEATURES, NEAR, build_one, error_of, expected_
 
 from attnops.inputs import Call, Pool
 from attnops.kernel import Kernel, kernels_of
-from attnops.kernels._triton.plan import Choice, Tile
+from attnops.kernels.triton.launch.plan import Choice, Tile
 from attnops.testing import check_kernel
 from attnops.tune.clock import GraphClock
 from attnops.tune.pool import side_by_side
@@ -98,7 +98,7 @@ def chosen(call: Call, choice: Choice) -> Kernel:
 @contextlib.contextmanager
 def recorded(found: list[Any]) -> Iterator[None]:
     """Let the kernels' `run` compile without launching."""
-    from attnops.kernels._triton import call as host
+    from attnops.kernels.triton.launch import call as host
 
     class Compiled:
         def __init__(self, kernel: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnops.kernel import Kernel, all_kernels, extent_at_most, kernels_of
-from attnops.kernels import aten_flash, aten_flash_cuda
+from attnops.kernels.torch import aten_flash, aten_flash_cuda
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
 from attnops.reference.attention import attention as dense_reference

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from attnops.kernel import all_kernels
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.problem import Target
 from tests.helpers import ROOT
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels import flex
-from attnops.kernels.flex import Tile, shared_limit
+from attnops.kernels.torch import flex
+from attnops.kernels.torch.flex import Tile, shared_limit
 from attnops.problem import Target
 from attnops.testing import Features, Source, builders
 

@@ -132,8 +132,8 @@ def test_imports_are_relative_in_the_linked_folders_alone():
     [
         ("attnops.kernel", "import attnops.lowering"),
         ("attnops.problem", "def f():\n    from attnops.kernel import Kernel"),
-        ("attnops.kernels.sdpa", "from attnops import ops"),
-        ("attnops.kernels.sdpa", "from attnops.select import Policy"),
+        ("attnops.kernels.torch.sdpa", "from attnops import ops"),
+        ("attnops.kernels.torch.sdpa", "from attnops.select import Policy"),
         ("attnops.lowering.choose", "from attnops import graphs"),
         ("attnops.graphs.split", "from importlib import import_module\nimport_module('attnops.lowering.choose')"),
         ("attnops.graphs.split", "from ..lowering import choose"),

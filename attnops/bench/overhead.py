@@ -115,7 +115,7 @@ def fa3(setup: Setup, call: Call) -> list[Row]:
     kernel = kernels_of("paged_attention")["fa3"]
     if not setup.on_gpu or kernel.absences(Target.of(setup.device)):
         return []
-    from attnops.kernels import _fa3
+    from attnops.kernels.sgl import fa3_op as _fa3
 
     a, none = call.arguments, None
     query, keys, values, table, lengths, cu = (a[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q"))

@@ -1,9 +1,10 @@
-"""The kernels: one backend a file. Every module in this folder is loaded, and every entry point of the group `attnops.kernels`."""
+"""The kernels: one backend a folder. Every module of these folders is loaded, and every entry point of the group `attnops.kernels`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 
 from attnops.kernel import FAILURES, report_broken, said, together
@@ -12,10 +13,12 @@ GROUP = "attnops.kernels"
 
 
 def load_own() -> None:
-    """Import the modules of this folder; each registers its kernels."""
-    for module in pkgutil.iter_modules(__path__):
-        if not module.name.startswith("_"):
-            importlib.import_module(f"{__name__}.{module.name}")
+    """Import the modules of this folder and of the backends' folders; each registers its kernels. Deeper folders hold what they import."""
+    for folder in ("", *(f"{module.name}." for module in pkgutil.iter_modules(__path__) if module.ispkg)):
+        paths = [os.path.join(path, folder[:-1]) for path in __path__]
+        for module in pkgutil.iter_modules(paths):
+            if not module.ispkg:
+                importlib.import_module(f"{__name__}.{folder}{module.name}")
 
 
 def load_third_party() -> None:

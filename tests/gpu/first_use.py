@@ -39,7 +39,7 @@ def main(module: str) -> None:
     calls, cache = import_module(module).FIRST_USES, Path(os.environ["TRITON_CACHE_DIR"])
     torch.zeros(1, device="cuda")
     for name in ("call", "data"):
-        import_module(f"attnops.kernels._triton.{name}")  # what is imported once is no part of a kernel's first use
+        import_module(f"attnops.kernels.triton.launch.{name}")  # what is imported once is no part of a kernel's first use
     for name, make in calls.items():
         call = make()
         kernel = kernels_of(call.op)["triton"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels._flashinfer_build import Module
+from attnops.kernels.flashinfer.build import Module
 from attnops.problem import Problem, Target, pretend
 from attnops.testing import CASES
 
@@ -56,8 +56,8 @@ def is_built(problem: Problem, queries: int) -> bool:
 
 def others() -> dict[str, Callable[[], Any]]:
     """What loads, and so builds, each module of latent attention and of XQA."""
-    from attnops.kernels._flashinfer import FA2, FA3, NAMES
-    from attnops.kernels._flashinfer_mla import _module
+    from attnops.kernels.flashinfer.mla import _module
+    from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES
     from tests.gpu.test_xqa import BUILT, load
 
     half, bf16, e4m3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn

@@ -11,7 +11,9 @@ import torch
 import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
-from attnops.kernels import _fa3, _fa4, _sgl
+from attnops.kernels.flash_attn4 import fa4_op as _fa4
+from attnops.kernels.sgl import fa3_op as _fa3
+from attnops.kernels.sgl import package as _sgl
 from attnops.problem import Target
 from attnops.testing import CASES, Call, Features, Source, builders, check_kernel, refusals
 from tests.standins.test_fa3 import half, schedule_of

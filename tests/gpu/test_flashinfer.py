@@ -20,7 +20,7 @@ import attnops
 from attnops.cache import PagedCache, Planner
 from attnops.call import changed
 from attnops.kernel import kernels_of
-from attnops.kernels import _flashinfer as fi
+from attnops.kernels.flashinfer import modules as fi
 from attnops.ops import PagedSpec
 from attnops.testing import Features, Source, builders, check_kernel, planned
 from tests.standins import flashinfer_modules as standin
@@ -276,7 +276,7 @@ def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
     ids = [[cache.alloc() for _ in range(3)] for cache in caches]
     compiled = torch.compile(model, mode=mode, fullgraph=True)
     planned_by, run_by = Counter(), Counter()
-    from attnops.kernels import _flashinfer_plan as maker
+    from attnops.kernels.flashinfer import plan_batch as maker
 
     real_plan, real_run = maker.call_planner, fi.run_prefill
 

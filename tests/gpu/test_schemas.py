@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.problem import Target
 from tests.standins.schemas import COMMON, OPS, READ_IN, Foreign
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _flashmla_sparse, _sgl
+from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target
 from attnops.reference.latent_format import pack, unpack
@@ -67,7 +68,7 @@ def test_the_log_base_of_sparse_prefill(found: dict[str, Any]) -> None:
     assert off[base] < 1e-3, f"lse fits neither base: off by {off}"
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
     says = f"{_flashmla_sparse.PREFILL_LSE_BASE:g}" if math.e != _flashmla_sparse.PREFILL_LSE_BASE else "e"
-    assert base == says, f"sparse_prefill_fwd gives lse to base {base}: set PREFILL_LSE_BASE in attnops/kernels/_flashmla_sparse.py to it"
+    assert base == says, f"sparse_prefill_fwd gives lse to base {base}: set PREFILL_LSE_BASE of its file to it"
 
 
 @pytest.mark.parametrize("heads", [64, 128])

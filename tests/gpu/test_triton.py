@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels._triton import plan
+from attnops.kernels.triton.launch import plan
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
 from tests.gpu.first_use import MOST, first_use
@@ -85,8 +85,8 @@ def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_
 
 
 def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
-    from attnops.kernels._triton.device.attend import attend
-    from attnops.kernels._triton.device.combine import combine
+    from attnops.kernels.triton.device.attend import attend
+    from attnops.kernels.triton.device.combine import combine
 
     device = torch.cuda.current_device()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _workspace
+from attnops.kernels.shared import workspace as _workspace
 from attnops.testing import Call, Features, Source, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.budget import allowance
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnops
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import _REGISTRY, Kernel, generation
-from attnops.kernels import flex
+from attnops.kernels.torch import flex
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION
 from attnops.ops.paged import PAGED

@@ -22,7 +22,7 @@ Called = list[str]
 @contextmanager
 def installed() -> Iterator[Called]:
     """Within the block the ops run on CPU tensors, and `aten_flash` takes them for CUDA's; yields the names of the ops called."""
-    from attnops.kernels import aten_flash
+    from attnops.kernels.torch import aten_flash
 
     calls: Called = []
     library = torch.library.Library("aten", "IMPL")

@@ -25,7 +25,7 @@ Called = list[dict[str, Any]]
 @contextmanager
 def installed(arch: int = 90) -> Iterator[Called]:
     """Put the stand-in where the wrapper looks within the block; yields the arguments of every call by name."""
-    from attnops.kernels import _fa4
+    from attnops.kernels.flash_attn4 import fa4_op as _fa4
 
     calls: Called = []
     before: Callable[..., Any] = _fa4.interface

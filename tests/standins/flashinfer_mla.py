@@ -141,7 +141,7 @@ def gen_batch_mla_module(backend, dtype_q, dtype_kv, dtype_o, dtype_idx, head_di
 @contextmanager
 def installed() -> Iterator[list[str]]:
     """Within the block `import flashinfer` finds the stand-ins. Gives the record of calls."""
-    from attnops.kernels import _flashinfer_mla
+    from attnops.kernels.flashinfer import mla as _flashinfer_mla
 
     modules = {n: ModuleType(n) for n in ("flashinfer", "flashinfer.jit")}
     modules["flashinfer.jit"].gen_batch_mla_module = gen_batch_mla_module  # type: ignore[attr-defined]

@@ -436,7 +436,7 @@ def gen_batch_prefill_attention_sink_module(
 
 def forget() -> None:
     """No module is built, and nothing was called."""
-    from attnops.kernels import _flashinfer
+    from attnops.kernels.flashinfer import modules as _flashinfer
 
     for cache in (_flashinfer.load_module, get_batch_decode_module, get_batch_prefill_module):
         cache.cache_clear()

@@ -32,7 +32,7 @@ Called = list[dict[str, Any]]
 @contextmanager
 def installed(schema: str = SCHEMA) -> Iterator[Called]:
     """Register the stand-in within the block; yields the arguments of every call by name."""
-    from attnops.kernels import _fa3
+    from attnops.kernels.sgl import fa3_op as _fa3
 
     calls: Called = []
     library = torch.library.Library("sgl_kernel", "FRAGMENT")

@@ -12,7 +12,7 @@ from torch import nn
 
 from attnops.cache import LatentCache, Planner
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.nn import LatentAttention
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend

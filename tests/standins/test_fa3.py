@@ -12,7 +12,8 @@ from attnops import ops
 from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels import _fa3, _sgl
+from attnops.kernels.sgl import fa3_op as _fa3
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, active_policy, select

@@ -11,7 +11,7 @@ import torch
 import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import Package, kernels_of
-from attnops.kernels import _fa4
+from attnops.kernels.flash_attn4 import fa4_op as _fa4
 from attnops.ops import OPS
 from attnops.package import _installed
 from attnops.problem import Extent, Problem, Target, pretend

@@ -15,10 +15,10 @@ from attnops.cache import PagedCache, Planner
 from attnops.call import changed
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Capture, kernels_of
-from attnops.kernels import _flashinfer as fi
-from attnops.kernels import _flashinfer_plan as planner_of
-from attnops.kernels._flashinfer_build import Module, build
-from attnops.kernels._plan import FIRST, HEADER, MAGIC
+from attnops.kernels.flashinfer import modules as fi
+from attnops.kernels.flashinfer import plan_batch as planner_of
+from attnops.kernels.flashinfer.build import Module, build
+from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
 from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select

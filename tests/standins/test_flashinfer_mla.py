@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, kernels_of
-from attnops.kernels import _flashinfer_mla as fm
-from attnops.kernels._plan import FIRST, HEADER
+from attnops.kernels.flashinfer import mla as fm
+from attnops.kernels.shared.plan import FIRST, HEADER
 from attnops.ops import LatentSpec, mla_attention, plan_mla_attention, plan_mla_sizes
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select

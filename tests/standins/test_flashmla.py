@@ -9,7 +9,10 @@ import torch
 from attnops.errors import InvalidInput, NoKernel
 from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
-from attnops.kernels import _decode, _flashmla_schedule, _sgl, flashmla
+from attnops.kernels.sgl import flashmla
+from attnops.kernels.sgl import flashmla_schedule as _flashmla_schedule
+from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.shared import decode as _decode
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend, problem_of

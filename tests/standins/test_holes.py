@@ -13,7 +13,7 @@ import attnops
 from attnops.errors import InvalidInput
 from attnops.inputs import plan_call, planned
 from attnops.kernel import Kernel, kernels_of, register
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
 from attnops.reference.holes import UNKNOWN

@@ -8,8 +8,8 @@ import torch
 
 from attnops.cache import LatentCache, Planner
 from attnops.errors import NoKernel
-from attnops.kernels import _sgl
-from attnops.kernels._plan import MAGIC
+from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.shared.plan import MAGIC
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import use

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.problem import Target, pretend
 from attnops.testing import Features, Source, builders, equip, with_device_plan
 from tests.standins import sgl_kernel_fa3, sgl_kernel_small, test_speculative

@@ -9,7 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
-from attnops.kernels import _flashmla_schedule, _sgl, _workspace, cutlass_mla, flashmla, flashmla_fp8
+from attnops.kernels.sgl import cutlass_mla, flashmla, flashmla_fp8
+from attnops.kernels.sgl import flashmla_schedule as _flashmla_schedule
+from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.shared import workspace as _workspace
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels import _flashinfer_pkg, _sgl
+from attnops.kernels.flashinfer import package as _flashinfer_pkg
+from attnops.kernels.sgl import package as _sgl
 from attnops.problem import Target
 
 

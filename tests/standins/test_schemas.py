@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnops.kernel import all_kernels
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from tests.helpers import ROOT
 from tests.standins import schemas
 from tests.standins.schemas import BY_NAME, OPS
@@ -18,17 +18,19 @@ VERSIONS = (
     "0.4.5", "0.4.6", "0.4.6.post1", "0.4.7", "0.4.8", "0.4.9", "0.4.10",
 )  # fmt: skip
 KERNELS = ROOT / "attnops" / "kernels"
-CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|_sgl\.load\(\s*\"(\w+)\"")
-HELPERS = re.compile(r"attnops\.kernels(?:\.| import )(_\w+)")
+CALLED = re.compile(r"torch\.ops\.sgl_kernel\.(\w+)|\bload\(\s*\"(\w+)\"")
+HELPERS = re.compile(r"from attnops\.kernels\.(\w+)(?:\.(\w+))? import ([\w, ]+)")
 
 
 def called_in(module: str) -> set[str]:
-    """The foreign ops that a module of attnops.kernels calls, its helpers' included."""
-    if (KERNELS / module).is_dir():
+    """The foreign ops that a module of attnops.kernels, `backend.file`, calls, its helpers' included."""
+    path = KERNELS / f"{module.replace('.', '/')}.py"
+    if not path.is_file():
         return set()  # of our own device functions
-    source = (KERNELS / f"{module}.py").read_text()
+    source = path.read_text()
     own = {a or b for a, b in CALLED.findall(source)}
-    return own.union(*(called_in(helper) for helper in HELPERS.findall(source) if helper != module))
+    helpers = {f"{folder}.{n}" for folder, file, names in HELPERS.findall(source) for n in ([file] if file else re.findall(r"\w+", names))}
+    return own.union(*(called_in(helper) for helper in helpers - {module}))
 
 
 def present(name: str, version: str) -> bool:
@@ -58,14 +60,14 @@ def test_what_the_schemas_lie_about():
     assert names.count("q_seqlens") == 2
 
 
-@pytest.mark.parametrize("module", sorted(f.stem for f in KERNELS.glob("*.py")))
+@pytest.mark.parametrize("module", sorted(f"{f.parent.name}.{f.stem}" for f in KERNELS.glob("*/*.py")))
 def test_every_foreign_op_that_is_called_is_pinned(module):
     assert called_in(module) <= set(BY_NAME), f"not in tests/standins/schemas.py: {called_in(module) - set(BY_NAME)}"
 
 
 @pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: f"{k.op}-{k.name}")
 def test_a_kernel_asks_for_versions_that_have_its_ops(kernel):
-    names = called_in(kernel.run.__module__.rpartition(".")[2])
+    names = called_in(kernel.run.__module__.removeprefix("attnops.kernels."))
     [package] = [p for p in kernel.packages if p.module == "sgl_kernel"]
     assert names and package.dists == ("sglang-kernel", "sgl-kernel")
     accepted = [v for v in VERSIONS if package.has(v)]

@@ -14,7 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
-from attnops.kernels import _flashinfer_pkg, _sgl, cutlass_mla, trtllm_mla
+from attnops.kernels.flashinfer import package as _flashinfer_pkg
+from attnops.kernels.flashinfer import trtllm_mla
+from attnops.kernels.sgl import cutlass_mla
+from attnops.kernels.sgl import package as _sgl
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend

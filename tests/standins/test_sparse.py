@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import Kernel, kernels_of
-from attnops.kernels import _flashmla_sparse, _sgl
+from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse

@@ -15,7 +15,8 @@ import torch
 from attnops.cache import PagedBatch, Planner
 from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
-from attnops.kernels import _sgl, trtllm
+from attnops.kernels.flashinfer import trtllm
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import LatentSpec, mla_attention, pad_queries, unpad_queries
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent

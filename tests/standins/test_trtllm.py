@@ -13,7 +13,9 @@ import attnops
 from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels import _trtllm, _workspace, trtllm, xqa
+from attnops.kernels.flashinfer import trtllm, xqa
+from attnops.kernels.flashinfer import trtllm_package as _trtllm
+from attnops.kernels.shared import workspace as _workspace
 from attnops.ops import OPS
 from attnops.problem import Extent, Target, pretend
 from attnops.select import choose, select, workspace_bytes

@@ -9,7 +9,8 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels import _workspace, trtllm_mla
+from attnops.kernels.flashinfer import trtllm_mla
+from attnops.kernels.shared import workspace as _workspace
 from attnops.ops import decode_rows, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes

@@ -12,7 +12,7 @@ import attnops
 from attnops import ops
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels import _sgl
+from attnops.kernels.sgl import package as _sgl
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import select

@@ -70,7 +70,7 @@ def launches_overlap():
 
 def launched(call, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels._triton import call as host
+    from attnops.kernels.triton.launch import call as host
 
     found = []
 

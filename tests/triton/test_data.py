@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import attnops
 from attnops import ops
 from attnops.kernel import kernels_of
-from attnops.kernels._triton import tiles
+from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, moves, sparse
@@ -287,7 +287,7 @@ def test_a_compiled_function_calls_them():
 @interpreted
 def test_a_generate_run_compiles_few_kernels():
     """Every number of tokens of one model. The bounds are in docs/triton.md."""
-    from attnops.kernels._triton import data as host
+    from attnops.kernels.triton.launch import data as host
 
     seen = {"store": set(), "pad": set(), "unpad": set()}
 
@@ -369,7 +369,7 @@ def test_slots_outside_the_pages_are_neither_written_nor_copied():
 @interpreted
 def test_rows_of_no_request_are_cleared(shape):
     """As what aten's flash kernels leave unwritten: the rest keeps its bits, in one tensor or two."""
-    from attnops.kernels._triton.data import clear_rows
+    from attnops.kernels.triton.launch.data import clear_rows
 
     for end in {0, 1, shape[0] - 1, shape[0], min(64, shape[0])}:
         for count in (1, 2, 3):
@@ -389,7 +389,7 @@ def test_rows_of_no_request_are_cleared(shape):
 @pytest.mark.parametrize("topk", [5, 128, 700])
 @interpreted
 def test_lists_name_slots_alone(topk, lengths):
-    from attnops.kernels._triton.data import make_lists
+    from attnops.kernels.triton.launch.data import make_lists
 
     tokens, slots, width = 3, 40, -(-topk // 128) * 128
     given = torch.randint(-3, 50, (topk, tokens), dtype=torch.int32).T

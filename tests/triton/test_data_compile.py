@@ -84,7 +84,7 @@ ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "c
 
 def launched(made, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels._triton import data as host
+    from attnops.kernels.triton.launch import data as host
 
     found = []
 
@@ -144,7 +144,7 @@ def test_other_gpus(arch, name):
 
 @compiled
 def test_rows_are_cleared_16_bytes_at_a_time():
-    from attnops.kernels._triton.device.move import clear
+    from attnops.kernels.triton.device.move import clear
 
     starts, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(130, 1024, dtype=BF16)
     given = {f"{n}_{k}": v for n in "abc" for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()}

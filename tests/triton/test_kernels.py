@@ -35,8 +35,8 @@ def triton(op):
 @pytest.mark.parametrize("op", OURS[:2])
 @interpreted
 def test_a_request_does_not_see_its_mates(op):
-    from attnops.kernels._triton import call as host
-    from attnops.kernels._triton import plan
+    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import plan
 
     plan.SPLIT_KEYS, before = 128, plan.SPLIT_KEYS
     host._launches.cache_clear()
@@ -60,8 +60,8 @@ def test_a_request_does_not_see_its_mates(op):
 @interpreted
 def test_parts_are_bounded(op):
     """Requests that take turns give the bits of requests served at once, padding tokens too."""
-    from attnops.kernels._triton import call as host
-    from attnops.kernels._triton import plan
+    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import plan
 
     plan.SPLIT_KEYS, before = 128, (plan.SPLIT_KEYS, host.MOST_PARTS_BYTES)
     host._launches.cache_clear()
@@ -145,7 +145,9 @@ def test_a_compiled_model_calls_it(step):
 
 
 def test_its_modules_do_not_import_triton_before_a_call():
-    code = "import sys, attnops.kernels.triton, attnops.kernels._triton.plan as p; print(p.TABLE is not None, 'triton' in sys.modules)"
+    code = """
+import sys, attnops.kernels.triton.attention, attnops.kernels.triton.launch.plan as p
+print(p.TABLE is not None, 'triton' in sys.modules)"""
     assert fresh_process(code).split() == ["True", "False"]
 
 
@@ -208,8 +210,8 @@ def kind_of(x, varying):
 @interpreted
 def test_a_generate_run_compiles_few_kernels():
     """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
-    from attnops.kernels._triton import call
-    from attnops.kernels._triton.device import attend, combine
+    from attnops.kernels.triton.device import attend, combine
+    from attnops.kernels.triton.launch import call
 
     seen = {"attend": set(), "combine": set()}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnops.call import changed
 from attnops.kernel import kernels_of
-from attnops.kernels._triton import plan
+from attnops.kernels.triton.launch import plan
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
@@ -29,7 +29,7 @@ MODES = ("as_is", "split", "deterministic")
 @contextmanager
 def mode(name):
     """What a mode changes, and back. In a process of one test at a time."""
-    from attnops.kernels._triton import call
+    from attnops.kernels.triton.launch import call
 
     before = plan.LEAST_KEYS, plan.LEAST_LATENTS, plan.SPLIT_KEYS, call.INTERPRETED
     if name == "split":

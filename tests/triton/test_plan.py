@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from attnops.kernels._triton import plan
-from attnops.kernels._triton.plan import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
+from attnops.kernels.triton.launch import plan
+from attnops.kernels.triton.launch.plan import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
 
 H200 = (132, 227 * 1024)
 SMALL_GPU = (20, 99 * 1024)

@@ -1,1 +1,0 @@
-"""What is behind `attnops.kernels.triton`: `plan` (plain Python), `call` (the launches) and `device` (what runs there)."""

@@ -1,0 +1,1 @@
+"""Kernels of FlashInfer, TensorRT-LLM's among them."""

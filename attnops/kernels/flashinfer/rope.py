@@ -1,0 +1,95 @@
+"""`flashinfer_rope`: FlashInfer's kernel that rotates and quantises queries and latents (MLA), all four parts in one launch.
+
+It writes by strides, so that both parts of a query go side by side into one tensor, and both of a latent: no copy joins them. It
+multiplies by the inverse scale where the contract divides, which differs in float32's last bit, and saturates as it rounds.
+
+Interleaved, its source loads eight cosines and sines more than a thread uses, past the table's end for the last row; nvcc (13.0,
+for SM90: read in the PTX) drops those loads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.kernel import Kernel, arch, multiple_of, one_of, register
+from attnops.kernels.flashinfer import package as _pkg
+from attnops.kernels.shared.rows import aligned, countable
+from attnops.problem import Problem, Refusal
+from attnops.reference.rope_quantize import STORED
+
+ARCHS = tuple(a for a in _pkg.ARCHS if a >= 89)
+"""Those that round to float8 themselves."""
+
+ROPE_UNIT = 32
+"""A thread holds 16 numbers of a rotated part, none of them from both of its halves."""
+
+DIM_UNIT = 16
+"""Bytes that are stored at once: rows of float8 start at multiples of it."""
+
+GRID_Y = 65535
+
+
+def rope_quantize_latent(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    k_pe: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    *,
+    q_scale: float = 1.0,
+    kv_scale: float = 1.0,
+    interleaved: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    """See `attnops.ops.rope_quantize_latent`."""
+    tokens, heads, dims = q_nope.shape
+    both = dims + q_pe.shape[2]
+    query = torch.empty((tokens, heads, both), dtype=STORED, device=q_nope.device)
+    row = torch.empty((tokens, both), dtype=STORED, device=q_nope.device)
+    if tokens == 0:
+        return query, row
+    table = cos_sin.contiguous()
+    aligned(q_nope=q_nope, q_pe=q_pe, latent=latent, k_pe=k_pe, cos_sin=table)
+    countable(q_nope=q_nope)
+    _pkg.module("rope").mla_rope_quantize_fp8(
+        q_pe, k_pe, q_nope, latent, table, positions.contiguous(), is_neox=not interleaved, quantize_dtype=STORED,
+        quant_scale_q=1.0 / q_scale, quant_scale_kv=1.0 / kv_scale, q_rope_out=query[..., dims:], k_rope_out=row[:, dims:],
+        q_nope_out=query[..., :dims], k_nope_out=row[:, :dims],
+    )  # fmt: skip
+    return query, row
+
+
+def _blocks(p: Problem) -> Refusal | None:
+    """One block a head and part, and as many parts of a latent as it is times as wide as a rotated part."""
+    parts = 1 + -(-p.v_head_dim // p.rope_dim)
+    most = GRID_Y // parts - 1
+    return None if p.q_heads <= most else Refusal("q_heads", p.q_heads, f"<= {most} of {p.v_head_dim} + {p.rope_dim} numbers each")
+
+
+def _cost_us(p: Problem) -> float:
+    """One launch, and the bytes; not measured."""
+    return 5.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
+
+
+register(
+    Kernel(
+        "flashinfer_rope",
+        "rope_quantize_latent",
+        rope_quantize_latent,
+        needs=(
+            arch(*ARCHS),
+            one_of("dtype", torch.float16, torch.bfloat16),
+            multiple_of("rope_dim", ROPE_UNIT),
+            multiple_of("v_head_dim", DIM_UNIT),
+            one_of("last_dim_contiguous", True),
+            _blocks,
+        ),
+        packages=(_pkg.package(),),
+        probe=_pkg.missing,
+        cost_us=_cost_us,
+        batch_invariant=True,
+        about="FlashInfer's RoPE and quantisation for MLA",
+    )
+)

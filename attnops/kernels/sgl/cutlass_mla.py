@@ -1,0 +1,126 @@
+"""`cutlass_mla`: the CUTLASS MLA decode inside the sgl_kernel wheel, for latents of 512 + 64 on exactly SM100.
+
+The kernel works on 128 heads, so the query's are padded; what it computes for the padding is thrown away. Its pages come in tiles of
+128 keys, so the page table is padded to whole tiles. It takes pages for packed whatever
+their strides, and returns no lse. It never ran here on an SM100 device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.shared import workspace as _workspace
+from attnops.kernels.shared.decode import batch_by_token, rows
+from attnops.measured import Roofline
+from attnops.problem import Problem
+
+LIBRARY = "sm100/common_ops.*"
+TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
+
+# The persistent scheduler hangs when told to split, and left to choose (-1) the kernel gave wrong results and broke under CUDA
+# graphs: NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
+KV_SPLITS = 1
+
+MOST_QUERIES = 8
+"""Of one request. Every token is a row of its own and reads all keys of its request."""
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    policy: str = "",
+    output: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here.
+
+    workspace: where it has `workspace_size` bytes behind the counters that kernels share, those are used; otherwise they are made here,
+    for only the device can tell how many. A workspace that came with a host's plan is that plan's.
+    """
+    if not (output.numel() and page_table.numel() and latent_pages.numel()):
+        output.zero_()
+        return
+    _sgl.load("cutlass_mla_decode", LIBRARY)
+    tokens, page = q_nope.shape[0], latent_pages.shape[1]
+    tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
+    tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
+    size = workspace_size(tables.shape[1] * page, tokens)
+    given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[_workspace.COUNTERS :]
+    scratch = q_nope.new_empty(size, dtype=torch.uint8) if given is None or given.numel() < size else given
+    padded = q_nope.new_empty((tokens, HEADS, LATENT))
+    # A request without keys is given one, so that the kernel has no empty loop; what comes of it is thrown away.
+    torch.ops.sgl_kernel.cutlass_mla_decode(
+        padded, _pad_heads(q_nope), _pad_heads(q_pe), latent_pages, lengths.clamp(min=1), tables, scratch, scale, KV_SPLITS
+    )
+    output.copy_(padded[:, : q_nope.shape[1]].masked_fill((lengths == 0)[:, None, None], 0.0))
+
+
+def workspace_size(keys: int, tokens: int) -> int:
+    """Bytes of scratch for `tokens` queries over page tables of `keys` keys on device 0. Its function asks the device."""
+    _sgl.load("cutlass_mla_decode", LIBRARY)
+    return int(torch.ops.sgl_kernel.cutlass_mla_get_workspace_size(keys, tokens, 0, KV_SPLITS))
+
+
+def _pad_heads(query: Tensor) -> Tensor:
+    heads = query.shape[1]
+    if heads == HEADS:
+        return query.contiguous()
+    padded = query.new_empty((query.shape[0], HEADS, query.shape[2]))
+    padded[:, :heads] = query
+    return padded
+
+
+HARDWARE = Roofline(12.0, 0.83, 0.55)
+
+
+def _cost_us(p: Problem) -> float:
+    """Whatever heads there are, those of a whole tile; of the hardware's figures, not measured."""
+    return HARDWARE(replace(p, q_heads=HEADS))
+
+
+register(
+    Kernel(
+        "cutlass_mla",
+        "mla_attention",
+        mla_attention,
+        needs=(
+            arch(100),
+            dtypes(torch.float16, torch.bfloat16),
+            at_most("q_heads", HEADS),
+            one_of("v_head_dim", LATENT),
+            one_of("rope_dim", ROPE),
+            one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128),
+            extent_at_most("queries", MOST_QUERIES),
+            one_of("last_dim_contiguous", True),
+            one_of("pages_packed", True),
+            *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),
+        ),
+        packages=(_sgl.package(below=_sgl.DROPPED, holds="cutlass_mla_decode"),),
+        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        cost_us=_cost_us,
+        device_plan=rows,
+        about="CUTLASS MLA decode (sgl_kernel)",
+    )
+)

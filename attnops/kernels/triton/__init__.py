@@ -1,0 +1,1 @@
+"""attnops' own kernels in Triton."""

@@ -1,0 +1,312 @@
+"""Device function: stage one. A tile of query rows attends over the pages of its request, or over one split of them.
+
+A tile's rows are queries times the heads of one key head's group (GQA packing): every key is loaded once for all of them. FlashAttention-2,
+https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytorch.org/blog/flash-decoding/.
+"""
+
+import triton
+import triton.language as tl
+
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, chunk_of, finite, let_next_begin, share, tanh, with_sink
+
+
+@triton.jit
+def find(starts_ptr, tile, requests, steps, BLOCK_Q: tl.constexpr):
+    """The request of a tile, `requests` for padding, where request b's tiles begin at starts[b] // BLOCK_Q + b."""
+    low = 0
+    high = requests
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        begun = tl.load(starts_ptr + middle) // BLOCK_Q + middle <= tile
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle - 1)
+    return low
+
+
+@triton.jit
+def load_keys(base, at, dims, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """`[keys, BLOCK]` rows of pages; what nobody may look at (other slots may hold NaN) is 0."""
+    pointers = base + at[:, None] + dims[None, :]
+    if MASKED:
+        if WIDTH == BLOCK:
+            return tl.load(pointers, mask=seen[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=seen[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    else:
+        if WIDTH == BLOCK:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(dims < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+    """Offsets of a tile's keys. One page holds the whole tile, or each key has its own."""
+    if PAGE % TILE_N == 0:
+        return page.to(tl.int64) * stride_p + (key % PAGE + tl.arange(0, TILE_N)) * stride_n
+    else:
+        return page.to(tl.int64) * stride_p + (keys % PAGE) * stride_n
+
+
+@triton.jit
+def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
+    """Ids of the pages of a tile: of the one that holds it, or of each key's."""
+    if PAGE % TILE_N == 0:
+        return tl.load(row_ptr + key // PAGE, mask=key < high, other=0)
+    else:
+        keys = key + tl.arange(0, TILE_N)
+        return tl.load(row_ptr + keys // PAGE, mask=keys < high, other=0)
+
+
+@triton.jit
+def attend_tile(
+    acc, top, total, page, q, q_rope, key, low, high, length, position,
+    k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk,
+    k_p, k_n, v_p, v_n, mask_n,
+    D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
+    PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step over TILE_N keys, which lie in `page`; returns the next step's too. MASKED: some keys may be hidden from some row."""
+    keys = key + tl.arange(0, TILE_N)
+    seen = (keys >= low) & (keys < high)
+    k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
+    dims = tl.arange(0, BLOCK_D)
+    k = load_keys(k_ptr, k_at, dims, seen, D, BLOCK_D, MASKED).to(COMPUTE)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if LATENT:
+        dims_r = tl.arange(0, BLOCK_DR)
+        k_rope = load_keys(k_ptr + D, k_at, dims_r, seen, DR, BLOCK_DR, MASKED).to(COMPUTE)
+        s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee")
+    if CAP:
+        s = tanh(s * scale) * cap
+    else:
+        s = s * scale
+    if TEMPERED:
+        s = s * temperature[:, None]
+    if MASK != "none":
+        bias = tl.load(mask_ptr + mask_row[:, None] + keys[None, :] * mask_n, mask=live[:, None] & seen[None, :], other=0)
+        if MASK == "bool":
+            s = tl.where(bias != 0, s, float("-inf"))
+        else:
+            s = s + bias.to(tl.float32) * LOG2E
+    if MASKED:
+        visible = (keys < length)[None, :]
+        if CAUSAL:
+            visible = visible & (keys[None, :] <= position[:, None])
+        if LEFT:
+            visible = visible & (keys[None, :] >= position[:, None] - left)
+        if RIGHT:
+            visible = visible & (keys[None, :] <= position[:, None] + right)
+        if CHUNKED:
+            begun = chunk_of(position, chunk)[:, None]
+            visible = visible & (keys[None, :] >= begun) & (keys[None, :] < begun + chunk)
+        s = tl.where(visible, s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    base = finite(higher)
+    weights = tl.exp2(s - base[:, None])
+    fade = tl.exp2(top - base)
+    if len(total.shape) == 2:
+        total = total * fade[:, None] + weights
+    else:
+        total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    if LATENT:
+        v = k
+    else:
+        v_at = slots_of(page, key, keys, v_p, v_n, PAGE, TILE_N)
+        v = load_keys(v_ptr, v_at, tl.arange(0, BLOCK_DV), seen, DV, BLOCK_DV, MASKED).to(COMPUTE)
+    acc = tl.dot(weights.to(COMPUTE), v, acc, input_precision="ieee")
+    page = pages_of(row_ptr, key + TILE_N, high, PAGE, TILE_N)
+    return acc, higher, total, page
+
+
+# Warps share the keys of so few rows. A sum over them waits for all, so it is made once, at the end, where registers allow.
+LATE_ROWS = tl.constexpr(16)
+VARYING = [
+    "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
+    "fewest", "most", "table_b", "mask_t",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend(
+    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    temperature_ptr,
+    out_ptr, lse_ptr, parts_ptr, scale, cap, left, right, chunk,
+    requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows, fewest, most,
+    q_t, q_h, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, k_scale_h, v_scale_h, table_b, mask_t, mask_n, out_t, out_h, out_d, lse_t, lse_h,
+    D: tl.constexpr, DV: tl.constexpr, DR: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_DR: tl.constexpr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr,
+    CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr,
+    RAGGED: tl.constexpr, SPLIT: tl.constexpr, PEEL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
+
+    tiles: tiles of queries in all, the last `pads` of them for tokens of no request, as are those after the requests' where RAGGED.
+    each: tiles of one request where not RAGGED. width: queries of one request, an upper bound.
+    fewest, most: requests with another number of queries are another launch's. PEEL: tiles that every row sees are not masked.
+    OVERLAP: stage two is launched while this runs. cap: soft cap in base 2; `scale` then holds scale / cap.
+    TEMPERED: capped logits are multiplied by their token's temperature.
+    `k_ptr` holds the value too where LATENT.
+    """
+    HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
+    BLOCK_Q: tl.constexpr = TILE_M // HEADS
+    if OVERLAP:
+        let_next_begin()
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    at = tl.program_id(0)
+    head_tile = at % (KV_HEADS * HEAD_TILES)
+    rest = at // (KV_HEADS * HEAD_TILES)
+    real = tiles - pads
+    split = rest % splits
+    tile = real - 1 - rest // splits
+    if rest >= real * splits:
+        split = 0
+        tile = rest - real * splits + real
+    if RAGGED:
+        request = find(starts_ptr, tile, requests, steps, BLOCK_Q)
+        begin = tl.load(starts_ptr + request)
+        origin = begin // BLOCK_Q + request
+    else:
+        request = tl.minimum(tile // each, requests)
+        begin = tl.load(starts_ptr + request)
+        origin = request * each
+
+    # Asked for at once: one after the other, each would wait for memory anew.
+    end = tl.load(starts_ptr + tl.minimum(request + 1, requests))
+    length = tl.load(lengths_ptr + request, mask=request < requests, other=0)
+    row = tl.arange(0, TILE_M)
+    group_head = head_tile % HEAD_TILES * HEADS + row % HEADS
+    kv_head = head_tile // HEAD_TILES
+    head = kv_head * GROUP + group_head
+    dims_v = tl.arange(0, BLOCK_DV)
+    if request == requests:
+        # Tokens of no request.
+        if split == 0:
+            for first in range((tile - origin) * BLOCK_Q, tokens - begin, (tiles - origin) * BLOCK_Q):
+                i = first + row // HEADS
+                live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
+                token = (begin + i).to(tl.int64)
+                zeros = tl.zeros([TILE_M, BLOCK_DV], out_ptr.dtype.element_ty)
+                out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
+                tl.store(out_at, zeros, mask=live[:, None] & (dims_v < DV)[None, :])
+                if lse_ptr is not None:
+                    tl.store(lse_ptr + token * lse_t + head * lse_h, tl.full([TILE_M], float("-inf"), tl.float32), mask=live)
+        return
+
+    queries = end - begin
+    first_q = (tile - origin) * BLOCK_Q
+    if first_q >= queries:
+        return
+    if (queries < fewest) | (queries > most):
+        return
+    start = 0
+    size = length
+    if SPLIT:
+        start, size = share(length, queries, left, chunk, splits, split_keys, TILE_N, LEFT, CHUNKED)
+        start += split * size
+        if start >= length:
+            return
+
+    i = first_q + row // HEADS
+    live = (row < BLOCK_Q * HEADS) & (i < queries) & (group_head < GROUP)
+    token = (begin + i).to(tl.int64)
+    position = length - queries + i
+    lowest = length - queries + first_q
+    highest = length - queries + tl.minimum(first_q + BLOCK_Q, queries) - 1
+    low = 0
+    high = length
+    all_low = 0
+    all_high = length
+    if CAUSAL:
+        high = tl.minimum(high, highest + 1)
+        all_high = tl.minimum(all_high, lowest + 1)
+    if RIGHT:
+        high = tl.minimum(high, highest + right + 1)
+        all_high = tl.minimum(all_high, lowest + right + 1)
+    if LEFT:
+        low = tl.maximum(lowest - left, 0)
+        all_low = tl.maximum(highest - left, 0)
+    if CHUNKED:
+        low = tl.maximum(low, chunk_of(lowest, chunk))
+        high = tl.minimum(high, chunk_of(highest, chunk) + chunk)
+        all_low = tl.maximum(all_low, chunk_of(highest, chunk))
+        all_high = tl.minimum(all_high, chunk_of(lowest, chunk) + chunk)
+    if SPLIT:
+        high = tl.minimum(high, start + size)
+    start = tl.maximum(start, low // TILE_N * TILE_N)
+    high = tl.maximum(high, start)
+
+    row_ptr = table_ptr + request.to(tl.int64) * table_b
+    # Page ids are always a step ahead of the keys they lead to, the first ahead of the query.
+    page = pages_of(row_ptr, start, high, PAGE, TILE_N)
+    dims = tl.arange(0, BLOCK_D)
+    q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (dims < D)[None, :], other=0.0).to(COMPUTE)
+    q_rope = q
+    if LATENT:
+        dims_r = tl.arange(0, BLOCK_DR)
+        r_at = r_ptr + (token * r_t + head.to(tl.int64) * r_h)[:, None] + dims_r[None, :]
+        q_rope = tl.load(r_at, mask=live[:, None] & (dims_r < DR)[None, :], other=0.0).to(COMPUTE)
+    factor = scale
+    if k_scale_ptr is not None:
+        factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_h)
+    temperature = scale
+    if TEMPERED:
+        temperature = tl.load(temperature_ptr + token, mask=live, other=0.0)
+    k_ptr += kv_head.to(tl.int64) * k_h
+    v_ptr += kv_head.to(tl.int64) * v_h
+    mask_row = token * mask_t
+    top = tl.full([TILE_M], float("-inf"), tl.float32)
+    if TILE_M <= LATE_ROWS and not LATENT:
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    else:
+        total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
+    stop = start
+    if PEEL:
+        # What all rows see: whole tiles, from the first that begins at or after all_low to the last that ends by all_high.
+        middle = tl.minimum(tl.maximum(start, tl.cdiv(all_low, TILE_N) * TILE_N), high)
+        stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
+        if LEFT or CHUNKED:
+            for key in range(start, middle, TILE_N):
+                acc, top, total, page = attend_tile(
+                    acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+                    factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
+                )  # fmt: skip
+        for key in range(middle, stop, TILE_N):
+            acc, top, total, page = attend_tile(
+                acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+                factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+                PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, False,
+            )  # fmt: skip
+    for key in range(stop, high, TILE_N):
+        acc, top, total, page = attend_tile(
+            acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
+            factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
+            PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
+        )  # fmt: skip
+
+    if TILE_M <= LATE_ROWS and not LATENT:
+        total = tl.sum(total, 1)
+    factor_v = tl.where(total > 0, 1.0 / total, 0.0)
+    z = finite(top) + tl.log2(total)
+    if not SPLIT and sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        factor_v, z = with_sink(factor_v, z, sink)
+    if v_scale_ptr is not None:
+        factor_v = factor_v * tl.load(v_scale_ptr + kv_head * v_scale_h)
+    acc = acc * factor_v[:, None]
+    store = live[:, None] & (dims_v < DV)[None, :]
+    if SPLIT:
+        part = ((request * width + i).to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
+        tl.store(parts_ptr + part[:, None] * DV + dims_v[None, :], acc, mask=store)
+        tl.store(parts_ptr + rows.to(tl.int64) * splits * DV + part, z, mask=live)
+    else:
+        out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + dims_v[None, :] * out_d
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=store)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2, mask=live)

@@ -1,0 +1,140 @@
+"""Device functions: rows moved as they are, as integers: a copy between slots of all layers, ragged rows to a rectangle and back."""
+
+import triton
+import triton.language as tl
+
+from attnops.kernels.triton.device.store import place
+
+
+@triton.jit
+def copy_part(
+    source, target, tile, pages_ptr, p, n, h, d,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of every entry: all are read before any is written, and no other program touches these columns."""
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    real = ((source >= 0) & (target >= 0))[:, None] & (column < HEADS * D)[None, :]
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    x = tl.load(pages_ptr + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0)
+    # One thread reads what another writes.
+    tl.debug_barrier()
+    tl.store(pages_ptr + place(target, p, n, PAGE)[:, None] + at, x, mask=real)
+
+
+@triton.jit(do_not_specialize=["entries", "total"])
+def copy(
+    source_ptr, target_ptr, source_t, target_t, entries, total,
+    a_ptr, a_l, a_p, a_n, a_h, a_d, b_ptr, b_l, b_p, b_n, b_h, b_d,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, A_D: tl.constexpr, B_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of them in every program."""
+    entry = tl.arange(0, BLOCK_N)
+    here = entry < entries
+    source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
+    target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
+    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
+    A_TILES: tl.constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
+    tile = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    if tile < A_TILES:
+        copy_part(source, target, tile, a_ptr + layer * a_l, a_p, a_n, a_h, a_d, PAGE, HEADS, A_D, BLOCK)
+    elif b_ptr is not None:
+        copy_part(source, target, tile - A_TILES, b_ptr + layer * b_l, b_p, b_n, b_h, b_d, PAGE, HEADS, B_D, BLOCK)
+
+
+@triton.jit(do_not_specialize=["entries", "total"])
+def through(
+    source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n, h, d,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = entry < entries
+    source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
+    target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
+    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
+    at_layer = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = ((source >= 0) & (target >= 0))[:, None]
+    if HEADS * D % BLOCK != 0:
+        real = real & (column < HEADS * D)[None, :]
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    kept_ptr = scratch_ptr + ((at_layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
+    if OUT:
+        tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
+    else:
+        tl.store(pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
+
+
+@triton.jit
+def move_rows(row, rows, offset, real, from_ptr, to_ptr, h, d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Row `row` of `to` `[rows, HEADS * D]` is what lies at `offset`, or 0."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < HEADS * D)[None, :]
+    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    x = tl.load(from_ptr + offset[:, None] + at, mask=real[:, None] & inside, other=0)
+    tl.store(to_ptr + (row * (HEADS * D))[:, None] + column[None, :], x, mask=(row < rows)[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def pad(
+    starts_ptr, starts_b, from_ptr, to_ptr, rows, width, t, h, d,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(rows, BLOCK_R), tiles of a row). from: `[T, HEADS, D]`; to: `[rows = B * width, HEADS * D]`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = row < rows
+    request = row // width
+    i = row % width
+    begin = tl.load(starts_ptr + request * starts_b, mask=here, other=0)
+    end = tl.load(starts_ptr + (request + 1) * starts_b, mask=here, other=0)
+    real = here & (i < end - begin)
+    move_rows(row, rows, (begin + i) * t, real, from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "width", "requests", "steps"])
+def unpad(
+    starts_ptr, starts_b, from_ptr, to_ptr, rows, width, requests, steps, b, t, h, d,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(rows, BLOCK_R), tiles of a row). from: `[B, width, HEADS, D]`; to: `[rows, HEADS * D]`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    # How many requests end at or before this token: the one it belongs to.
+    low = tl.zeros([BLOCK_R], tl.int32)
+    high = low + requests
+    for _ in range(steps):
+        middle = (low + high) // 2
+        ended = (tl.load(starts_ptr + (middle + 1) * starts_b, mask=middle < requests, other=2147483647) <= row) & (low < high)
+        low = tl.where(ended, middle + 1, low)
+        high = tl.where(ended, high, middle)
+    owned = (row < rows) & (low < requests)
+    i = row - tl.load(starts_ptr + low * starts_b, mask=owned, other=0)
+    move_rows(row, rows, low.to(tl.int64) * b + i * t, owned & (i < width), from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
+
+
+@triton.jit
+def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """The program's rows of `[rows, COLUMNS]`: those of no request become `fill`."""
+    end = tl.load(starts_ptr + end_at)
+    first = tl.program_id(0) * BLOCK_R
+    if first + BLOCK_R > end:
+        row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
+        here = ((row >= end) & (row < rows))[:, None]
+        for start in range(0, COLUMNS, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            value = tl.full([BLOCK_R, BLOCK], 0.0, tl.float32) + fill
+            tl.store(ptr + (row * COLUMNS)[:, None] + column, value.to(ptr.dtype.element_ty), mask=here & (column < COLUMNS))
+
+
+@triton.jit(do_not_specialize=["a_end", "b_end", "c_end", "a_rows", "b_rows", "c_rows"])
+def clear(
+    a_starts_ptr, a_end, a_ptr, a_rows, a_fill, b_starts_ptr, b_end, b_ptr, b_rows, b_fill, c_starts_ptr, c_end, c_ptr, c_rows, c_fill,
+    A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr, C_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(most rows, BLOCK_R), 1 to 3 for a, b and c)."""
+    if tl.program_id(1) == 0:
+        clear_part(a_starts_ptr, a_end, a_ptr, a_rows, a_fill, A_COLUMNS, BLOCK_R, BLOCK)
+    elif tl.program_id(1) == 1:
+        clear_part(b_starts_ptr, b_end, b_ptr, b_rows, b_fill, B_COLUMNS, BLOCK_R, BLOCK)
+    else:
+        clear_part(c_starts_ptr, c_end, c_ptr, c_rows, c_fill, C_COLUMNS, BLOCK_R, BLOCK)

@@ -1,0 +1,1 @@
+"""What is behind `attnops.kernels.triton.attention`: `plan` (plain Python), `call` (the launches) and `device` (what runs there)."""
