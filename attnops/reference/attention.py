@@ -13,21 +13,33 @@ https://arxiv.org/abs/2408.00118, section 2. Chunks: Llama 4's local attention, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class Rules(NamedTuple):
-    """The static part of a call."""
+    """The scale of a call's logits, and the rules of which key a query sees. Those at their defaults are off."""
 
     scale: float
-    causal: bool
-    left: int
-    right: int
-    softcap: float
+    causal: bool = False
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
     chunk: int = 0
+
+    @classmethod
+    def of(cls, call: Any) -> Rules:
+        """The rules of a call, of any op. A rule that the record has no argument for is off."""
+        return cls(
+            call.scale,
+            getattr(call, "causal", False),
+            getattr(call, "window_left", -1),
+            getattr(call, "window_right", -1),
+            getattr(call, "softcap", 0.0),
+            getattr(call, "attention_chunk", 0),
+        )
 
 
 def wide(x: Tensor) -> Tensor:
