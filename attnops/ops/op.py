@@ -113,9 +113,10 @@ def check_binding(kernel: Kernel) -> None:
     """Raise RegistrationError for a kernel that can have no overload."""
     if kernel.op not in OPS:
         fail(RegistrationError, f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
-    optional = OPS[kernel.op].spec.optional
-    if wrong := sorted(kernel.takes - optional) if kernel.contract == CONTRACT else ():
-        want = f"arguments of {kernel.op}: {', '.join(sorted(optional))}"
+    spec = OPS[kernel.op].spec
+    listable = spec.optional | {a.name for a in spec.args if a.hint}  # `holes`: the kernel looks for ids of no page itself
+    if wrong := sorted(kernel.takes - listable) if kernel.contract == CONTRACT else ():
+        want = f"arguments of {kernel.op}: {', '.join(sorted(listable))}"
         fail(RegistrationError, f"kernel {kernel.name}: takes got {wrong[0]!r}, want {want}")
     if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):
         fail(RegistrationError, f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")

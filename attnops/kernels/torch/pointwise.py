@@ -20,6 +20,7 @@ register(
         "pointwise",
         "rope_quantize_latent",
         rope_quantize_latent,
+        takes=frozenset({"interleaved"}),
         needs=(float8_in_triton,),
         cost_us=_cost_us,
         batch_invariant=True,

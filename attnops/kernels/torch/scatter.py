@@ -29,14 +29,17 @@ def float8_in_triton(p: Problem) -> Refusal | None:
 
 
 _FITS = one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
-for _op, _run, _need in (
-    ("write_kv", write_kv, _FITS), ("write_latent", write_latent, _FITS), ("write_latent_packed", write_latent_packed, float8_in_triton)
-):  # fmt: skip
+for _op, _run, _takes, _need in (
+    ("write_kv", write_kv, {"k_scale", "v_scale"}, _FITS),
+    ("write_latent", write_latent, {"kv_scale"}, _FITS),
+    ("write_latent_packed", write_latent_packed, (), float8_in_triton),
+):
     register(
         Kernel(
             "scatter",
             _op,
             _run,
+            takes=frozenset(_takes),
             needs=(_need,),
             cost_us=_cost_us,
             batch_invariant=True,
