@@ -1,19 +1,25 @@
-"""What passes over traced graphs ask of a node."""
+"""Questions of passes over traced graphs: may a node write, and which calls of ops are equal?"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 _IN_PLACE = {getattr(operator, n) for n in dir(operator) if n[:1] == "i" and {n[1:], f"{n[1:]}_"} & {*dir(operator)}} | {
     operator.setitem, operator.delitem
 }  # fmt: skip
 
 _KNOWN = ("torch", "_operator", "math", "builtins")
-"""Whose functions say by their names that they write. Those of others may do anything."""
+"""Modules whose functions say by their names that they write. Functions of other modules may do anything."""
+
+# Functions and methods other than attnops' ops whose equal calls give equal results; arguments of metadata rarely come from others.
+_PURE = {operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv}
+_PURE_METHODS = {"to", "int", "long", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "size", "contiguous", "diff"}
 
 
 def may_write(node: fx.Node) -> bool:
@@ -40,3 +46,76 @@ def may_write(node: fx.Node) -> bool:
     functional = home in ("torch.nn.functional", "torch._C._nn")
     named = name.endswith("_") and not name.endswith("__") and home != "_operator"
     return named or (functional and any(a is True for a in node.args))
+
+
+def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node, fx.Node]:
+    """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every layer asks for.
+
+    Applies to ops that write nothing, on tensors that no node writes. The graph may not return their results, because two results of a
+    model are two tensors.
+
+    Args:
+        graph: of torch.compile, before or after AOTAutograd.
+        value_of: the fake value of a node.
+    """
+    written = {s for node in graph.nodes for x in _written(node) for s in _storages(value_of(x))}
+    kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in _storages(value_of(x)))
+    first: dict[Any, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+
+    def argument(node: fx.Node) -> Any:
+        value = value_of(node)
+        # Equal sizes of different tensors have one symbol.
+        return same.get(node, node) if value is None or any(_storages(value)) else str(value)
+
+    for node in graph.nodes:
+        pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
+        if not (_is_pure_op(node.target) or node.target in pure):
+            continue
+        if not kept.isdisjoint(_storages(value_of(node))) or any(s in written for x in node.all_input_nodes for s in _storages(value_of(x))):
+            continue
+        earlier = first.setdefault((node.target, comparable((node.args, node.kwargs), argument)), node)
+        if earlier is not node:
+            same[node] = earlier
+    return {node: earlier for node, earlier in same.items() if _is_pure_op(node.target)}
+
+
+def comparable(x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor], Any] = str) -> Any:
+    """A hashable value, equal for equal arguments of FX nodes.
+
+    Args:
+        x: the argument, a structure of nodes and constants.
+        node: replaces a node.
+        tensor: replaces a tensor.
+    """
+    if isinstance(x, fx.Node):
+        return node(x)
+    if isinstance(x, Tensor):
+        return tensor(x)
+    if isinstance(x, (tuple, list)):
+        # By type, too: a list indexes otherwise than a tuple.
+        return (type(x).__name__, *(comparable(v, node, tensor) for v in x))
+    if isinstance(x, dict):
+        return tuple((k, comparable(v, node, tensor)) for k, v in x.items())
+    if isinstance(x, slice):
+        return (slice, *(comparable(v, node, tensor) for v in (x.start, x.stop, x.step)))
+    # The type keeps 1, 1.0 and True apart.
+    return type(x), str(x)
+
+
+def _is_pure_op(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "attnops" and not target._schema.is_mutable
+
+
+def _written(node: fx.Node) -> Iterator[Any]:
+    """The arguments that a call may write."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+        yield from pytree.tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
+    elif may_write(node):
+        yield from node.all_input_nodes
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    return (t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor))

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..errors import AttnopsError, NotCapturable, fail
+from ..traced import comparable
 from .cached_guards import whole_guards
-from .dedupe_metadata import comparable
 from .device import Device
 from .graph_breaks import Break
 from .split import Name, Part, Split, starts_work, value_of

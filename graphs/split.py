@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..kernel import Kernel
-from .dedupe_metadata import dedupe
+from ..traced import equal_calls
 from .graph_breaks import DATA, Break, break_of, forcing, is_cut, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
@@ -125,7 +125,9 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
             breaks[node] = found
         elif kernel is not None and is_cut(kernel):
             calls[node] = f"{kernel.op}.{kernel.name}"
-    for node in reversed(dedupe(gm.graph, value_of)):
+    # A compiler of one layer's piece cannot see that other layers ask for the same metadata.
+    for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):
+        node.replace_all_uses_with(earlier)
         breaks.pop(node, None)
         gm.graph.erase_node(node)
     _hoist_allocations(gm.graph, breaks)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from ..kernel import Kernel
 from ..ops import Op
 from ..select import choose, select
-from .reuse_calls import earlier_call
+from ..traced import equal_calls
 
 log = logging.getLogger("attnops.lowering")
 
@@ -21,9 +21,12 @@ def lowering_of(op: Op) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
-        # Kept here, because Inductor drops a node's value after its last use.
-        node, lowered = V.graph.current_node, vars(V.graph).setdefault("attnops_lowered", {})
-        if (earlier := earlier_call(node)) is not None:
+        node, kept = V.graph.current_node, vars(V.graph)
+        if "attnops_equal" not in kept:
+            kept["attnops_equal"], kept["attnops_lowered"] = equal_calls(node.graph, _value), {}
+        # Inductor drops a node's value after its last use, so it is kept for equal calls.
+        lowered = kept["attnops_lowered"]
+        if (earlier := kept["attnops_equal"].get(node)) is not None:
             return lowered[earlier]
         values = node_values(node)
         kernel = decide(op, *values)
@@ -49,12 +52,12 @@ def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
 
 def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an FX node, its input nodes replaced by their fake tensors and symbolic sizes."""
-
-    def value(x: Any) -> Any:
-        return x.meta["val"] if isinstance(x, torch.fx.Node) else x
-
-    args, kwargs = pytree.tree_map_only(torch.fx.Node, value, (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
     return args, kwargs
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 
 def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
