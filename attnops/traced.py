@@ -72,7 +72,8 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
         pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
         if not (_is_pure_op(node.target) or node.target in pure):
             continue
-        if not kept.isdisjoint(_storages(value_of(node))) or any(s in written for x in node.all_input_nodes for s in _storages(value_of(x))):
+        given = (s for x in node.all_input_nodes for s in _storages(value_of(x)))
+        if not (kept.isdisjoint(_storages(value_of(node))) and written.isdisjoint(given)):
             continue
         earlier = first.setdefault((node.target, comparable((node.args, node.kwargs), argument)), node)
         if earlier is not node:

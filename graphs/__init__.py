@@ -9,5 +9,5 @@ from .eager_capture import outside as outside
 from .graphed import Graphed as Graphed
 from .modes import breakable as breakable
 from .modes import piecewise as piecewise
-from .progress import bar as bar
 from .report import Report as Report
+from .report import bar as bar

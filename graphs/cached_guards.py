@@ -34,12 +34,15 @@ def whole_guards() -> Iterator[None]:
 def whole(code: str) -> str:
     """The expression without short circuits: `|`, `&` and torch functions in place of `or`, a nested `and`, min and max.
 
-    A top-level `and` stays, because each of its parts has to hold anyway.
+    A top-level `and` or chain of comparisons stays, because each of its parts has to hold anyway.
     """
-    return ast.unparse(_Top().visit(ast.parse(code, mode="eval")))
+    visit = _Whole()
+    body = ast.parse(code, mode="eval").body
+    parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
+    return " and ".join(ast.unparse((visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part)) for part in parts)
 
 
-class _Calls(ast.NodeTransformer):
+class _Whole(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id not in ("min", "max"):
@@ -47,18 +50,6 @@ class _Calls(ast.NodeTransformer):
         name = f"sym_{node.func.id}"
         return functools.reduce(lambda a, b: _call(name, a, b), node.args)
 
-
-class _Top(_Calls):
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        found: ast.AST = self.generic_visit(node) if isinstance(node.op, ast.And) else _Inside().visit(node)
-        return found
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        found: ast.AST = _Inside().visit(node)
-        return found
-
-
-class _Inside(_Calls):
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)
         return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..errors import AttnopsError, NotCapturable, fail
 from .device import Device
-from .graph_breaks import OUTSIDE, Break, break_of, kernel_of, mark
+from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of, not_capturable
 from .pieces import Recorded
 
 R = TypeVar("R")
@@ -53,7 +53,8 @@ class CaptureMode(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if (capturable := self._capturable.get(func)) is None:
-            capturable = self._capturable[func] = _always_capturable(func, self._eager)
+            tagged = _DATA.intersection(func.tags)
+            capturable = self._capturable[func] = func.namespace != "attnops" and not tagged and break_of(func, None, self._eager) is None
         if not capturable:
             found = break_of(func, kernel_of(func, args, kwargs), self._eager)
             if found is not None:
@@ -98,11 +99,6 @@ class CaptureMode(TorchDispatchMode):
         return self._device.weak(tensor) if tensor.untyped_storage().data_ptr() in self._made else tensor
 
 
-def _always_capturable(func: Any, eager: Collection[str]) -> bool:
-    """May every call be captured, whatever its arguments?"""
-    return func.namespace != "attnops" and break_of(func, None, eager) is None and not _DATA.intersection(func.tags)
-
-
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -133,7 +129,7 @@ def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collec
             raise
         except Exception as e:
             device.abort()
-            raise NotCapturable("the function", str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
+            raise not_capturable("the function", e) from e
     return out
 
 
@@ -151,12 +147,16 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
     from torch._dynamo import allow_in_graph
 
     def opaque(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs))):
-            return (fake or _like_first)(*args, **kwargs)
-        return function(*args, **kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not any(isinstance(t, FakeTensor) for t in given):
+            return function(*args, **kwargs)
+        if fake is not None:
+            return fake(*args, **kwargs)
+        like: Any = torch.empty_like(given[0], memory_format=torch.contiguous_format)
+        return like
 
     name = getattr(function, "__qualname__", type(function).__name__)
-    mark(opaque, name)
+    setattr(opaque, MARK, name)
     allow_in_graph(opaque)
 
     @functools.wraps(function)
@@ -169,8 +169,3 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
         return mode.between(Break(name, "", OUTSIDE), function, args, kwargs)
 
     return call
-
-
-def _like_first(*args: Any, **kwargs: Any) -> Any:
-    first: Tensor = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-    return torch.empty_like(first, memory_format=torch.contiguous_format)

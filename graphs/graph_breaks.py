@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from ..errors import NotCapturable
 from ..kernel import Capture, Kernel, kernels_of
 from ..ops import OPS
 from ..select import choose, parse_policy
@@ -17,7 +20,8 @@ ATTENTION = ("attention", "varlen_attention", "paged_attention", "mla_attention"
 
 OUTSIDE = "marked outside"
 DATA = "depends on data"
-_MARK = "_attnops_outside"
+MARK = "_attnops_outside"
+"""The attribute of functions that stay out of graphs: their name."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
         if kernel.capture is not Capture.WHOLE:
             return Break(kernel.op, kernel.name, f"capture={kernel.capture.value}")
         return Break(kernel.op, kernel.name, "asked for") if kernel.op in eager else None
-    if (name := getattr(target, _MARK, None)) is not None:
+    if (name := getattr(target, MARK, None)) is not None:
         return Break(name, "", OUTSIDE)
     if isinstance(target, torch._ops.OpOverload):
         if torch.Tag.cudagraph_unsafe in target.tags:
@@ -74,11 +78,19 @@ def is_cut(kernel: Kernel | None) -> bool:
     return kernel is not None and kernel.op in ATTENTION and not kernel.inline
 
 
-def mark(function: Any, name: str) -> None:
-    """Keep calls of `function` out of graphs."""
-    setattr(function, _MARK, name)
-
-
 def forcing(kernel: Kernel, policy: str) -> str:
     """The key of `policy` with `kernel` forced on its op: the choice for all sizes of a trace holds at each of them."""
     return replace(parse_policy(policy), kernel=(f"{kernel.op}:{kernel.name}",)).key
+
+
+def depends_on_data(value: Any) -> bool:
+    """Has a fake value a size or number that differs at every replay?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    symbolic = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(bool(free_unbacked_symbols(v)) for v in pytree.tree_leaves(value) if isinstance(v, symbolic))
+
+
+def not_capturable(name: str, error: Exception) -> NotCapturable:
+    """The error for a call of `name` that failed with `error` in a capture."""
+    return NotCapturable(name, (str(error).strip() or type(error).__name__).splitlines()[0])

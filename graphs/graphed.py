@@ -16,16 +16,50 @@ from torch.utils import _pytree as pytree
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages, ordinary
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
-from .buckets import Bucket, Buckets
+from .buckets import Bucket, Buckets, Kind
 from .device import CudaGraphs, Device
-from .guard import Guard, compare, uncached_casts
+from .guard import Guard, compare, restore, saved, uncached_casts, unchanged
 from .inputs import Inputs, Roles, Values, sizes
 from .pieces import Recorded
 from .report import Report, Row
-from .state import restore, saved, tensors, unchanged
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of `piecewise` and `breakable` that both modes share, see there. outside: their `eager`, by kind of batch."""
+
+    roles: Roles
+    buckets: Buckets
+    returns: Literal["tokens", "requests", "whole"] = "tokens"
+    cache: Pages | None = None
+    prepare: Callable[[PagedBatch], PagedBatch] | None = None
+    outside: Mapping[Kind, Sequence[str]] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    over_budget: Literal["raise", "drop"] = "raise"
+    check_every: int = 0
+    tolerance: float | None = None
+    graphs: Device | None = None
+    state: Sequence[Tensor] = ()
+
+    def __post_init__(self) -> None:
+        for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
+            if getattr(self, name) not in words:
+                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        if unknown := self.outside.keys() - {"decode", "verify", "mixed"}:
+            fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
+        if self.check_every < 0:
+            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
+        if isinstance(self.state, Tensor) or not all(isinstance(t, Tensor) for t in self.state):
+            fail(InvalidInput, "state", type(self.state).__name__, "a sequence of tensors, those that a step changes")
+
+    def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
+        """Makes the device plan in the graph of a bucket: a plan that came with the batch would be of the lengths at capture."""
+        if self.cache is None or self.prepare is not None or bucket.kind == "mixed":
+            return None
+        return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
 
 
 class Method(Protocol):
@@ -49,35 +83,17 @@ class Method(Protocol):
 
 @dataclass
 class Entry:
-    """A captured bucket."""
+    """A captured bucket. rows: does an output have the bucket's rows, so that padding rows are cut off?"""
 
     bucket: Bucket
     values: Values
     recorded: Recorded
     outputs: list[Any]
     spec: Any
+    rows: tuple[bool, ...]
     seconds: float
-    planned: PagedBatch | None = None
+    planned: PagedBatch | None
     replays: int = 0
-    rows: tuple[bool, ...] = field(default=())
-
-
-@dataclass(frozen=True)
-class Options:
-    """See `piecewise`."""
-
-    returns: Literal["tokens", "requests", "whole"] = "tokens"
-    budget_bytes: int | None = None
-    over_budget: Literal["raise", "drop"] = "raise"
-    check_every: int = 0
-    tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
-            if getattr(self, name) not in words:
-                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
-        if self.check_every < 0:
-            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
 
 
 class Graphed:
@@ -86,27 +102,19 @@ class Graphed:
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        method: Method,
-        roles: Roles,
-        buckets: Buckets,
-        options: Options,
-        *,
-        cache: Pages | None = None,
-        prepare: Callable[[PagedBatch], PagedBatch] | None = None,
-        device: Device | None = None,
-        state: Sequence[Tensor] = (),
-    ) -> None:
-        self.model, self.buckets, self.options, self._state = model, buckets, options, tensors(state)
-        self._method, self._roles, self._cache, self._prepare, self._device = method, roles, cache, prepare, device
-        self._names, more = _parameters(model)
+    def __init__(self, model: Callable[..., Any], method: Method, setup: Setup) -> None:
+        self.model, self.setup, self.buckets = model, setup, setup.buckets
+        self._method, self._roles, self._cache, self._device = method, setup.roles, setup.cache, setup.graphs
+        self._state = tuple({id(t): t for t in setup.state}.values())
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+        self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        roles = self._roles
         unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
-        if unknown and not more:
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        if roles.batch is None and buckets.verify:
-            fail(InvalidInput, "verify", buckets.verify, "() where the model takes no batch: only a batch has the tokens of each request")
+        if roles.batch is None and self.buckets.verify:
+            want = "() where the model takes no batch: only a batch has the tokens of each request"
+            fail(InvalidInput, "verify", self.buckets.verify, want)
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
@@ -165,15 +173,14 @@ class Graphed:
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        made = self._method.pieces()
+        made, dropped = self._method.pieces(), tuple(sorted(self.buckets.dropped, reverse=True))
         rows = tuple(
             Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
             for e in self._entries.values()
         )
         return Report(
             rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._method.compile_seconds,
-            self._inputs.bytes if self._inputs else 0, self._eager_calls, tuple(sorted(self.buckets.dropped, reverse=True)),
-            self.options.budget_bytes, self._compared,
+            self._inputs.bytes if self._inputs else 0, self._eager_calls, dropped, self.setup.budget_bytes, self._compared,
         )  # fmt: skip
 
     def free(self) -> None:
@@ -208,7 +215,7 @@ class Graphed:
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
-        every = self.options.check_every
+        every = self.setup.check_every
         due = every > 0 and (entry.replays + 1) % every == 0
         if due:
             self._check_lengths(values)
@@ -219,21 +226,17 @@ class Graphed:
         for step in entry.recorded.steps:
             step()
         entry.replays += 1
-        out = self._cut(entry, tokens, requests)
+        kept_rows = tokens if self.setup.returns == "tokens" else requests
+        out = pytree.tree_unflatten([x[:kept_rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)], entry.spec)
         if due:
             self._compared += 1
             # The eager run starts from the same state and may overwrite the outputs, so they are copied first.
             kept = pytree.tree_map_only(Tensor, torch.clone, out)
             with unchanged(self._state):
                 restore(self._state, before)
-                compare(entry.bucket, kept, self.model(**values), self.options.tolerance)
+                compare(entry.bucket, kept, self.model(**values), self.setup.tolerance)
             return kept
         return out
-
-    def _cut(self, entry: Entry, tokens: int, requests: int) -> Any:
-        rows = tokens if self.options.returns == "tokens" else requests
-        outputs = [x[:rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)]
-        return pytree.tree_unflatten(outputs, entry.spec)
 
     def _check_lengths(self, values: Values) -> None:
         """Raise StaleGraph for a request longer than its row of the captured page table. Waits for the device."""
@@ -245,15 +248,15 @@ class Graphed:
 
     def _plan_again(self, entry: Entry) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
-        assert self._prepare is not None and self._roles.batch is not None and entry.planned is not None
-        new, old = self._prepare(entry.planned), entry.values[self._roles.batch]
+        assert self.setup.prepare is not None and self._roles.batch is not None and entry.planned is not None
+        new, old = self.setup.prepare(entry.planned), entry.values[self._roles.batch]
         for name in ("plan", "workspace"):
-            got, want = getattr(new, name), getattr(old, name)
+            field, got, want = f"{self._roles.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
             if _described(got) != _described(want):
-                fail(StaleGraph, f"{self._roles.batch}.{name} of prepare", _described(got), _described(want))
+                fail(StaleGraph, field, _described(got), _described(want))
             if got is not None and got.data_ptr() != want.data_ptr():
                 if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
-                    fail(StaleGraph, f"{self._roles.batch}.{name} of prepare", f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+                    fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
                 want.copy_(got)
 
     # Capture -------------------------------------------------------------------------------------------------------------------
@@ -271,17 +274,20 @@ class Graphed:
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded()
-            with _freed_on_error(recorded):
+            try:
                 out = self._method.record(bucket, static, device, recorded)
+            except BaseException:
+                for graph in recorded.graphs:
+                    graph.reset()
+                raise
             leaves, spec = pytree.tree_flatten(out)
             # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
-        count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.options.returns]
+        count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.setup.returns]
         rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
         seconds = time.perf_counter() - began - (self._method.compile_seconds - compiled)
-        entry = Entry(bucket, static, recorded, outputs, spec, seconds, planned, rows=rows)
-        self._entries[bucket] = entry
+        entry = self._entries[bucket] = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
         return entry
 
     def _compile(self, bucket: Bucket, values: Values) -> None:
@@ -294,7 +300,7 @@ class Graphed:
     def _initialised(self, values: Values) -> Device:
         """The device. The first capture makes the input buffers, like the tensors of this call."""
         if self._device is None:
-            self._device = CudaGraphs(_first(self._roles, values).device)
+            self._device = CudaGraphs(values[(*self._roles.tokens, *self._roles.requests)[0]].device)
         if self._inputs is None:
             width = 0 if self._cache is None else self._cache.page_table.shape[1]
             self._inputs = Inputs(self._roles, self.buckets, values, width)
@@ -308,15 +314,11 @@ class Graphed:
     def _capturing(self, values: Values) -> Iterator[Device]:
         """The context of compiling and capturing."""
         device = self._initialised(values)
-        with self._reset_on_error(), device.session(), ordinary(), uncached_casts(), unchanged(self._state):
-            yield device
-
-    @contextmanager
-    def _reset_on_error(self) -> Iterator[None]:
-        """Drop buffers and guard of a first capture that fails, so that later calls may differ from it."""
         try:
-            yield
+            with device.session(), ordinary(), uncached_casts(), unchanged(self._state):
+                yield device
         except BaseException:
+            # Without buffers and guard of a first capture that failed, later calls may differ from it.
             if not self._entries:
                 self._inputs = self._guard = None
             raise
@@ -327,46 +329,24 @@ class Graphed:
         self._inputs.clear(bucket)
         static = {**fixed, **self._inputs.of(bucket)}
         name = self._roles.batch
-        if self._prepare is None or name is None:
+        if self.setup.prepare is None or name is None:
             return static, None
         bare = static[name]
-        planned = self._prepare(bare)
+        planned = self.setup.prepare(bare)
         static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
         return static, bare
 
     def _fits(self, bucket: Bucket, need: int) -> bool:
-        budget = self.options.budget_bytes
+        budget = self.setup.budget_bytes
         held = sum(sum(e.recorded.bytes_of) for e in self._entries.values())
         # Graphs share one pool, so a bucket takes more memory only if it needs more than the pool has.
         if budget is None or max(need, held) <= budget:
             return True
-        if self.options.over_budget == "raise":
+        if self.setup.over_budget == "raise":
             fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False
 
 
-@contextmanager
-def _freed_on_error(recorded: Recorded) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for graph in recorded.graphs:
-            graph.reset()
-        raise
-
-
-def _first(roles: Roles, values: Values) -> Tensor:
-    found: Tensor = values[(*roles.tokens, *roles.requests)[0]]
-    return found
-
-
 def _described(t: Tensor | None) -> str:
     return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
-
-
-def _parameters(model: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The names of the model's parameters, and whether it has **kwargs."""
-    parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,8 +1,8 @@
-"""Checks before every replay that the tensors of a graph are where they were, and compares results with eager."""
+"""Checks before every replay that the tensors of a graph are where they were, compares results with eager, and restores state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,3 +143,25 @@ def _error(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     alike = (a == b) | (a.isnan() & b.isnan())
     return float((a - b).abs().nan_to_num(nan=float("inf")).masked_fill(alike, 0.0).max())
+
+
+def saved(state: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors."""
+    return [t.detach().clone() for t in state]
+
+
+def restore(state: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Write the copies back."""
+    with torch.no_grad():
+        for t, copy in zip(state, copies, strict=True):
+            t.copy_(copy)
+
+
+@contextmanager
+def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the tensors after the block, also where it raises."""
+    copies = saved(state)
+    try:
+        yield
+    finally:
+        restore(state, copies)

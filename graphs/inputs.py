@@ -40,7 +40,7 @@ class Roles:
 
     def fixed(self, values: Mapping[str, Any]) -> Values:
         """The arguments that are the same at every call."""
-        return {n: v for n, v in values.items() if n != self.batch and n not in self.tokens and n not in self.requests}
+        return {n: v for n, v in values.items() if n not in (self.batch, *self.tokens, *self.requests)}
 
 
 def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
@@ -81,67 +81,64 @@ class Inputs:
     """
 
     def __init__(self, roles: Roles, buckets: Buckets, values: Mapping[str, Any], width: int = 0) -> None:
-        self.roles, self.buckets = roles, buckets
-        tokens, requests = buckets.most
-        self.width = width
+        self.roles, self.buckets, self.width = roles, buckets, width
+        most_tokens, most_requests = buckets.most
         with ordinary():
-            self._rows = {n: _like(rows_of(n, values), tokens) for n in roles.tokens}
-            self._rows |= {n: _like(rows_of(n, values), requests) for n in roles.requests}
-            self._kinds = [(n, t.dtype, t.device, t.dim(), t.shape[1:]) for n, t in self._rows.items()]
-            self._batch: PagedBatch | None = None
-            if roles.batch is not None:
-                given: PagedBatch = values[roles.batch]
-                columns = max(width, given.page_table.shape[1])
-                device = given.page_table.device
-                self.width, self._device = columns, device
-                self._batch = PagedBatch(
-                    page_table=torch.zeros((requests, columns), dtype=torch.int32, device=device),
-                    seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
-                    cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32, device=device),
-                    slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-                    positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-                    max_seqlen_q=0,
-                    holes=given.holes,
-                    workspace=given.workspace,
-                )
-                self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
+            self._rows: dict[str, Tensor] = {}
+            for names, most in ((roles.tokens, most_tokens), (roles.requests, most_requests)):
+                for name in names:
+                    given = rows_of(name, values)
+                    self._rows[name] = torch.zeros((most, *given.shape[1:]), dtype=given.dtype, device=given.device)
+            self._batch = None if roles.batch is None else self._empty_batch(values[roles.batch], most_tokens, most_requests)
+
+    def _empty_batch(self, given: PagedBatch, tokens: int, requests: int) -> PagedBatch:
+        device, self.width = given.page_table.device, max(self.width, given.page_table.shape[1])
+        self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        return PagedBatch(
+            page_table=torch.zeros((requests, self.width), dtype=torch.int32, device=device),
+            seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32, device=device),
+            slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            max_seqlen_q=0, holes=given.holes, workspace=given.workspace,
+        )  # fmt: skip
 
     @property
     def bytes(self) -> int:
         """Size of all buffers."""
-        return sum(t.nbytes for t in (*self._rows.values(), *(_tables(self._batch).values() if self._batch else ())))
+        b = self._batch
+        tables = () if b is None else (b.page_table, b.seq_lens, b.cu_seqlens_q, b.slots, b.positions)
+        return sum(t.nbytes for t in (*self._rows.values(), *tables))
 
     def of(self, bucket: Bucket) -> Values:
         """The bucket's rows of every buffer, the batch among them."""
         tokens, requests = bucket.tokens, bucket.requests
         found: Values = {n: b[: tokens if n in self.roles.tokens else requests] for n, b in self._rows.items()}
-        if self._batch is not None and self.roles.batch is not None:
-            whole = self._batch
+        if (whole := self._batch) is not None and self.roles.batch is not None:
             found[self.roles.batch] = replace(
                 whole, page_table=whole.page_table[:requests], seq_lens=whole.seq_lens[:requests],
                 cu_seqlens_q=whole.cu_seqlens_q[: requests + 1], slots=whole.slots[:tokens], positions=whole.positions[:tokens],
-                max_seqlen_q=bucket.queries,
-                padded=not (bucket.kind == "decode" and self.buckets.padding == "null"),
+                max_seqlen_q=bucket.queries, padded=not self._null(bucket),
             )  # fmt: skip
         return found
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise StaleGraph where a tensor differs in dtype, device or row shape from the captured one."""
-        for name, dtype, device, dims, rest in self._kinds:
+        for name, own in self._rows.items():
             given = rows_of(name, values)
-            if given.dtype is not dtype or given.device != device or given.dim() != dims or (dims > 1 and given.shape[1:] != rest):
-                fail(StaleGraph, name, _described(given), _described(self._rows[name]))
-        if self._batch is not None and self.roles.batch is not None:
+            if given.dtype is not own.dtype or given.device != own.device or given.shape[1:] != own.shape[1:]:
+                fail(StaleGraph, name, _described(given), _described(own))
+        if (ours := self._batch) is not None and self.roles.batch is not None:
             batch: PagedBatch = values[self.roles.batch]
-            table = batch.page_table
+            table, scratch = batch.page_table, batch.workspace
             if table.size(1) > self.width:
                 fail(StaleGraph, f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
-            if table.device != self._device:
-                fail(StaleGraph, f"{self.roles.batch}.page_table", table.device, self._device)
-            if batch.holes and not self._batch.holes:
+            if table.device != ours.page_table.device:
+                fail(StaleGraph, f"{self.roles.batch}.page_table", table.device, ours.page_table.device)
+            if batch.holes and not ours.holes:
                 fail(StaleGraph, f"{self.roles.batch}.holes", True, False)
-            if batch.workspace is not self._batch.workspace and not _same(batch.workspace, self._batch.workspace):
-                fail(StaleGraph, f"{self.roles.batch}.workspace", _at(batch.workspace), _at(self._batch.workspace))
+            if scratch is not ours.workspace and (got := _at(scratch)) != (want := _at(ours.workspace)):
+                fail(StaleGraph, f"{self.roles.batch}.workspace", got, want)
 
     def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
         """Copy a call's tensors into the bucket's rows and clear its padding rows. Raises InvalidInput."""
@@ -156,8 +153,7 @@ class Inputs:
             if filled < count:
                 buffer[filled:count].zero_()
         if self._batch is not None and self.roles.batch is not None:
-            batch: PagedBatch = values[self.roles.batch]
-            self._load(bucket, batch, tokens, requests, pairs)
+            pairs += self._load(bucket, self._batch, values[self.roles.batch], tokens, requests)
         by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for into, given in pairs:
             ours, theirs = by_dtype.setdefault((into.dtype, given.dtype), ([], []))
@@ -170,21 +166,22 @@ class Inputs:
         """Make all rows padding rows, for warm-up and capture."""
         for buffer in self._rows.values():
             buffer.zero_()
-        if self._batch is not None:
-            batch = self._batch
+        if (batch := self._batch) is not None:
             for table in (batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.positions):
                 table.zero_()
             batch.slots.fill_(-1)
-            self._pad_requests(bucket, 0, 0)
+            self._pad_requests(bucket, batch, 0, 0)
 
-    def _load(self, bucket: Bucket, batch: PagedBatch, tokens: int, requests: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        ours = self._batch
-        assert ours is not None
-        null = bucket.kind == "decode" and self.buckets.padding == "null"
-        if null and (batch.padded or tokens != requests):
+    def _null(self, bucket: Bucket) -> bool:
+        """Are padding rows requests of one token that reads the null page?"""
+        return bucket.kind == "decode" and self.buckets.padding == "null"
+
+    def _load(self, bucket: Bucket, ours: PagedBatch, batch: PagedBatch, tokens: int, requests: int) -> list[tuple[Tensor, Tensor]]:
+        """Write the batch's padding rows. Returns the buffers of its other rows, each with the tensor to copy."""
+        if self._null(bucket) and (batch.padded or tokens != requests):
             fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
         width = batch.page_table.shape[1]
-        pairs += [
+        pairs = [
             (ours.page_table[:requests, :width], batch.page_table), (ours.seq_lens[:requests], batch.seq_lens),
             (ours.cu_seqlens_q[: requests + 1], batch.cu_seqlens_q), (ours.slots[:tokens], batch.slots),
             (ours.positions[:tokens], batch.positions),
@@ -196,39 +193,25 @@ class Inputs:
             ours.positions[tokens : bucket.tokens].zero_()
         if requests < bucket.requests:
             ours.page_table[requests : bucket.requests].zero_()
-            self._pad_requests(bucket, tokens, requests)
+            self._pad_requests(bucket, ours, tokens, requests)
             if batch.padded:
                 # Only the device knows the number of tokens that belong to requests.
                 last = batch.cu_seqlens_q[-1:].expand(bucket.requests - requests)
                 pairs.append((ours.cu_seqlens_q[requests + 1 : bucket.requests + 1], last))
+        return pairs
 
-    def _pad_requests(self, bucket: Bucket, tokens: int, requests: int) -> None:
+    def _pad_requests(self, bucket: Bucket, ours: PagedBatch, tokens: int, requests: int) -> None:
         """Set lengths and ends of the padding rows, which start at `requests`."""
-        ours = self._batch
-        assert ours is not None
         ends = ours.cu_seqlens_q[requests + 1 : bucket.requests + 1]
-        if bucket.kind == "decode" and self.buckets.padding == "null":
-            ours.seq_lens[requests : bucket.requests].fill_(1)
+        ours.seq_lens[requests : bucket.requests].fill_(int(self._null(bucket)))
+        if self._null(bucket):
             ends.copy_(self._ones[requests + 1 : bucket.requests + 1])
         else:
-            ours.seq_lens[requests : bucket.requests].zero_()
             ends.fill_(tokens)
-
-
-def _like(given: Tensor, rows: int) -> Tensor:
-    return torch.zeros((rows, *given.shape[1:]), dtype=given.dtype, device=given.device)
-
-
-def _tables(batch: PagedBatch) -> dict[str, Tensor]:
-    return {n: getattr(batch, n) for n in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
 
 
 def _described(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} [*, {', '.join(map(str, t.shape[1:]))}] on {t.device}".replace("[*, ]", "[*]")
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 def _at(t: Tensor | None) -> str:

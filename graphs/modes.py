@@ -15,17 +15,16 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages
-from ..errors import AttnopsError, InvalidInput, NotCapturable, fail
-from . import eager_capture
+from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
-from .graphed import Graphed, Options
+from .eager_capture import record
+from .graphed import Graphed, Setup
 from .inputs import Roles, Values
 from .pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
 from .split import Split, split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
-Planning = Callable[[Bucket], Callable[[PagedBatch], Tensor] | None]
 
 
 def piecewise(
@@ -85,15 +84,14 @@ def piecewise(
     Raises:
         InvalidInput: an argument is out of its range, or is not the name of an argument of the model.
     """
-    roles = Roles(batch, tuple(tokens), tuple(requests))
     if isinstance(inner, str) and inner not in INNER:
         fail(InvalidInput, "inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    method = Compiled(
-        model, roles, buckets, INNER[inner] if isinstance(inner, str) else inner, _by_kind(eager), tuple(passes), one_differs,
-        planning=_planning(cache, prepare),
+    setup = Setup(
+        Roles(batch, tuple(tokens), tuple(requests)), buckets, returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
+        tolerance, graphs, state,
     )  # fmt: skip
-    options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
-    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
+    compiler = INNER[inner] if isinstance(inner, str) else inner
+    return Graphed(model, Compiled(model, setup, compiler, tuple(passes), one_differs), setup)
 
 
 def breakable(
@@ -119,42 +117,19 @@ def breakable(
     Every bucket chooses its own kernels. Python runs at capture only, so control flow may not depend on data; mark functions where it
     does with `outside`. The arguments are those of `piecewise`.
     """
-    roles = Roles(batch, tuple(tokens), tuple(requests))
-    options = Options(returns, budget_bytes, over_budget, check_every, tolerance)
-    method = Broken(model, roles, _by_kind(eager), _planning(cache, prepare))
-    return Graphed(model, method, roles, buckets, options, cache=cache, prepare=prepare, device=graphs, state=state)
-
-
-def _by_kind(eager: Mapping[Kind, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
-    found = {str(k): tuple(v) for k, v in (eager or {}).items()}
-    if unknown := found.keys() - {"decode", "verify", "mixed"}:
-        fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
-    return found
-
-
-def _planning(cache: Pages | None, prepare: Prepare | None) -> Planning:
-    """Make the device plan in the graph: a plan that came with the batch would be of the lengths at capture."""
-
-    def of(bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
-        if cache is None or prepare is not None or bucket.kind == "mixed":
-            return None
-        return cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
-
-    return of
+    setup = Setup(
+        Roles(batch, tuple(tokens), tuple(requests)), buckets, returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
+        tolerance, graphs, state,
+    )  # fmt: skip
+    return Graphed(model, Broken(model, setup), setup)
 
 
 @dataclass
 class Broken:
-    """Capture by `breakable`.
-
-    eager: ops to keep out of graphs, by kind of batch.
-    planning: the function that makes a bucket's device plan in its graph, if any.
-    """
+    """Capture by `breakable`."""
 
     model: Callable[..., Any]
-    roles: Roles
-    eager: Mapping[str, tuple[str, ...]]
-    planning: Planning
+    setup: Setup
     compile_seconds: float = 0.0
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
@@ -163,14 +138,14 @@ class Broken:
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
         """Run the model."""
-        name, make = self.roles.batch, self.planning(bucket)
+        name, make = self.setup.roles.batch, self.setup.plan_maker(bucket)
         if name is None or make is None:
             return self.model(**values)
         return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """See `eager_capture.record`."""
-        return eager_capture.record(lambda: self.plain(bucket, values), device, into, self.eager.get(bucket.kind, ()))
+        return record(lambda: self.plain(bucket, values), device, into, self.setup.outside.get(bucket.kind, ()))
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """Empty, without compiled pieces."""
@@ -186,13 +161,10 @@ class Compiled:
     """
 
     model: Callable[..., Any]
-    roles: Roles
-    buckets: Buckets
+    setup: Setup
     inner: Inner
-    eager: Mapping[str, tuple[str, ...]]
     passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     one_differs: bool = False
-    planning: Planning = lambda bucket: None
     compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
@@ -200,7 +172,7 @@ class Compiled:
     _into: tuple[Device, Recorded] | None = None
 
     def __post_init__(self) -> None:
-        self._specialising: set[str] = {b.trace for b in self.buckets.all()} if self.one_differs else set()
+        self._specialising: set[str] = {b.trace for b in self.setup.buckets.all()} if self.one_differs else set()
 
     def splits(self) -> dict[str, Split]:
         """The splits, by trace."""
@@ -240,7 +212,7 @@ class Compiled:
                 raise NotCapturable("the model", f"it takes one size only: {reason.removeprefix('- ')}") from e
             raise
         except Exception as e:
-            if (ours := _ours(e)) is not None and ours is not e:
+            if (ours := find(e)) is not None and ours is not e:
                 raise ours from e
             if isinstance(e, (Unsupported, UserError)):
                 raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
@@ -260,8 +232,8 @@ class Compiled:
 
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:
         """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
-        model, name, queries = self.model, self.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
-        make = self.planning(bucket)
+        model, name, queries = self.model, self.setup.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
+        make = self.setup.plan_maker(bucket)
 
         def step(values: Values, tables: tuple[Any, ...], padded: bool, holes: bool, prefix: Any) -> Any:
             if name is not None:
@@ -277,7 +249,7 @@ class Compiled:
 
     def _given(self, bucket: Bucket, values: Values) -> tuple[Any, ...]:
         """The arguments of the traced function, with the sizes that differ by bucket marked dynamic."""
-        served, specialising = self.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
+        served, specialising = self.setup.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
         tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
 
         def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
@@ -293,12 +265,13 @@ class Compiled:
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
-        rest = {n: v for n, v in values.items() if n != self.roles.batch}
-        rest |= {n: marked(rest[n], tokens) for n in self.roles.tokens} | {n: marked(rest[n], requests) for n in self.roles.requests}
+        roles = self.setup.roles
+        rest = {n: v for n, v in values.items() if n != roles.batch}
+        rest |= {n: marked(rest[n], tokens) for n in roles.tokens} | {n: marked(rest[n], requests) for n in roles.requests}
         tables: tuple[Any, ...] = ()
         padded, holes, prefix = True, True, None
-        if self.roles.batch is not None:
-            b: PagedBatch = values[self.roles.batch]
+        if roles.batch is not None:
+            b: PagedBatch = values[roles.batch]
             tables = (
                 marked(b.page_table, requests), marked(b.seq_lens, requests), marked(b.cu_seqlens_q, requests, 1),
                 marked(b.slots, tokens), marked(b.positions, tokens), b.plan, b.workspace,
@@ -308,11 +281,11 @@ class Compiled:
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace = bucket.trace
-        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.buckets.of_trace(trace)))):
+        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.setup.buckets.of_trace(trace)))):
             raise _SizeSpecialises(broken)
         for change in self.passes:
             change(gm)
-        program = compile_parts(split(gm, self.eager.get(bucket.kind, ())), self.inner)
+        program = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self.inner)
         self.programs[trace] = program
         self.traces[trace] = self.traces.get(trace, 0) + 1
 
@@ -333,7 +306,7 @@ def _alive(found: weakref.ref[Compiled]) -> Compiled:
     return compiled
 
 
-class _SizeSpecialises(Exception):
+class _SizeSpecialises(AttnopsError):
     """The smallest size of a trace breaks one of its guards. Raised before the trace is compiled."""
 
 
@@ -348,13 +321,6 @@ def _broken_guard(least: int) -> str:
         if len(symbols := guard.expr.free_symbols) == 1 and guard.expr.subs(dict.fromkeys(symbols, least)) == False:  # noqa: E712
             return str(guard.expr)
     return ""
-
-
-def _ours(error: BaseException | None) -> AttnopsError | _SizeSpecialises | None:
-    """The error of attnops that torch's compiler wrapped, or None."""
-    while error is not None and not isinstance(error, (AttnopsError, _SizeSpecialises)):
-        error = getattr(error, "inner_exception", None) or error.__cause__
-    return error
 
 
 @contextmanager

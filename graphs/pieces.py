@@ -17,7 +17,7 @@ from ..errors import AttnopsError, NotCapturable, fail
 from ..traced import comparable
 from .cached_guards import whole_guards
 from .device import Device
-from .graph_breaks import Break
+from .graph_breaks import Break, depends_on_data, not_capturable
 from .split import Name, Part, Split, starts_work, value_of
 
 Piece = Callable[..., Any]
@@ -109,10 +109,10 @@ class Program:
     def run(self, flat: tuple[Any, ...]) -> Any:
         """Run without graphs. Returns the model's results."""
         env = self._bound(flat)
-        dying = {n for part in self.split.parts for n in part.outputs} - self._results
+        dying = {n for part in self.split.parts for n in part.outputs} - self.split.kept
         for i, part in enumerate(self.split.parts):
             self._step(i, part, env, dying)
-        return _with_values(self.split.results, env)
+        return self._filled(env)
 
     def record(self, flat: tuple[Any, ...], device: Device, into: Recorded) -> Any:
         """Capture neighbouring capturable parts into one graph each, run the others, and append both to `into`.
@@ -120,7 +120,7 @@ class Program:
         Returns the tensors that every replay writes. Raises NotCapturable for a part that fails in its capture.
         """
         env = self._bound(flat)
-        last, kept = self._last, self._results
+        last, kept = self._last, self.split.kept
         outside = {name for part in self.split.parts if not part.captured for name in part.inputs}
         made: set[str] = set()
         for captured, run in itertools.groupby(enumerate(self.split.parts), lambda numbered: numbered[1].captured):
@@ -133,7 +133,7 @@ class Program:
             # Later graphs may reuse the memory of values that were read for the last time. Calls between graphs read theirs before.
             for name in {n for n in made if last.get(n, -1) <= parts[-1][0] and n in env} - kept:
                 _release(env, name, name in outside, device)
-        results = _with_values(self.split.results, env)
+        results = self._filled(env)
         for name in kept & made:
             _release(env, name, name in outside, device)
         return results
@@ -141,7 +141,7 @@ class Program:
     def _capture(self, parts: list[tuple[int, Part]], env: dict[str, Any], device: Device, into: Recorded) -> list[str]:
         """Capture parts into one graph. Adds the values that later parts read to `env`, and returns their names."""
         inside = [name for _, part in parts for name in part.outputs]
-        after = [n for n in inside if n in self._results or self._last.get(n, -1) > parts[-1][0]]
+        after = [n for n in inside if n in self.split.kept or self._last.get(n, -1) > parts[-1][0]]
         given = {n: env[n] for _, part in parts for n in part.inputs if n in env}
         dying, current = set(inside).difference(after), parts[0][1]
 
@@ -158,7 +158,7 @@ class Program:
         except (AttnopsError, torch.OutOfMemoryError):
             raise
         except Exception as e:
-            raise NotCapturable(current.name, str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__) from e
+            raise not_capturable(current.name, e) from e
         into.add(graph, device.used() - before)
         env.update(zip(after, out, strict=True))
         return after
@@ -176,10 +176,8 @@ class Program:
         """The index of the last part that reads a value, by its name."""
         return {name: i for i, part in enumerate(self.split.parts) for name in part.inputs}
 
-    @functools.cached_property
-    def _results(self) -> set[str]:
-        """The names of the model's results."""
-        return {x.name for x in pytree.tree_leaves(self.split.results, is_leaf=_is_name) if _is_name(x)}
+    def _filled(self, env: dict[str, Any]) -> Any:
+        return pytree.tree_map_only(Name, lambda n: env[n.name], self.split.results)
 
     def _bound(self, flat: tuple[Any, ...]) -> dict[str, Any]:
         return {**self.split.constants, **dict(zip(self.split.inputs, flat, strict=True))}
@@ -192,20 +190,12 @@ def _release(env: dict[str, Any], name: str, read_again: bool, device: Device) -
         env[name] = device.weak(env[name])
 
 
-def _is_name(x: Any) -> bool:
-    return isinstance(x, Name)
-
-
-def _with_values(results: Any, env: dict[str, Any]) -> Any:
-    return pytree.tree_map_only(Name, lambda n: env[n.name], results, is_leaf=_is_name)
-
-
 def _between(part: Part, env: dict[str, Any], into: Recorded) -> None:
     """Run a part between graphs and append its replay, which reads the inputs of then and writes into the results of now."""
     given = [env[n] for n in part.inputs]
     out = part.module(*given)
     fixed = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
-    dynamic = {n for n, fake in zip(part.outputs, _fakes(part), strict=True) if _changes(fake)}
+    dynamic = {name for name, node in part.results if depends_on_data(value_of(node))}
     # A view of an input keeps the address of the input.
     copied = [
         n for n, x in zip(part.outputs, out, strict=True)
@@ -222,18 +212,6 @@ def _between(part: Part, env: dict[str, Any], into: Recorded) -> None:
 
     into.steps.append(again)
     into.breaks.extend(part.breaks)
-
-
-def _fakes(part: Part) -> list[Any]:
-    [end] = [n for n in part.module.graph.nodes if n.op == "output"]
-    return [value_of(x) for x in end.args[0]]
-
-
-def _changes(fake: Any) -> bool:
-    """May its size or value differ at every replay?"""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return isinstance(fake, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(fake))
 
 
 def compile_parts(found: Split, inner: Inner) -> Program:
@@ -255,14 +233,11 @@ def compile_parts(found: Split, inner: Inner) -> Program:
 
 def _check_results(found: Split) -> None:
     """Raise NotCapturable for a result whose size or value depends on data: a replay would return that of the capture."""
-    wanted = {x.name for x in pytree.tree_leaves(found.results, is_leaf=_is_name) if _is_name(x)}
-    for part in found.parts:
-        [end] = [n for n in part.module.graph.nodes if n.op == "output"]
-        for name, node in zip(part.outputs, end.args[0], strict=True):
-            # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
-            read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
-            if name in wanted and any(_changes(value_of(n)) for n in (node, *read)):
-                fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
+    for node in (node for part in found.parts for name, node in part.results if name in found.kept):
+        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
+        read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
+        if any(depends_on_data(value_of(n)) for n in (node, *read)):
+            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
 
 
 def structure(part: Part) -> Any:

@@ -1,8 +1,10 @@
-"""The report of captures: graphs, time, memory, and calls without graphs."""
+"""The report of captures: graphs, time, memory, and calls without graphs; and a progress bar for them."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,3 +113,17 @@ class Report:
         for line in lines:
             table.add_row(*line)
         return table
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar for `Graphed.capture(progress=...)`. Raises ImportError where rich is not installed."""
+    from rich.progress import Progress
+
+    with Progress() as drawn:
+        task = drawn.add_task("capture", total=None)
+
+        def tell(done: int, total: int, bucket: str) -> None:
+            drawn.update(task, completed=done, total=total, description=bucket)
+
+        yield tell

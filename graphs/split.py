@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 
 from ..kernel import Kernel
 from ..traced import equal_calls
-from .graph_breaks import DATA, Break, break_of, forcing, is_cut, kernel_of
+from .graph_breaks import DATA, Break, break_of, depends_on_data, forcing, is_cut, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
 _ALLOCATING = {"new_empty", "new_empty_strided"}
 _FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel"}
 
 
@@ -55,7 +56,13 @@ class Part:
     @property
     def examples(self) -> list[Any]:
         """The fake tensors and symbolic sizes of its inputs."""
-        return [value_of(n) for n in self.module.graph.nodes if n.op == "placeholder"]
+        return [value_of(n) for n in self.module.graph.find_nodes(op="placeholder")]
+
+    @property
+    def results(self) -> list[tuple[str, Any]]:
+        """The name and the node of each output."""
+        returned: Any = self.module.graph.output_node().args[0]
+        return list(zip(self.outputs, returned, strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,15 @@ class Split:
     constants: dict[str, Any]
     results: Any
 
+    @functools.cached_property
+    def kept(self) -> set[str]:
+        """The names of the results."""
+        return {x.name for x in pytree.tree_leaves(self.results) if isinstance(x, Name)}
+
     def __str__(self) -> str:
         lines = []
         for part in self.parts:
-            what = f"{operations(part.module)} operations" if part.compiled else ", ".join(map(str, part.breaks or part.calls))
+            what = f"{len(operations(part.module))} operations" if part.compiled else ", ".join(map(str, part.breaks or part.calls))
             lines.append(f"{part.name}: {'captured, ' if part.captured else ''}{what}")
         return "\n".join(lines)
 
@@ -93,14 +105,14 @@ def value_of(x: Any) -> Any:
     return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, fx.Node) else x
 
 
-def operations(module: fx.GraphModule) -> int:
-    """The number of nodes that launch kernels or allocate."""
-    return sum(n.op not in ("placeholder", "output", "get_attr") and not _free(n) for n in module.graph.nodes)
+def operations(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that launch kernels or allocate."""
+    return [n for n in module.graph.nodes if n.op not in ("placeholder", "output", "get_attr") and not _free(n)]
 
 
 def starts_work(module: fx.GraphModule) -> bool:
     """Does any node launch a kernel, not only views, sizes and allocations?"""
-    return any(n.op not in ("placeholder", "output", "get_attr") and not _free(n) and not _allocates(n) for n in module.graph.nodes)
+    return not all(map(_allocates, operations(module)))
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
@@ -129,6 +141,7 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):
         node.replace_all_uses_with(earlier)
         breaks.pop(node, None)
+        calls.pop(node, None)
         gm.graph.erase_node(node)
     _hoist_allocations(gm.graph, breaks)
     where = _partition(gm.graph, breaks, calls)
@@ -170,30 +183,20 @@ def _decided(node: fx.Node, eager: Collection[str]) -> tuple[Kernel | None, Brea
     """The kernel of a call of an attnops op, which is forced on it, and the reason why the call may not be captured, or None."""
     if node.op in ("placeholder", "output", "get_attr"):
         return None, None
-    if isinstance(node.target, torch._ops.OpOverloadPacket) and (node.target.overloads() == ["default"] or _is_ours(node.target)):
-        # A call of the packet. All overloads of an attnops op have one schema.
-        node.target = node.target.default
+    packet = node.target if isinstance(node.target, torch._ops.OpOverloadPacket) else None
+    # All overloads of an attnops op have one schema.
+    if packet is not None and (packet.overloads() == ["default"] or packet._qualified_op_name.startswith("attnops::")):
+        node.target = packet.default
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
         node.kwargs = {**node.kwargs, "policy": forcing(kernel, kwargs.get("policy", ""))}
     if (found := break_of(node.target, kernel, eager)) is not None:
         return kernel, found
-    if any(map(_depends_on_data, (*node.all_input_nodes, node))):
+    if any(depends_on_data(value_of(n)) for n in (*node.all_input_nodes, node)):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
         return kernel, Break(name, "", DATA)
     return kernel, None
-
-
-def _is_ours(packet: Any) -> bool:
-    return bool(packet._qualified_op_name.startswith("attnops::"))
-
-
-def _depends_on_data(node: fx.Node) -> bool:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    found = pytree.tree_leaves(value_of(node))
-    return any(bool(free_unbacked_symbols(v)) for v in found if isinstance(v, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)))
 
 
 def _free(node: fx.Node) -> bool:
@@ -204,7 +207,7 @@ def _free(node: fx.Node) -> bool:
     if node.target is operator.getitem and isinstance(value_of(node.args[0]), Tensor):
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return all(i is None or i is ... or isinstance(i, (int, slice)) for i in index)
-    return node.target in _FREE or isinstance(value_of(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return node.target in _FREE or isinstance(value_of(node), _NUMBERS)
 
 
 def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[fx.Node]) -> dict[fx.Node, int]:
@@ -280,9 +283,8 @@ def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
 
 def _is_size(node: fx.Node) -> bool:
     """Is the node a number computed from numbers that the host knows?"""
-    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-    made = node.op == "call_function" and isinstance(value_of(node), numbers) and not _depends_on_data(node)
-    return made and all(isinstance(value_of(n), numbers) for n in node.all_input_nodes)
+    numbers = all(isinstance(value_of(n), _NUMBERS) for n in (node, *node.all_input_nodes))
+    return node.op == "call_function" and numbers and not depends_on_data(value_of(node))
 
 
 def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dict[str, list[str]]) -> Split:
@@ -306,7 +308,7 @@ def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dic
 
 def _outputs(node: fx.Node, module: fx.GraphModule) -> tuple[str, ...]:
     """The names of a part's results. Makes the part return a tuple."""
-    [end] = [n for n in module.graph.nodes if n.op == "output"]
+    end: Any = module.graph.output_node()
     if end.args[0] is None:
         end.args = ((),)
     elif not isinstance(end.args[0], (tuple, list)):

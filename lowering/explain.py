@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import InvalidInput
 from ..kernel import all_kernels
 from ..measured import in_force
 from ..ops import Op
@@ -36,7 +37,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class FormSite:
-    """One or more steps of latent attention (MLA) with the same decision of form; fields as in CallSite."""
+    """One or more steps of latent attention (MLA) with the same decision between absorbed and expanded; fields as in CallSite."""
 
     where: str
     count: int
@@ -49,7 +50,7 @@ class Explanation:
 
     sites: call sites in order of first use.
     times: the measured times that the choices use; "" where all kernels are ranked by their own estimates.
-    forms: choices of form of latent attention, printed before the calls that follow from them.
+    forms: decisions between absorbed and expanded latents, printed before the calls that follow from them.
     """
 
     target: str
@@ -61,14 +62,13 @@ class Explanation:
     def __str__(self) -> str:
         assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
         lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
-        printed: set[str] = set()
+        forms = list(self.forms)
         for site in self.sites:
-            forms = () if site.where in printed else tuple(f for f in self.forms if f.where == site.where)
-            printed.add(site.where)
-            entries: tuple[CallSite | FormSite, ...] = (*forms, site)
+            before = [f for f in forms if f.where == site.where]
+            forms = [f for f in forms if f.where != site.where]
+            entries: tuple[CallSite | FormSite, ...] = (*before, site)
             for entry in entries:
-                lines.append(f"\n{entry.where}  x{entry.count}")
-                lines.extend("  " + line for line in str(entry.decision).splitlines())
+                lines += [f"\n{entry.where}  x{entry.count}", *("  " + line for line in str(entry.decision).splitlines())]
         return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
 
     def chosen(self) -> tuple[str, ...]:
@@ -82,40 +82,24 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The table as plain data, for JSON."""
-        return {
-            "target": self.target,
-            "assumed": self.assumed,
-            "times": self.times,
-            "calls": [
-                {
-                    "where": s.where,
-                    "count": s.count,
-                    "op": s.decision.problem.op,
-                    "problem": s.decision.problem.summary(),
-                    "kernel": s.decision.kernel.name if s.decision.kernel else None,
-                    "by_judge": s.decision.by_judge,
-                    "can_run": list(s.decision.passed_over),
-                    "never_run": [n for n in s.decision.costs if s.decision.untried(n)],
-                    "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in s.decision.costs.items()},
-                    "refused": {
-                        name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons]
-                        for name, reasons in s.decision.refused.items()
-                    },
-                }
-                for s in self.sites
-            ],
-            "forms": [
-                {
-                    "where": f.where,
-                    "count": f.count,
-                    "form": f.decision.form,
-                    "new_tokens": f.decision.queries,
-                    "absorb_up_to": f.decision.absorb_up_to,
-                    "us": {n: float(f"{us:.4g}") for n, us in f.decision.costs.items()},
-                }
-                for f in self.forms
-            ],
-        }
+        forms = [
+            {
+                "where": f.where, "count": f.count, "form": f.decision.form, "new_tokens": f.decision.queries,
+                "absorb_up_to": f.decision.absorb_up_to, "us": {n: float(f"{us:.4g}") for n, us in f.decision.costs.items()},
+            }
+            for f in self.forms
+        ]  # fmt: skip
+        calls = [{"where": s.where, "count": s.count, **_decision_dict(s.decision)} for s in self.sites]
+        return {"target": self.target, "assumed": self.assumed, "times": self.times, "calls": calls, "forms": forms}
+
+
+def _decision_dict(d: Decision) -> dict[str, Any]:
+    refused = {name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons] for name, reasons in d.refused.items()}
+    return {
+        "op": d.problem.op, "problem": d.problem.summary(), "kernel": d.kernel.name if d.kernel else None, "by_judge": d.by_judge,
+        "can_run": list(d.passed_over), "never_run": [n for n in d.costs if d.untried(n)],
+        "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in d.costs.items()}, "refused": refused,
+    }  # fmt: skip
 
 
 def packages_of_kernels() -> tuple[str, ...]:
@@ -150,39 +134,38 @@ def explain(
     Raises:
         InvalidInput: an unknown target, or assume without a target. Errors of the call itself pass through.
     """
-    from ..errors import InvalidInput
-
     if target is None and assume is not None:
         raise InvalidInput("assume", assume, "None without a target: packages of this machine are looked up")
     named = Target.parse(target, assume) if isinstance(target, str) else target
     if named is not None and named.assume is None:
         named = dataclasses.replace(named, assume=packages_of_kernels())
-    found: dict[tuple[str, Problem, str], int] = {}
+    found: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
     formed: dict[tuple[str, LatentCall, int], tuple[int, FormDecision]] = {}
-    path = _ModulePath(model)
-
-    def form_watcher(decision: FormDecision) -> None:
-        spot = (_folded(path.current()), decision.call, decision.queries)
-        formed[spot] = (formed.get(spot, (0, decision))[0] + 1, decision)
-
-    def watcher(op: Op, problem: Problem, policy: str) -> None:
-        site = (path.current(), problem, policy)
-        found[site] = found.get(site, 0) + 1
-
     call = getattr(model, "_orig_mod", model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
-        stack.enter_context(path.tracked())
+        path = stack.enter_context(_module_path(call))
+        fake = stack.enter_context(_fake_mode(args, kwargs))
+
+        def watcher(op: Op, problem: Problem, policy: str) -> None:
+            decision = select(problem, policy)
+            spot = (path(), problem, decision.policy.key)
+            found[spot] = (found.get(spot, (0, decision))[0] + 1, decision)
+
+        def form_watcher(decision: FormDecision) -> None:
+            spot = (path(), decision.call, decision.queries)
+            formed[spot] = (formed.get(spot, (0, decision))[0] + 1, decision)
+
         stack.callback(watch(watcher))
         stack.callback(watch_forms(form_watcher))
-        stack.enter_context(_eager_stance())
-        stack.enter_context(_fake_mode(args, kwargs))
+        if "torch._dynamo" in sys.modules:  # compiled submodules run uncompiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(call, nn.Module) and not call.training:
             stack.enter_context(torch.no_grad())
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, _fake, (args, kwargs))
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
         call(*fake_args, **fake_kwargs)
-        here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
-        sites = _fold([(where, count, select(problem, policy)) for (where, problem, policy), count in found.items()])
+    here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
+    sites = tuple(CallSite(where, count, decision) for (where, _, _), (count, decision) in found.items())
     forms = tuple(FormSite(where, count, decision) for (where, _, _), (count, decision) in formed.items())
     explanation = Explanation(here, named.assume if named else None, sites, _times(sites), forms)
     if not quiet:
@@ -200,71 +183,37 @@ def _times(sites: tuple[CallSite, ...]) -> str:
     return ""
 
 
-def _fold(calls: list[tuple[str, int, Decision]]) -> tuple[CallSite, ...]:
-    """Merge calls with the same decision whose paths differ in numbers only."""
-    folded: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
-    for where, count, decision in calls:
-        spot = (_folded(where), decision.problem, decision.policy.key)
-        folded[spot] = (folded.get(spot, (0, decision))[0] + count, decision)
-    return tuple(CallSite(where, count, decision) for (where, _, _), (count, decision) in folded.items())
+@contextlib.contextmanager
+def _module_path(model: Any) -> Iterator[Callable[[], str]]:
+    """A function that returns the dotted path of the innermost module being called, with `*` for numbers."""
+    names = {id(m): n or type(m).__name__ for n, m in model.named_modules()} if isinstance(model, nn.Module) else {}
+    called = ["(function)"]
 
+    def enter(module: nn.Module, _: Any) -> None:
+        called.append(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", names.get(id(module), type(module).__name__)))
 
-def _folded(where: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "*", where)
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        called.pop()
 
-
-class _ModulePath:
-    """The dotted path of the innermost module being called."""
-
-    def __init__(self, model: Any) -> None:
-        root = getattr(model, "_orig_mod", model)
-        self._names = {id(m): n or type(m).__name__ for n, m in root.named_modules()} if isinstance(root, nn.Module) else {}
-        self._stack: list[str] = []
-
-    def current(self) -> str:
-        return self._stack[-1] if self._stack else "(function)"
-
-    @contextlib.contextmanager
-    def tracked(self) -> Iterator[None]:
-        def enter(module: nn.Module, _: Any) -> None:
-            self._stack.append(self._names.get(id(module), type(module).__name__))
-
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            self._stack.pop()
-
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _fake(x: torch.Tensor) -> torch.Tensor:
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    mode = detect_fake_mode()
-    return x if isinstance(x, FakeTensor) or mode is None else mode.from_tensor(x)
+    hooks = nn.modules.module
+    handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield lambda: called[-1]
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager
-def _fake_mode(args: Any, kwargs: Any) -> Iterator[None]:
+def _fake_mode(args: Any, kwargs: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """The fake mode of the arguments, or a new one; a function that makes tensors fake."""
     from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with mode:
-            yield
+            yield lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x)
     finally:
         mode.allow_non_fake_inputs = before
-
-
-def _eager_stance() -> contextlib.AbstractContextManager[Any]:
-    # Compiled submodules run uncompiled. A process without Dynamo has none.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

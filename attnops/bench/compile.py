@@ -22,6 +22,7 @@ from attnops.bench.rows import Case, Row
 from attnops.bench.setup import Setup
 from attnops.cache import PagedCache
 from attnops.graphs import Bucket, Buckets
+from attnops.graphs.graphed import Setup as Captures
 from attnops.graphs.inputs import Roles
 from attnops.graphs.modes import Compiled
 from attnops.graphs.pieces import INNER
@@ -182,7 +183,7 @@ def pieces(setup: Setup) -> list[Row]:
     tokens = torch.zeros(requests, dtype=torch.int64, device=setup.device)
     values = {"tokens": tokens, "batch": batch, "k_pages": cache.k_pages, "v_pages": cache.v_pages}
     inner = INNER["inductor" if setup.backend == "inductor" else "eager"]
-    method = Compiled(model, Roles("batch", ("tokens",), ()), Buckets(decode=(requests,)), inner, {})
+    method = Compiled(model, Captures(Roles("batch", ("tokens",)), Buckets(decode=(requests,))), inner)
     start = time.perf_counter()
     with torch.no_grad():
         method.prepare(Bucket(requests, requests, "decode"), values)
