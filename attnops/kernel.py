@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from math import inf
 from numbers import Real
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -35,6 +35,12 @@ from attnops.needs import without as without
 from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
 from attnops.promises import KNOW_HOLES, filled
+from attnops.traits import Capture as Capture
+from attnops.traits import Core as Core
+from attnops.traits import Inline as Inline
+from attnops.traits import Invariant as Invariant
+from attnops.traits import Plan as Plan
+from attnops.traits import Tolerance as Tolerance
 
 CONTRACT = 2
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
@@ -46,26 +52,6 @@ FAILURES = (Exception, SystemExit)
 @dataclass(frozen=True)
 class Failed(Refusal):
     """A kernel did not answer: it raised, or gave no answer that can be used. Selection asks it again the next time."""
-
-
-class Capture(Enum):
-    """May the kernel live inside a CUDA graph? WHOLE: yes. NEVER: the graph is split around it."""
-
-    WHOLE = "whole"
-    NEVER = "never"
-
-
-@dataclass(frozen=True)
-class Core:
-    """What the compiler cannot look into of a kernel that it lowers in place: an op of its own, `attnops::<op>__<kernel>`.
-
-    schema, run, fake: as those of an Op. It returns fresh tensors and writes nothing, so that the compiler may put the result where
-    the op's output belongs, without a copy.
-    """
-
-    schema: str
-    run: Callable[..., Any]
-    fake: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -80,23 +66,14 @@ class Kernel:
     needs: further demands on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
         measured times covers the call (attnops/measured).
-    capture: see Capture. tolerance: factor on the numerics budget of the op's dtype (1.0: as good as the dtype allows).
-    rounded_sums: its lse adds up weights already rounded to the query's dtype.
-    batch_invariant: under a deterministic `policy`, an argument of `run`, a request's result does not depend, bit for bit, on what else is
-        in the batch. invariant_needs: what this takes besides `needs`. invariant_us: as `cost_us`, where the policy costs time.
+    capture: see Capture. tolerance: see Tolerance.
     judge: the plain body that all others are compared with. On a GPU it answers where no other kernel can, or where its measured time
         is the least; no estimate chooses it.
-    inline: `run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
-    inline_when: the Problems for which that is done although the kernel is called, and timed, like any other elsewhere.
     workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
         The caller zeroes it once. None: the kernel asks for none.
-    core: inline only: the foreign call amid those torch ops; `run` calls it as `torch.ops.attnops.<op>__<name>`.
-    plan_sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the
-        largest sizes; see `attnops.ops.plan`.
-    device_plan: takes the op's arguments by name and returns the `plan` that the kernel reads on the device: what its users make once
-        a step, so that it is timed with it. It runs without one too, and then makes in every layer what the plan holds: `cost_us`
-        says what of, by `Problem.plan`. None: it reads none, or is none the faster for it.
-    contract: what the kernel was written for; see `adapted` for those of 1. None: 2 where `run` takes one argument, else 1.
+    invariant: see Invariant; None: results depend on the batch. inline: see Inline; None: the kernel is called. plan: see Plan.
+    contract: the version of this contract that the kernel was written for; see `adapted` for those of 1. None: 2 where `run` takes one
+        argument, else 1.
 
     Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
     """
@@ -112,18 +89,12 @@ class Kernel:
     probe: Callable[[Target], Refusal | None] | None = None
     cost_us: Callable[[Problem], float] = lambda problem: 1.0
     capture: Capture = Capture.WHOLE
-    tolerance: float = 1.0
-    rounded_sums: bool = False
-    batch_invariant: bool = False
-    invariant_needs: tuple[Need, ...] = ()
-    invariant_us: Callable[[Problem], float] | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
     judge: bool = False
-    inline: bool = False
-    inline_when: Callable[[Problem], bool] | None = None
     workspace_bytes: Callable[[Problem], int] | None = None
-    core: Core | None = None
-    plan_sizes: Callable[..., tuple[int, int]] | None = None
-    device_plan: Callable[..., torch.Tensor] | None = None
+    invariant: Invariant | None = None
+    inline: Inline | None = None
+    plan: Plan = field(default_factory=Plan)
     contract: int | None = None
     about: str = ""
 
@@ -182,13 +153,13 @@ class Kernel:
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = self.absences(problem.target) + unmet
-        return out or self._asked("cost_us", (self._priced,), problem) or self._asked("inline_when", (self._placed,), problem)
+        return out or self._asked("cost_us", (self._priced,), problem) or self._asked("inline.when", (self._placed,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
         """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""
-        if not self.batch_invariant:
+        if self.invariant is None:
             return (Refusal("batch_invariant", False, "True (policy.deterministic)"),)
-        return self._asked("invariant_needs", self.invariant_needs, problem)
+        return self._asked("invariant.needs", self.invariant.needs, problem)
 
     def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object) -> tuple[Refusal, ...]:
         """The refusals among the answers. An error is one."""
@@ -213,16 +184,30 @@ class Kernel:
 
     def _priced(self, problem: Problem) -> Refusal | None:
         # A time that a plan was made for is compared with that of a call without, so both are asked for.
-        planned = self.device_plan is not None and problem.plan == "none"
+        planned = self.plan.device is not None and problem.plan == "none"
         times = [self.cost_us(p) for p in ((problem, replace(problem, plan="device")) if planned else (problem,))]
-        for us in times if self.invariant_us is None else (*times, self.invariant_us(problem)):
+        for us in (*times, self.steady_us(problem)):
             if not isinstance(us, Real) or isinstance(us, bool) or not 0 <= float(us) < inf:
                 return Failed(f"{self.name}.cost_us", us, "a finite number >= 0")
         return None
 
     def _placed(self, problem: Problem) -> None:
-        if self.inline_when is not None:
-            self.inline_when(problem)
+        if self.inline is not None and self.inline.when is not None:
+            self.inline.when(problem)
+
+    def steady_us(self, problem: Problem) -> float:
+        """As `cost_us`, under a deterministic policy."""
+        return (self.invariant.cost_us if self.invariant and self.invariant.cost_us else self.cost_us)(problem)
+
+    @property
+    def core(self) -> Core | None:
+        """The core of a kernel that has one."""
+        return self.inline.core if self.inline else None
+
+    @property
+    def fused(self) -> bool:
+        """Is the kernel always plain torch in the caller's graph, so that there is no call of it to time?"""
+        return self.inline is not None and self.inline.when is None and self.inline.core is None
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""
@@ -291,17 +276,23 @@ def register(kernel: Kernel) -> Kernel:
 def _check_fields(kernel: Kernel) -> None:
     def want(ok: bool, field: str, text: str) -> None:
         if not ok:
-            raise RegistrationError(f"kernel {kernel.name}: {field} got {getattr(kernel, field)!r}, want {text}")
+            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
 
-    for name, needs in (("needs", kernel.needs), ("invariant_needs", kernel.invariant_needs)):
+    kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
+    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
+        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
+    for name in ("needs", *["invariant.needs"] * (kernel.invariant is not None)):
+        needs = attrgetter(name)(kernel)
         want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
     want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
-    want(isinstance(kernel.capture, Capture), "capture", "a Capture")
-    want(isinstance(kernel.tolerance, Real) and 0 < kernel.tolerance < inf, "tolerance", "a number > 0")
+    factor = kernel.tolerance.factor
+    want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
     for name in ("run", "cost_us"):
         want(callable(getattr(kernel, name)), name, "a function")
-    for name in ("probe", "workspace_bytes", "inline_when", "plan_sizes", "device_plan", "invariant_us"):
-        want(getattr(kernel, name) is None or callable(getattr(kernel, name)), name, "a function or None")
+    optional = ["probe", "workspace_bytes", "plan.sizes", "plan.device"]
+    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
+    for name in optional:
+        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
     try:
         inspect.signature(kernel.run)
     except (TypeError, ValueError):

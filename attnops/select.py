@@ -231,7 +231,7 @@ def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
     """Of a fixed load: over pages a mean step of serving, elsewhere a prompt."""
     load = {_step(seen, DECODE): DECODES, _step(seen, PROMPT): 1} if seen.page_size else {seen: 1}
     steps = sum(load.values())
-    return {k.name: Cost(sum(n * (k.invariant_us or k.cost_us)(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
+    return {k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
 
 
 def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:

@@ -178,7 +178,7 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
     given = {k.name: (k, c) for k, c, _ in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call) if k.packages}
     for name, (kernel, mine) in given.items():
         kinds = {f"op.{name}": partial(op_of, kernel, mine, True), f"eager.{name}": partial(op_of, kernel, mine, False)}
-        if kernel.device_plan is not None:
+        if kernel.plan.device is not None:
             kinds |= {f"op.{name}_bare": kinds[f"op.{name}"], f"op.{name}": partial(layers_op, kernel, mine, True)}
             kinds |= {f"op.{name}_unplanned": partial(layers_op, kernel, mine, False)}
         for kind, make_run in kinds.items():

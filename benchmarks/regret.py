@@ -271,7 +271,7 @@ def chosen_again(data: dict[str, Any], table: Table | None) -> list[Row]:
         rows.append(Row(held, call["us"], choices(problem, table), dict(call.get("skipped", {})), call.get("bare_us", {})))
         # As `candidates` equips them: what reads a plan where there is one, and what does not answer without.
         kernels = [k for k in kernels_of(held.shape.op).values() if k.name in call["us"]]
-        rows[-1].skipped["_planned"] = ",".join(k.name for k in kernels if k.device_plan is not None or k.refusals(problem))
+        rows[-1].skipped["_planned"] = ",".join(k.name for k in kernels if k.plan.device is not None or k.refusals(problem))
     return rows
 
 

@@ -75,7 +75,7 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
 
 def is_cut(kernel: Kernel | None) -> bool:
     """Does a capturable call of `kernel` end a compiled piece? Not where its torch ops are inlined, to be fused."""
-    return kernel is not None and kernel.op in ATTENTION and not kernel.inline
+    return kernel is not None and kernel.op in ATTENTION and not (kernel.inline and kernel.inline.when is None)
 
 
 def forcing(kernel: Kernel, policy: str) -> str:

@@ -30,7 +30,7 @@ def lowering_of(op: Op) -> Callable[..., Any]:
             return lowered[earlier]
         values = node_values(node)
         kernel = decide(op, *values)
-        if kernel.inline or _in_place(op, kernel, *values):
+        if _in_place(op, kernel, *values):
             lowered[node] = _inline(op, kernel, values, args, kwargs)
         else:
             lowered[node] = _call(op, kernel, args, kwargs)
@@ -61,10 +61,12 @@ def _value(x: Any) -> Any:
 
 
 def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does a kernel that may be called or inlined have its torch ops lowered here?"""
+    """Are the torch ops of `kernel` lowered here, rather than the kernel called?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    if kernel.inline_when is None or not kernel.inline_when(op.problem(op.call(*args, **kwargs))):
+    if kernel.inline is None or kernel.inline.when is None:
+        return kernel.inline is not None
+    if not kernel.inline.when(op.problem(op.call(*args, **kwargs))):
         return False
     # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
     sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from attnops.kernel import Kernel, all_kernels, extent_at_most, kernels_of
+from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
 from attnops.kernels.torch import aten_flash, aten_flash_cuda
 from attnops.measured import Table, in_force
 from attnops.problem import Extent, Problem, Target
@@ -54,7 +54,7 @@ def test_no_size_and_no_time_reaches_the_choice(name, target):
     assert len(chosen) == 1, chosen
     if target.device == "cpu" or target is H200:
         [name] = chosen
-        assert kernels_of(op)[name].batch_invariant
+        assert kernels_of(op)[name].invariant
 
 
 def test_the_default_policy_looks_at_sizes():
@@ -65,7 +65,7 @@ def test_the_default_policy_looks_at_sizes():
 
 
 def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
-    few = Kernel("few", "paged_attention", lambda **_: None, needs=(extent_at_most("queries", 8),), batch_invariant=True)
+    few = Kernel("few", "paged_attention", lambda **_: None, needs=(extent_at_most("queries", 8),), invariant=Invariant())
     problem = sized(replace(CALLS["paged_attention"], op="paged_attention"), 8, 1, 4096)
     assert not few.refusals(problem)
     [refusal] = few.refusals(without_sizes(problem))
@@ -203,7 +203,7 @@ def test_rows(op):
             same_bits(call, [(1,), (0, 2), tuple(range(tokens))])
 
 
-INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.batch_invariant]
+INVARIANT = [k for k in all_kernels() if k.op in BATCHES and k.invariant]
 
 
 @pytest.mark.parametrize("kernel", INVARIANT, ids=lambda k: f"{k.op}.{k.name}")
@@ -214,7 +214,7 @@ def test_each_that_may_be_chosen(kernel):
     same_bits(call, GROUPS, kernel)
 
 
-MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant_needs]
+MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant.needs]
 
 
 @pytest.mark.parametrize("kernel", MULTIPLY, ids=lambda k: k.op)

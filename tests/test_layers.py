@@ -26,6 +26,7 @@ RANKS = {
     "attnops.promises": 1,
     "attnops.kernel": 1,
     "attnops.needs": 1,
+    "attnops.traits": 1,
     "attnops.measured": 1,
     "attnops.select": 2,
     "attnops.kernels": 2,

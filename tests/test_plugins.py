@@ -21,9 +21,12 @@ from attnops.kernel import (
     Capture,
     Core,
     Failed,
+    Inline,
     Kernel,
     Package,
+    Plan,
     Registry,
+    Tolerance,
     adapted,
     arch,
     at_most,
@@ -89,7 +92,7 @@ PLACES = {
     "probe": lambda f: {"probe": f},
     "cost_us": lambda f: {"cost_us": f},
     "workspace_bytes": lambda f: {"workspace_bytes": f},
-    "inline_when": lambda f: {"inline_when": f},
+    "inline.when": lambda f: {"inline": Inline(f)},
 }  # fmt: skip
 ERRORS = [
     ValueError("boom"),
@@ -165,7 +168,7 @@ def test_a_plan_is_priced_with_the_call(lab):
     def cost_us(p):
         return 1.0 if p.plan == "none" else math.nan
 
-    register(Kernel("theirs", "attention", run, cost_us=cost_us, device_plan=raises(ValueError())))
+    register(Kernel("theirs", "attention", run, cost_us=cost_us, plan=Plan(device=raises(ValueError()))))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
 
 
@@ -203,8 +206,8 @@ def test_a_misspelt_need_is_an_error_where_it_is_built(build):
     ("field", "value"),
     [
         ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("needs", [arch(90)]), ("packages", ("torch",)), ("run", None),
-        ("capture", "never"), ("tolerance", 0.0), ("tolerance", "1"), ("cost_us", 1.0), ("probe", True),
-        ("workspace_bytes", 8), ("run", type),
+        ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", Tolerance("1")), ("tolerance", 1.0), ("cost_us", 1.0),
+        ("probe", True), ("inline", True), ("workspace_bytes", 8), ("run", type),
     ],
 )  # fmt: skip
 def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
@@ -217,7 +220,7 @@ def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
 def test_a_core_that_is_no_schema_leaves_no_trace():
     before = tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()
     with pytest.raises(RegistrationError, match=r"core\.schema got '\(Tensor -> ', want a schema"):
-        register(Kernel("theirs", "merge_state", run, core=Core("(Tensor -> ", run, run)))
+        register(Kernel("theirs", "merge_state", run, inline=Inline(core=Core("(Tensor -> ", run, run))))
     assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
 
 

@@ -20,6 +20,7 @@ from attnops import kernel as registry_module
 from attnops.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
 from attnops.kernel import (
     CONTRACT,
+    Invariant,
     Kernel,
     Package,
     Registry,
@@ -72,7 +73,7 @@ def lab(monkeypatch):
     kernels = (
         Kernel("slow", "attention", nothing, cost_us=lambda p: 100.0),
         Kernel("fast", "attention", nothing, needs=without("sinks", "softcap"), cost_us=lambda p: 1.0),
-        Kernel("steady", "attention", nothing, cost_us=lambda p: 50.0, batch_invariant=True),
+        Kernel("steady", "attention", nothing, cost_us=lambda p: 50.0, invariant=Invariant()),
         Kernel("other", "varlen_attention", nothing),
     )
     for kernel in kernels:
@@ -205,7 +206,7 @@ GPU = Problem("attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2,
 
 def judged(lab, **us):
     """The lab with a judge that promises to be the fastest by far, and a table that holds these times."""
-    lab.kernels["attention"]["plain"] = Kernel("plain", "attention", nothing, cost_us=lambda p: 1e-3, judge=True, batch_invariant=True)
+    lab.kernels["attention"]["plain"] = Kernel("plain", "attention", nothing, cost_us=lambda p: 1e-3, judge=True, invariant=Invariant())
     shape = Shape("attention", "float32", "float32", 4, 2, 8, 8, causal=False, decode=True)
     grid = Grid(shape, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
     return Table("Some GPU", "sm90", {f"attention.{n}": "any" for n in us}, (grid,)) if us else None
@@ -251,7 +252,7 @@ def test_a_judge_ranks_behind_every_kernel(lab):
 def test_every_reference_is_lowered_in_place_or_judges(op, arch):
     """Whatever the sizes: the reference of an op is chosen on a GPU only where it is alone, or where the compiler fuses it."""
     plain = kernels_of(op)["reference"]
-    assert plain.judge != plain.inline or op == "fa3_schedule", "whose plain body is zeros, for a CPU alone"
+    assert plain.judge != bool(plain.inline) or op == "fa3_schedule", "whose plain body is zeros, for a CPU alone"
     for case in CASES[op]:
         problem = replace(case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels()), dtype=torch.bfloat16)
         for size in (1, 4096):
@@ -449,7 +450,7 @@ def test_kernels_declare_what_tables_show():
         if not kernel.run.__module__.startswith("attnops."):
             continue  # one that another test of this process registers
         assert kernel.about, kernel
-        assert kernel.tolerance > 0
+        assert kernel.tolerance.factor > 0
         assert kernel.cost_us(DECODE) >= 0
 
 

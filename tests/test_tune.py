@@ -15,7 +15,7 @@ from attnops import kernel as registry_module
 from attnops.call import check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, lengths
-from attnops.kernel import Capture, Core, Kernel, Registry, kernels_of, without
+from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
@@ -167,7 +167,7 @@ def test_what_is_measured_is_in_the_table(lab):
     lab("a")
     lab("b", needs=without("causal"))
     lab("c")
-    lab("inlined", inline=True)
+    lab("inlined", inline=Inline())
     clock = Fake(linear)
     table, report = measure([PLAN], Stopwatch(clock), CPU)
     [grid] = table.grids
@@ -293,7 +293,7 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
 def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
     """On a CPU: the reference of paged attention, said to be lowered in place around a foreign call."""
     real = kernels_of("paged_attention")["reference"]
-    kernel = replace(real, inline=True, core=Core("(Tensor q) -> Tensor", work, work))
+    kernel = replace(real, inline=Inline(core=Core("(Tensor q) -> Tensor", work, work)))
     monkeypatch.setitem(registry_module._REGISTRY.kernels["paged_attention"], "reference", kernel)
     forget()
     try:

@@ -122,10 +122,10 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     names = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(host_clock, names=names).candidates(call):
         if not (setup.size == "toy" and kernel.name in COMPILED):
-            ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance)
+            ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance.factor)
     if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
-        ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance), more={"kernel": chosen.name})
+        ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance.factor), more={"kernel": chosen.name})
     some = {n: make for n, make in peers.PEERS.items() if setup.size != "toy" or n == "torch.sdpa"}
     others: dict[str, Callable[[Call], peers.Run | None]] = {n: partial(make, setup) for n, make in some.items()}
     if setup.on_gpu:

@@ -141,7 +141,7 @@ class LatentCache(Pages):
     def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
         """See `Pages`. Kernels are compared with their plans; of float8 pages, for float8 queries."""
         target = Target.of(self.page_table.device)
-        reads = [k for k in kernels_of(OP).values() if k.device_plan is not None and not k.absences(target)]
+        reads = [k for k in kernels_of(OP).values() if k.plan.device is not None and not k.absences(target)]
         if self._spec is None or not reads or not tokens:
             return None
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)

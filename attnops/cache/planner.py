@@ -104,12 +104,12 @@ class Planner:
 
 
 def _planned_by_host() -> tuple[str, ...]:
-    return tuple(name for name, kernel in kernels_of(PLAN.name).items() if kernel.plan_sizes is not None)
+    return tuple(name for name, kernel in kernels_of(PLAN.name).items() if kernel.plan.sizes is not None)
 
 
 def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:
     """The function that makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None: it reads none."""
-    plan, heads, dim, latent, dtype, causal = kernel.device_plan, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
+    plan, heads, dim, latent, dtype, causal = kernel.plan.device, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
     if plan is None:
         return None
 

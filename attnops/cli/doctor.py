@@ -70,7 +70,7 @@ def measured_times(target: Target) -> dict[str, Any]:
     if table is None:
         return out
     ops = {g.shape.op for g in table.grids}
-    usable = [k for op in sorted(ops) for k in kernels_of(op).values() if not (k.inline and k.core is None) and not why_not(k, target)]
+    usable = [k for op in sorted(ops) for k in kernels_of(op).values() if not k.fused and not why_not(k, target)]
     timed = {f"{k.op}.{k.name}": k for k in usable if f"{k.op}.{k.name}" in table.versions}
     changed = {n: {"timed": table.versions[n], "here": version_of(k)} for n, k in timed.items() if not table.speaks_for(k, target)}
     return out | {

@@ -151,7 +151,7 @@ class ModelPages(Pages):
             decode, key = spec.problem(target, sizes.rows, sizes.rows, whole, 1), key_for("mla_attention", sizes.kernel)
             scratch = workspace_bytes(replace(decode, plan="device"), key)
             kernel = select(replace(decode, plan="device", workspace=scratch), key).kernel
-            self._device_plan = None if kernel is None else kernel.device_plan
+            self._device_plan = None if kernel is None else kernel.plan.device
             return scratch
         found, key = [0], key_for("paged_attention", sizes.kernel)
         for own, table in set(zip(sizes.layers, self.table_of, strict=True)):

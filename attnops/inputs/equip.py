@@ -29,12 +29,12 @@ def with_device_plan(kernel: Kernel, call: Call) -> Call:
 
     Unchanged if the kernel reads none, the call has one, or the kernel refuses it.
     """
-    if kernel.device_plan is None or call.arguments.get("plan") is not None:
+    if kernel.plan.device is None or call.arguments.get("plan") is not None:
         return call
     if kernel.refusals(replace(call.problem, plan="device")):
         return call
     with torch.no_grad():
-        return call.with_(plan=kernel.device_plan(**call.arguments), holes=False)
+        return call.with_(plan=kernel.plan.device(**call.arguments), holes=False)
 
 
 def equip_as_used(kernel: Kernel, call: Call) -> Call:

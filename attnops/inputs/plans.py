@@ -20,7 +20,7 @@ def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor,
     buffers: plan and workspace to write into; None allocates the smallest ones.
     """
     maker = None if call.arguments.get("plan") is not None else kernels_of(f"plan_{call.op}").get(kernel.name)
-    if maker is None or maker.plan_sizes is None or kernel.refusals(replace(call.problem, plan="host")):
+    if maker is None or maker.plan.sizes is None or kernel.refusals(replace(call.problem, plan="host")):
         return call
     made = plan_call(call, maker, buffers)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
     if buffers is None:
         requests, pages = tables["page_table"].shape
         fixed = {n: v for n, v in statics.items() if n not in ("num_tokens", "max_seqlen_q", "num_pages")}
-        assert maker.plan_sizes is not None
-        sizes = maker.plan_sizes(**fixed, max_tokens=known["num_tokens"], max_requests=requests, max_pages=pages, device=device)
+        assert maker.plan.sizes is not None
+        sizes = maker.plan.sizes(**fixed, max_tokens=known["num_tokens"], max_requests=requests, max_pages=pages, device=device)
         buffers = torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.uint8, device=device)
     return Call(op, {**tables, **statics, "plan": buffers[0], "workspace": buffers[1]}, writes=("plan", "workspace"))

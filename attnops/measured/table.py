@@ -137,7 +137,7 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
 
 def _unplanned_us(kernel: Kernel, problem: Problem) -> float:
     """What making in the layer what the plan would hold adds to the time."""
-    if kernel.device_plan is None or problem.plan != "none":
+    if kernel.plan.device is None or problem.plan != "none":
         return 0.0
     return kernel.cost_us(problem) - kernel.cost_us(replace(problem, plan="device"))
 

@@ -153,9 +153,9 @@ def largest_sizes(
     """As `plan_sizes`, of any plan op."""
     sizes = [(0, 0)]
     for kernel in kernels_of(op.name).values():
-        if kernel.plan_sizes is not None and not kernel.absences(Target.of(device)):
+        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
             maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-            sizes.append(kernel.plan_sizes(**statics, **maxima, device=device))
+            sizes.append(kernel.plan.sizes(**statics, **maxima, device=device))
     return max(n for n, _ in sizes), max(b for _, b in sizes)
 
 
@@ -233,7 +233,7 @@ def ask(
     requests, pages = tables[0].shape
     problem = spec.problem(Target.of(tables[0].device), num_tokens, requests, pages, max_seqlen_q)
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
-    if found is None or found.plan_sizes is None:
+    if found is None or found.plan.sizes is None:
         return None
     rest = ";deterministic" if deterministic(active_policy()) else ""
     op(changed(call, policy=f"kernel={op.name}:{found.name}{rest}"))

@@ -19,7 +19,7 @@ mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summ
 
 The gradients of mask and sinks are also rounded to those' own dtypes.
 
-Where weights are rounded to the query's dtype before they are added up (`Kernel.rounded_sums`), their sum is off by one unit
+Where weights are rounded to the query's dtype before they are added up (`Tolerance.rounded_sums`), their sum is off by one unit
 roundoff of that dtype at most, and delta(lse) grows by it.
 
 A kernel's `tolerance` multiplies every figure.

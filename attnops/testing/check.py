@@ -93,13 +93,13 @@ def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
     if kernel.op in WRITES:
         return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
     expected = oracle(clean)
-    allowed = budget.allowance(clean, expected, kernel.rounded_sums)
+    allowed = budget.allowance(clean, expected, kernel.tolerance.rounded_sums)
     errors = {}
     for name, got in results.items():
         if name in ("plan", "workspace"):
             continue  # private to the kernel
         start = _schedule_words(clean) if kernel.op == "decode_rows" else 0
-        errors[name] = compare(f"{where}: {name}", got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance)
+        errors[name] = compare(f"{where}: {name}", got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance.factor)
     return Figures(kernel.name, kernel.op, errors=errors)
 
 

@@ -125,12 +125,12 @@ class Stopwatch:
         problem = call.problem
         for kernel in kernels_of(call.op).values():
             # The cost of plain torch lowered in place depends on what Inductor fuses it with.
-            if (kernel.inline and kernel.core is None) or (self.names and kernel.name not in self.names):
+            if kernel.fused or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
             try:
                 if not reasons:
-                    out.append((kernel, call if kernel.device_plan is None else self.equip(kernel, call), None))
+                    out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
                 elif reasons <= {"plan", "workspace"}:
                     given = self.equip(kernel, call)
                     if not kernel.refusals(given.problem):

@@ -56,7 +56,7 @@ LATENTS: dict[str, Callable[[], Call]] = {
     "decode": lambda: latent.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
 }
 COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",)}
-INVARIANT = [k for k in all_kernels() if k.batch_invariant]
+INVARIANT = [k for k in all_kernels() if k.invariant]
 
 
 def kernels(op: str) -> list[str | None]:
@@ -155,7 +155,7 @@ def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
 @pytest.mark.parametrize("op", ["merge_state", "merge_states"])
 @pytest.mark.parametrize("name", sorted({k.name for k in INVARIANT if k.op.startswith("merge_state")}))
 def test_merges(name: str, op: str) -> None:
-    if name not in kernels_of(op) or not kernels_of(op)[name].batch_invariant:
+    if name not in kernels_of(op) or not kernels_of(op)[name].invariant:
         pytest.skip(f"{op} has no such kernel")
     call = builders.merge(source(), 64, 32, 128, BF16) if op == "merge_state" else builders.merge_states(source(), 64, 5, 32, 128, BF16)
     check(call, [(3,), (63,), (1, 5, 9), tuple(range(40))], name)

@@ -134,7 +134,7 @@ def test_bfloat16_and_both_paddings(mode: str, padding: Any) -> None:
 def bringing(name: str) -> Callable[[PagedBatch], PagedBatch] | None:
     """A function that gives a batch the plan or the workspace that the kernel asks for; None: it asks for none."""
     maker = kernels_of("plan_paged_attention").get(name)
-    if maker is not None and maker.plan_sizes is not None:
+    if maker is not None and maker.plan.sizes is not None:
         spec = PagedSpec(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=D, page_size=PAGE, dtype=torch.bfloat16)
         return Planner(spec, max_tokens=256, max_requests=8, max_pages=16, device="cuda", kernel=name)
     if kernels_of("paged_attention")[name].workspace_bytes is None:

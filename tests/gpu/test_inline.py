@@ -14,7 +14,7 @@ from attnops.testing import CASES, refusals
 from attnops.testing.check import check_kernel
 from attnops.testing.inputs import Source
 
-INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.inline and k.core is None]
+INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused]
 
 
 @pytest.mark.parametrize("kernel", INLINE)

@@ -1,4 +1,4 @@
-"""Kernels that are called on one machine and whose torch ops stand in the code of another: `Kernel.inline_when`."""
+"""Kernels that are called on one machine and whose torch ops stand in the code of another: `Inline.when`."""
 
 from dataclasses import replace
 
@@ -141,8 +141,8 @@ def test_sdpa_on_a_cpu_gives_0_where_nothing_is_seen_and_sees_past_a_masked_bloc
 
 
 def test_no_kernel_is_lowered_in_place_on_a_gpu_where_it_is_timed_as_a_call():
-    kernels = [k for k in all_kernels() if k.inline_when is not None]
+    kernels = [k for k in all_kernels() if k.inline and k.inline.when]
     assert {(k.op, k.name) for k in kernels} == {("attention", "sdpa"), ("paged_attention", "sdpa")}
     for kernel in kernels:
         here = Problem(op=kernel.op, target=Target("cpu"), padded=False)
-        assert not kernel.inline and not kernel.inline_when(replace(here, target=Target.parse("sm90")))
+        assert not kernel.inline.when(replace(here, target=Target.parse("sm90")))

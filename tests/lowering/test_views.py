@@ -9,7 +9,7 @@ from attnops.reference.packed import rows_of
 from attnops.testing import CASES
 
 VIEWS = ("slice", "select", "view", "alias", "as_strided", "_unsafe_view", "expand", "squeeze", "unsqueeze", "narrow")
-INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if (k.inline or k.inline_when) and k.core is None]
+INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.inline and k.core is None]
 
 
 def searched_views(function, *args):

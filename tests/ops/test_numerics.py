@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attnops
 from attnops import ops
-from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.kernel import Kernel, Tolerance, all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.reference import attention as formulas
 from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
@@ -322,7 +322,7 @@ def test_tolerance_multiplies_the_budget():
 
     with pytest.raises(Mismatch, match="allowed"):
         check_kernel(Kernel("rounded", "attention", rounded), case.call())
-    assert check_kernel(Kernel("rounded", "attention", rounded, tolerance=2.0**16), case.call()).worst < 1.0
+    assert check_kernel(Kernel("rounded", "attention", rounded, tolerance=Tolerance(2.0**16)), case.call()).worst < 1.0
 
 
 # merge_state ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import attnops
 from attnops.errors import InvalidInput
 from attnops.inputs import plan_call, planned
-from attnops.kernel import Kernel, kernels_of, register
+from attnops.kernel import Kernel, Plan, kernels_of, register
 from attnops.kernels.sgl import package as _sgl
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
@@ -89,7 +89,7 @@ def check(op, name, way, call):
         if target is not None:
             stack.enter_context(pretend(target))
         # A device plan is for tables without holes.
-        return check_kernel(replace(kernels_of(op)[name], device_plan=None), call)
+        return check_kernel(replace(kernels_of(op)[name], plan=Plan()), call)
 
 
 def test_every_kernel_over_pages_is_here():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch, one_of, register, without
+from attnops.kernel import Kernel, Need, Tolerance, arch, one_of, register, without
 from attnops.kernels.flash_attn4.fa4_op import PACKAGES, call, dtype_rules, head_dims, whole_pages
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem
@@ -186,6 +186,6 @@ for _op, _run, _more in (
 ):  # fmt: skip
     register(
         Kernel(
-            "fa4", _op, _run, needs=(*NEEDS, *_more), packages=PACKAGES, cost_us=_cost_us, tolerance=TOLERANCE, about=ABOUT
+            "fa4", _op, _run, needs=(*NEEDS, *_more), packages=PACKAGES, cost_us=_cost_us, tolerance=Tolerance(TOLERANCE), about=ABOUT
         )
     )  # fmt: skip

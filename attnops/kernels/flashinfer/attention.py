@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnops.kernel import Capture, Kernel, Need, arch, deterministic, dtypes, one_of, register, without
+from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, deterministic, dtypes, one_of, register, without
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer import plan_batch as planner
 from attnops.kernels.shared.plan import host_plan, within
@@ -227,7 +227,13 @@ ABOUT = "FlashInfer: decode and prefill, FA2 and FA3, planned by the host"
 # graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
 # frees while it keeps writing to them (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
 # FA2 adds up the weights that its matrix units are given.
-_SHARED = {"packages": (fi.PACKAGE,), "rounded_sums": True, "capture": Capture.NEVER, "batch_invariant": True, "about": ABOUT}
+_SHARED = {
+    "packages": (fi.PACKAGE,),
+    "tolerance": Tolerance(rounded_sums=True),
+    "capture": Capture.NEVER,
+    "invariant": Invariant(),
+    "about": ABOUT,
+}
 register(
     Kernel(
         "flashinfer",
@@ -235,7 +241,7 @@ register(
         plan_paged_attention,
         needs=NEEDS,
         cost_us=lambda p: PLAN_US,
-        plan_sizes=plan_sizes,
+        plan=Plan(sizes=plan_sizes),
         **_SHARED,  # type: ignore[arg-type]
     )
 )

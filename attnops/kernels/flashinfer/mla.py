@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Need, dtypes, one_of, register, without
+from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, dtypes, one_of, register, without
 from attnops.kernels.flashinfer.modules import ALL_KEYS, CAUSAL, FA2, FA3, NAMES, PACKAGE, sm_count
 from attnops.kernels.shared.plan import HEADER, Cutter, dtype_code, host_plan, read_header, whole_table, within, write_header
 from attnops.problem import Problem, Refusal
@@ -244,7 +244,7 @@ def declare(path: int, where: Need, cost_us: Callable[[Problem], float], about: 
             packages=(PACKAGE,),
             cost_us=lambda p: 700.0 + path,
             capture=Capture.NEVER,
-            plan_sizes=plan_sizes,
+            plan=Plan(sizes=plan_sizes),
             about=about,
         )
     )
@@ -257,7 +257,7 @@ def declare(path: int, where: Need, cost_us: Callable[[Problem], float], about: 
             packages=(PACKAGE,),
             cost_us=cost_us,
             capture=Capture.NEVER,
-            rounded_sums=path == FA2,
+            tolerance=Tolerance(rounded_sums=path == FA2),
             about=about,
         )
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, multiple_of, one_of, register
+from attnops.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
 from attnops.kernels.flashinfer import package as _pkg
 from attnops.kernels.shared.rows import aligned, countable
 from attnops.problem import Problem, Refusal
@@ -89,7 +89,7 @@ register(
         packages=(_pkg.package(),),
         probe=_pkg.missing,
         cost_us=_cost_us,
-        batch_invariant=True,
+        invariant=Invariant(),
         about="FlashInfer's RoPE and quantisation for MLA",
     )
 )

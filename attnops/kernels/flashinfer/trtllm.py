@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, Need, arch, at_most, dtypes, one_of, register, without
+from attnops.kernel import Kernel, Need, Tolerance, arch, at_most, dtypes, one_of, register, without
 from attnops.kernels.flashinfer.trtllm_package import PACKAGE, SMS, blind, no_compiler, one_head_dim, scales
 from attnops.kernels.shared import workspace as _workspace
 from attnops.measured import Roofline
@@ -197,4 +197,4 @@ for _op, _run, _needs, _size in (
     ("paged_attention", paged_attention, PAGED, workspace_bytes), ("varlen_attention", varlen_attention, PACKED, None),
 ):  # fmt: skip
     _what: dict[str, Any] = {"packages": (PACKAGE,), "probe": no_compiler, "cost_us": HARDWARE, "about": ABOUT}
-    register(Kernel("trtllm", _op, _run, needs=(*COMMON, *_needs), workspace_bytes=_size, tolerance=2.0, **_what))
+    register(Kernel("trtllm", _op, _run, needs=(*COMMON, *_needs), workspace_bytes=_size, tolerance=Tolerance(2.0), **_what))

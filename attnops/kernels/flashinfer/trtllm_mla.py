@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, arch, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, Plan, Tolerance, arch, extent_at_most, one_of, register, without
 from attnops.kernels.flashinfer.trtllm import split_bytes, stats_bytes
 from attnops.kernels.flashinfer.trtllm_package import PACKAGE, no_compiler
 from attnops.kernels.shared import workspace as _workspace
@@ -128,8 +128,8 @@ register(
         packages=(PACKAGE,),
         probe=no_compiler,
         cost_us=Roofline(13.0, 0.83, 0.55),  # of the hardware's figures: not measured
-        device_plan=rows,
-        tolerance=16.0,  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
+        plan=Plan(device=rows),
+        tolerance=Tolerance(16.0),  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it
         workspace_bytes=workspace_bytes,
         about="TensorRT-LLM's generated MLA decode (flashinfer)",
     )

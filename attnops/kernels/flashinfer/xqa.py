@@ -12,7 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, at_most, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, Tolerance, arch, at_most, extent_at_most, one_of, register, without
 from attnops.kernels.flashinfer.trtllm_package import PACKAGE, SMS, no_compiler, one_head_dim, scales
 from attnops.kernels.shared import workspace as _workspace
 from attnops.kernels.shared.decode import batch_by_token
@@ -118,7 +118,7 @@ register(
         cost_us=Roofline(20.5, 1.0, 0.59, 0.00087, 27_000),
         workspace_bytes=lambda p: _workspace.total(scratch_bytes(p.group_size, p.head_dim)),
         # Outputs of warp groups, and then of the parts of a request, are rounded to the dtype and added.
-        tolerance=2.0,
+        tolerance=Tolerance(2.0),
         about="XQA decode of TensorRT-LLM (flashinfer)",
     )
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, Plan, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.shared import workspace as _workspace
 from attnops.kernels.shared.decode import batch_by_token, rows
@@ -120,7 +120,7 @@ register(
         packages=(_sgl.package(below=_sgl.DROPPED, holds="cutlass_mla_decode"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
-        device_plan=rows,
+        plan=Plan(device=rows),
         about="CUTLASS MLA decode (sgl_kernel)",
     )
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch, at_most, deterministic, multiple_of, one_of, register, without
+from attnops.kernel import Invariant, Kernel, Need, arch, at_most, deterministic, multiple_of, one_of, register, without
 from attnops.kernels.sgl import fa3_mla as _fa3_mla
 from attnops.kernels.sgl.fa3_op import (
     PACKAGE,
@@ -239,9 +239,7 @@ for _op, _run, _us in (
             packages=(PACKAGE,),
             probe=missing,
             cost_us=_us,
-            batch_invariant=True,
-            invariant_needs=(steady_tiles,),
-            invariant_us=_unsplit_us if _op == "paged_attention" else None,
+            invariant=Invariant((steady_tiles,), _unsplit_us if _op == "paged_attention" else None),
             about=ABOUT,
         )
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, arch, deterministic, dtypes, one_of, without
+from attnops.kernel import Invariant, Kernel, Need, arch, deterministic, dtypes, one_of, without
 from attnops.kernels.sgl.fa3_op import PACKAGE, bfloat16_sinks, call, longest_query, missing, packed_lse, past
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
@@ -92,7 +92,6 @@ KERNEL = Kernel(
     packages=(PACKAGE,),
     probe=missing,
     cost_us=COST_US,
-    batch_invariant=True,
-    invariant_us=_unsplit_us,
+    invariant=Invariant(cost_us=_unsplit_us),
     about="FlashAttention-3 of sgl-kernel, absorbed latents",
 )

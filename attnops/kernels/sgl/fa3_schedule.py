@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, at_most, deterministic, device, multiple_of, register
+from attnops.kernel import Invariant, Kernel, arch, at_most, deterministic, device, multiple_of, register
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.sgl.fa3_op import FLOAT8, LIBRARY, PACKAGE, dtype_rules, left_padding, longest_query, missing, value_dim
 from attnops.reference import data
@@ -54,10 +54,10 @@ register(
         needs=(arch(90), dtype_rules, multiple_of("head_dim", 8), at_most("head_dim", 256), multiple_of("v_head_dim", 8), value_dim),
         packages=(PACKAGE,),
         probe=missing,
-        batch_invariant=True,
+        invariant=Invariant(),
         about="FlashAttention-3's scheduler metadata (sgl-kernel)",
     )
 )
 # Zeros would have fa3 do nothing at all, so where fa3 may run there is no other schedule than its own.
 ABOUT = "zeros: nobody on a CPU reads it"
-register(Kernel("reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), batch_invariant=True, about=ABOUT))
+register(Kernel("reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), invariant=Invariant(), about=ABOUT))

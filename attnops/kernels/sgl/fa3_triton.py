@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, register
+from attnops.kernel import Invariant, Kernel, register
 from attnops.kernels.sgl import fa3_mla as _fa3_mla
 from attnops.kernels.sgl import fa3_op as _fa3
 from attnops.kernels.triton import attention as triton
@@ -68,7 +68,7 @@ register(
         packages=(_fa3.PACKAGE, triton.PACKAGE),
         probe=_fa3.missing,
         cost_us=_cost_us,
-        batch_invariant=True,
+        invariant=Invariant(),
         about="FlashAttention-3 for long requests, Triton's kernel for short ones, over latents",
     )
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Core, Kernel, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels.sgl import flashmla_schedule as _schedule
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.sgl.flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
@@ -122,13 +122,14 @@ register(
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
-        inline=True,
-        device_plan=_schedule.plan,
-        core=Core(
-            "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, "
-            "Tensor? schedule, float scale) -> (Tensor output, Tensor lse)",
-            _core,
-            _fake_core,
+        plan=Plan(device=_schedule.plan),
+        inline=Inline(
+            core=Core(
+                "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, "
+                "Tensor? schedule, float scale) -> (Tensor output, Tensor lse)",
+                _core,
+                _fake_core,
+            )
         ),
         about="FlashMLA dense decode (sgl_kernel)",
     )
@@ -152,8 +153,7 @@ register(
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_sparse_cost_us,
-        batch_invariant=True,
-        invariant_needs=(_unsplit,),
+        invariant=Invariant((_unsplit,)),
         about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )

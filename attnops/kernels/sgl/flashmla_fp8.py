@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Core, Kernel, arch, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Core, Inline, Kernel, Plan, Tolerance, arch, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels.sgl import flashmla_schedule as _schedule
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY as LIBRARY
@@ -115,15 +115,15 @@ register(
         packages=(_sgl.package("0.4.3"),),
         probe=lambda target: _sgl.lacks(target, LIBRARY),
         cost_us=_cost_us,
-        tolerance=16.0,
-        rounded_sums=True,
-        inline=True,
-        device_plan=_schedule.plan,
-        core=Core(
-            "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor? schedule, "
-            "Tensor q_scale, Tensor kv_scale, float scale) -> (Tensor output, Tensor lse)",
-            _core,
-            _fake_core,
+        tolerance=Tolerance(16.0, rounded_sums=True),
+        plan=Plan(device=_schedule.plan),
+        inline=Inline(
+            core=Core(
+                "(Tensor q_nope, Tensor? q_pe, Tensor latent_pages, Tensor tables, Tensor lengths, Tensor? schedule, "
+                "Tensor q_scale, Tensor kv_scale, float scale) -> (Tensor output, Tensor lse)",
+                _core,
+                _fake_core,
+            )
         ),
         about="FlashMLA dense decode in float8 (sgl_kernel)",
     )

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, arch, dtypes, one_of, register
+from attnops.kernel import Invariant, Kernel, arch, dtypes, one_of, register
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.shared.rows import aligned
 from attnops.problem import Problem, Target
@@ -124,7 +124,7 @@ register(
         packages=PACKAGES,
         probe=_sgl.lacks_common_ops,
         cost_us=_index_us,
-        batch_invariant=True,
+        invariant=Invariant(),
         about="convert_vertical_slash_indexes (sgl_kernel)",
     )
 )
@@ -144,7 +144,7 @@ register(
         probe=_sgl.lacks_common_ops,
         cost_us=_attention_us,
         # One block of threads a row of the index, whatever else is in the batch.
-        batch_invariant=True,
+        invariant=Invariant(),
         about="FlashAttention-2 over vertical-slash indexes (sgl_kernel)",
     )
 )

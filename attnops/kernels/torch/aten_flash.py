@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
+from attnops.kernel import Invariant, Kernel, Need, deterministic, device, dtypes, register, without
 from attnops.kernels.torch import aten_flash_cuda as cuda
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
@@ -234,5 +234,7 @@ for _op, _run, _needs in (
     # Gradients of the query are added up in the order in which blocks come.
     _alone = not _op.endswith("backward")
     register(
-        Kernel("aten_flash", _op, _run, needs=_needs, cost_us=_cost_us, batch_invariant=_alone, invariant_needs=(cuda.steady,), about=ABOUT)
+        Kernel(
+            "aten_flash", _op, _run, needs=_needs, cost_us=_cost_us, invariant=Invariant((cuda.steady,)) if _alone else None, about=ABOUT
+        )
     )

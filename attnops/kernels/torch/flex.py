@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, deterministic, device, dtypes, register, without
+from attnops.kernel import Invariant, Kernel, Need, deterministic, device, dtypes, register, without
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, no_lse, same_chunk
@@ -390,9 +390,8 @@ register(
         attention,
         needs=COMMON,
         cost_us=_cost_us,
-        batch_invariant=True,
         # Uncompiled it multiplies the whole batch.
-        invariant_needs=(device("cuda"), _whole_keys),
+        invariant=Invariant((device("cuda"), _whole_keys)),
         about=ABOUT,
     )
 )

@@ -4,7 +4,7 @@ into its place in float8 and stores nothing else of it, in one function on the C
 
 from __future__ import annotations
 
-from attnops.kernel import Kernel, register
+from attnops.kernel import Inline, Invariant, Kernel, register
 from attnops.kernels.torch.scatter import float8_in_triton
 from attnops.problem import Problem
 from attnops.reference.rope_quantize import rope_quantize_latent
@@ -23,8 +23,8 @@ register(
         takes=frozenset({"interleaved"}),
         needs=(float8_in_triton,),
         cost_us=_cost_us,
-        batch_invariant=True,
-        inline=True,
+        invariant=Invariant(),
+        inline=Inline(),
         about="pointwise torch ops fused by the compiler",
     )
 )

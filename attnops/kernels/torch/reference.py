@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnops.kernel import Capture, Kernel, device, register
+from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import LOOPS, by_request
 from attnops.problem import Problem
 from attnops.reference import attention, data, holes, mla, moves, packed, rope_quantize, sparse, vertical_slash
@@ -34,10 +34,9 @@ def _reference(op: str, run: Callable[..., Any], inline: bool = False, capture: 
             by_request(op, run) if multiplies else run,
             cost_us=cost_us,
             capture=capture,
-            batch_invariant=True,
-            invariant_needs=(device("cpu"),) if multiplies else (),
+            invariant=Invariant((device("cpu"),) if multiplies else ()),
             judge=not inline,  # what the compiler fuses in place is a kernel like any other
-            inline=inline,
+            inline=Inline() if inline else None,
             about=about,
         )
     )

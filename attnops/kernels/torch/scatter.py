@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Kernel, one_of, register
+from attnops.kernel import Inline, Invariant, Kernel, one_of, register
 from attnops.problem import Problem, Refusal
 from attnops.reference.data import write_kv
 from attnops.reference.mla import write_latent
@@ -42,8 +42,8 @@ for _op, _run, _takes, _need in (
             takes=frozenset(_takes),
             needs=(_need,),
             cost_us=_cost_us,
-            batch_invariant=True,
-            inline=True,
+            invariant=Invariant(),
+            inline=Inline(),
             about="index_put fused by the compiler",
         )
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnops.kernel import Kernel, Need, dtypes, register, without
+from attnops.kernel import Inline, Kernel, Need, dtypes, register, without
 from attnops.measured import Roofline
 from attnops.problem import Problem, surely
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
@@ -227,4 +227,4 @@ for _op, _run, _where, _more in (
     ("varlen_attention", varlen_attention, None, ", requests padded"),
     ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
 ):
-    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline_when=_where, about=ABOUT + _more))
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline=Inline(_where), about=ABOUT + _more))

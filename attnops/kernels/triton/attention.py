@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Package, at_most, deterministic, one_of, register
+from attnops.kernel import Invariant, Kernel, Need, Package, at_most, deterministic, one_of, register
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
 
@@ -142,19 +142,19 @@ LATENT_NEEDS: tuple[Need, ...] = (*ATTENTION, at_most("v_head_dim", 512), at_mos
 
 register(
     Kernel(
-        "triton", "paged_attention", paged_attention, packages=(PACKAGE,), cost_us=PAGED, batch_invariant=True,
+        "triton", "paged_attention", paged_attention, packages=(PACKAGE,), cost_us=PAGED, invariant=Invariant(),
         needs=(*ATTENTION, at_most("head_dim", 256), at_most("v_head_dim", 256)), about="attnops' own, decode and extend",
     )
 )  # fmt: skip
 register(
     Kernel(
-        "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=LATENTS, batch_invariant=True,
+        "triton", "mla_attention", mla_attention, packages=(PACKAGE,), cost_us=LATENTS, invariant=Invariant(),
         needs=LATENT_NEEDS, about="attnops' own, decode and extend over latents",
     )
 )  # fmt: skip
 for _op, _run in (("merge_state", merge_state), ("merge_states", merge_states)):
     register(
         Kernel(
-            "triton", _op, _run, needs=NEEDS, packages=(PACKAGE,), cost_us=_merge_cost_us, batch_invariant=True, about="attnops' own",
+            "triton", _op, _run, needs=NEEDS, packages=(PACKAGE,), cost_us=_merge_cost_us, invariant=Invariant(), about="attnops' own",
         )
     )  # fmt: skip

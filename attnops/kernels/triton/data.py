@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, one_of, register
+from attnops.kernel import Invariant, Kernel, Need, one_of, register
 from attnops.kernels.triton.attention import PACKAGE
 from attnops.problem import Problem, Refusal
 
@@ -182,4 +182,4 @@ for _op, _run, _needs, _about in (
     ("num_kv_splits", num_kv_splits, (_gpu,), "one launch"),
     ("named_pages", named_pages, (_gpu,), "one launch"),
 ):
-    register(Kernel("triton", _op, _run, needs=_needs, packages=(PACKAGE,), cost_us=_cost_us, batch_invariant=True, about=_about))
+    register(Kernel("triton", _op, _run, needs=_needs, packages=(PACKAGE,), cost_us=_cost_us, invariant=Invariant(), about=_about))

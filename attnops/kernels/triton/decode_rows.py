@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Core, Kernel, arch, register
+from attnops.kernel import Core, Inline, Invariant, Kernel, arch, register
 from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.sgl.flashmla_schedule import few_tokens, written
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY
@@ -63,9 +63,8 @@ register(
         probe=_missing,
         cost_us=lambda p: 5.0,  # without a schedule it is the reference, which then goes first
         # Of what is a request's own. The schedule depends on all of them, and so does flashmla, which promises nothing.
-        batch_invariant=True,
-        inline=True,
-        core=Core("(Tensor lengths, int q_heads, bool float8) -> Tensor", written, _fake_core),
+        invariant=Invariant(),
+        inline=Inline(core=Core("(Tensor lengths, int q_heads, bool float8) -> Tensor", written, _fake_core)),
         about="the batch by token with FlashMLA's schedule (sgl_kernel)",
     )
 )
@@ -76,8 +75,8 @@ register(
         data.decode_rows,
         needs=(_unread,),
         cost_us=lambda p: 4.0,
-        batch_invariant=True,
-        inline=True,
+        invariant=Invariant(),
+        inline=Inline(),
         about="plain torch; a schedule is zeros, which nobody reads",
     )
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, at_most, register, without
+from attnops.kernel import Invariant, Kernel, at_most, register, without
 from attnops.kernels.torch.aten_flash_cuda import BACKWARD
 from attnops.kernels.triton.attention import ATTENTION, PACKAGE
 from attnops.problem import Problem
@@ -120,7 +120,7 @@ for _op, _run in (("attention_backward", attention_backward), ("varlen_attention
             ),
             packages=(PACKAGE,),
             cost_us=_cost_us,
-            batch_invariant=True,
+            invariant=Invariant(),
             about="attnops' own gradient",
         )
     )
