@@ -17,9 +17,9 @@ import torch
 from attnops.bench.files import environment as made_with
 from attnops.bench.files import text_of as text_of
 from attnops.bench.profile import launched
-from attnops.bench.rows import one_line as why
 from attnops.tune.clock import Timed
 from attnops.tune.clock import host_us as host_us
+from attnops.tune.clock import one_line as why
 from attnops.tune.clock import spread as spread
 
 ROOT = Path(__file__).resolve().parent.parent

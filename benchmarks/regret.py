@@ -237,11 +237,11 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
     # Two at least: the table's own word that the others are slow is not what is to be proved.
     near = sorted((c.us, n) for n, c in guess.items())[:2]
     kept = set(row.chosen.values()) | {n for us, n in near if us <= FAR * near[0][0]}
-    for kernel, given, plan_us in candidates:
+    for kernel, given, _ in candidates:
         if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in kept:
             row.skipped[kernel.name] = SLOW
             continue
-        found = stopwatch.time(kernel, given, _kind(held.shape), plan_us)
+        found = stopwatch.time(kernel, given, _kind(held.shape))
         if found.us is None:
             row.skipped[kernel.name] = found.reason
         else:

@@ -25,8 +25,8 @@ from attnops.inputs import Call, Pool
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels.triton.launch.plan import Choice, Tile
 from attnops.testing import check_kernel
+from attnops.tune import side_by_side
 from attnops.tune.clock import GraphClock
-from attnops.tune.pool import side_by_side
 
 WORKERS = 14
 COMPILING = 0.5

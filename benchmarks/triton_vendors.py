@@ -28,9 +28,8 @@ from attnops.kernel import kernels_of
 from attnops.measured import Shape
 from attnops.testing import CASES as CALLS
 from attnops.testing import Features, Source, builders, check_kernel
-from attnops.tune import Stopwatch
+from attnops.tune import Stopwatch, side_by_side
 from attnops.tune.clock import GraphClock
-from attnops.tune.pool import side_by_side
 from attnops.tune.shapes import FP8, MLA, PAGED
 from attnops.tune.timing import runner
 

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -42,7 +43,7 @@ def reports_of(tmp_path_factory) -> Any:
     """(reports of all suites, what was printed, the folder of files and pictures). Dynamo hands graphs to itself: nothing is timed well."""
     folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
     drawn = folder if find_spec("matplotlib") else None
-    reports = command.run(console, quick=True, device="cpu", out=folder, plots=drawn, backend="eager", commit="c0ffee")
+    reports = command.run(console, (), Setup(CPU, quick=True, backend="eager"), out=folder, plots=drawn, commit="c0ffee")
     return reports, console.export_text(), folder
 
 
@@ -97,7 +98,8 @@ def test_only_the_ways_asked_for():
 
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
-    found = joined({}, {name: outcome_of(case) for name, case in graphs.cases(TOY, StandIn()).items()})
+    suite = replace(suites.named(("graphs",))[0], cases=partial(graphs.cases, device=StandIn()))
+    found = joined([], {name: outcome_of(suite, name, TOY) for name in graphs.cases(TOY)})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
     assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
@@ -282,7 +284,7 @@ def test_rows_that_are_not_compared_with_exact_ones_are_compared():
 
 
 def test_all_of_a_kernels_result_is_finite():
-    out = torch.ones(4, 2)
+    out = torch.ones(4, 2, 1)
     assert torch.equal(kernels._compared(out, lambda whole: whole[:1]), out[:1])
     out[3, 1] = float("inf")
     assert kernels._compared(out, lambda whole: whole[:1]).isnan().all()

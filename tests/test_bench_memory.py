@@ -15,13 +15,15 @@ GIB = 1 << 30
 
 def test_free_memory_is_that_of_the_machine_and_of_the_group(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
-    assert memory._field(str(tmp_path / "meminfo"), "MemAvailable:", 1024) == 2048 * 1024
-    assert memory._field(str(tmp_path / "absent"), "MemAvailable:") is None
+    assert memory._read(str(tmp_path / "meminfo")) == {"MemTotal:": 100, "MemAvailable:": 2048}
+    assert memory._read(str(tmp_path / "absent")) == {}
     for name, text in (("max", "1000"), ("current", "400"), ("stat", "anon 1\ninactive_file 100\n"), ("none", "max")):
         (tmp_path / name).write_text(text)
-    files = [str(tmp_path / name) for name in ("max", "current", "stat", "none")]
-    assert memory._left(*files[:3]) == 700 and memory._left(files[0], files[1], "absent") == 600
-    assert memory._left(files[3], *files[1:3]) is None and memory._left("absent", *files[1:3]) is None
+    group = f"{tmp_path}/"
+    assert memory._left(group, "max", "current") == 700
+    assert memory._left(group, "none", "current") is None and memory._left(group, "absent", "current") is None
+    (tmp_path / "stat").unlink()
+    assert memory._left(group, "max", "current") == 600
     assert (memory.free(CPU) or GIB) > 0
 
 
@@ -59,7 +61,7 @@ def test_widening_module_by_module_is_a_copy(monkeypatch, name):
     before = {n: p.clone() for n, p in model.named_parameters()}
     with torch.no_grad():
         whole = copy.deepcopy(model).to(torch.float64)
-        pieces = models.widened(model, large=0)
+        pieces = models.widened(model)
         for some in (whole, pieces):
             if callable(choose := getattr(some, "set_experts_implementation", None)):
                 choose("eager")

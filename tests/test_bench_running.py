@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -54,7 +55,7 @@ def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
     now, order, seconds = [0.0], [], {"a": 60.0, "b": 31.0, "c": 30.0, "d": 10.0}
     monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
     both = (made("long"), made("short"))
-    for suite, case in running.in_order(both, {"long": dict.fromkeys("abc"), "short": dict.fromkeys("d")}, 100.0):
+    for suite, case in running.in_order(both, {"long": "abc", "short": "d"}, 100.0):
         now[0] += seconds[case]
         order.append((suite.name, case))
     assert order == [("long", "a"), ("short", "d"), ("long", "b")], "and nothing begins when all is spent"
@@ -67,7 +68,7 @@ def in_workers(some, cases, count=2):
         assert case not in found
         found[case] = outcome
 
-    assert running._in_workers(running.in_order((some,), {some.name: cases}, 60.0), TOY, count, put, lambda what: None)
+    assert running.measure(running.in_order((some,), {some.name: list(cases)}, 60.0), TOY, count, put, lambda what: None, apart=True)
     return found
 
 
@@ -77,15 +78,12 @@ def test_processes_share_the_cases():
     assert set(found) == set(kernels.cases(TOY)) and all(one.rows and not one.failed for one in found.values())
 
 
-def dies(suite, case, setup):
-    if case == "b":
-        os._exit(3)
-    return Outcome([{"case": case, "way": "w"}])
+def dying(setup):
+    return {**{name: partial(list, [Row(name, "way", 1.0)]) for name in "acd"}, "b": partial(os._exit, 3)}
 
 
-def test_a_process_that_ends_takes_its_case_alone(monkeypatch):
-    monkeypatch.setattr(running, "_in_worker", dies)
-    found = in_workers(made("some"), dict.fromkeys("abcd"), 1)
+def test_a_process_that_ends_takes_its_case_alone():
+    found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd", 1)
     assert found["b"].failed == "its process died" and not found["b"].rows
     assert all(found[case].rows and not found[case].failed for case in "acd"), "another process does the others"
 
@@ -100,8 +98,8 @@ def test_a_worker_that_lost_its_device_is_replaced(monkeypatch):
             super().__init__(count)
 
     monkeypatch.setattr(running, "ProcessPoolExecutor", Workers)
-    monkeypatch.setattr(running, "_in_worker", lambda suite, case, setup: Outcome(failed="no device", lost=case == "a"))
-    assert set(in_workers(made("some"), dict.fromkeys("ab"), 1)) == {"a", "b"} and started == [(None,)] * 2
+    monkeypatch.setattr(running, "outcome_of", lambda suite, case, setup: Outcome(failed="no device", lost=case == "a"))
+    assert set(in_workers(made("some"), "ab", 1)) == {"a", "b"} and started == [(None,)] * 2
 
 
 def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
@@ -119,7 +117,7 @@ def test_an_ended_run_says_so(tmp_path, monkeypatch):
     def ended(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "_here", ended)
+    monkeypatch.setattr(running, "measure", ended)
     with pytest.raises(KeyboardInterrupt):
         running.run(suites.named(("kernels",)), TOY, out=tmp_path)
     [path] = tmp_path.iterdir()

@@ -8,16 +8,15 @@ after the first call. Row `pieces`: the pieces of a piecewise model, and the uni
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-import attnops.hf
-from attnops.bench import memory, models
+from attnops.bench import decode, memory, models
 from attnops.bench.rows import Case, Row
 from attnops.bench.setup import Setup
 from attnops.cache import PagedCache
@@ -29,12 +28,12 @@ from attnops.graphs.pieces import INNER
 from attnops.nn import RotaryEmbedding, SelfAttention
 from attnops.tune.clock import spread, synchronize
 
-MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))
 """Rows, prompt tokens and new tokens of the calls of a scripted run."""
 
 CONTEXT = 32
-WAYS = ("hf_compiled", "attnops_hf", "attnops_paged")
+PATCHES = {"hf_compiled": "", "attnops_hf": "hf", "attnops_paged": "paged"}
+WAYS = tuple(PATCHES)
 ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
 """The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`."""
 
@@ -44,37 +43,11 @@ LAYERS = 8
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Counts, pieces and times."""
-    name = models.asked(setup, MODELS[setup.size])
+    name = models.asked(setup)
     kept = models.Kept(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
     counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
     timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
     return {**counted, "pieces": partial(pieces, setup), **timed}
-
-
-class Counter:
-    """A backend that counts graphs and runs them eagerly."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
-
-    def __deepcopy__(self, memo: Any) -> Counter:
-        return self  # transformers copies its CompileConfig
-
-
-def way_of(model: Any, way: str) -> tuple[Any, Callable[[int, int], Any], dict[str, Any]]:
-    """(a model for one of WAYS, a function that makes its cache for rows and positions, options of `generate`)."""
-    from transformers import StaticCache
-
-    one = models.twin(model)
-    if way == "attnops_paged":
-        return one, attnops.hf.patch(one, cache="paged").new_cache, {}
-    if way == "attnops_hf":
-        attnops.hf.patch(one)
-    return one, lambda rows, length: StaticCache(config=one.config, max_cache_len=length), {"cache_implementation": "static"}
 
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
@@ -98,20 +71,10 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
 def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
     """Microseconds of the first step of a newly patched model."""
     torch._dynamo.reset()
-    if way == "attnops_piecewise":
-        one = models.twin(model)
-        handle = attnops.hf.patch(one, cache="paged", decode=attnops.hf.Decode("piecewise"))
-        cache: Any = handle.new_cache(prompt.shape[0], CONTEXT + 8)
-        step: Callable[[Tensor], Any] = partial(handle.step, cache=cache)
-    else:
-        one, new_cache, _ = way_of(model, way)
-        cache = new_cache(prompt.shape[0], CONTEXT + 8)
-        forward = setup.compiled(one.forward, mode="reduce-overhead" if setup.on_gpu else "")
-        step = partial(forward, past_key_values=cache, use_cache=True)
-    one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    step = decode.ways_of(replace(setup, ways=(way,)), model, prompt, prompt[:, :1].contiguous())[way]().timed.call
     synchronize()
     start = time.perf_counter()
-    step(prompt[:, :1].contiguous())
+    step()
     synchronize()
     return (time.perf_counter() - start) * 1e6
 
@@ -120,18 +83,20 @@ def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row
     """The graphs of a scripted run, untimed."""
     from transformers import CompileConfig
 
-    model, _, more = way_of(kept(name), way)
+    model, _ = models.patched(kept(name), PATCHES[way])
+    options = {"do_sample": False, "pad_token_id": 0} | ({} if way == "attnops_paged" else {"cache_implementation": "static"})
     script = SCRIPT[:2] if setup.size == "toy" else SCRIPT
-    counter, first = Counter(), 0
+    config = CompileConfig(fullgraph=False, backend="eager", mode=None)  # type: ignore[arg-type]
+    setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
     torch._dynamo.reset()
+    graphs = [counters["stats"]["unique_graphs"]]
     for batch, length, new in script:
-        config = CompileConfig(fullgraph=False, backend=counter, mode=None)  # type: ignore[arg-type]
-        setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
         prompt = models.tokens(setup, model, batch, length)
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, "compile_config": config, **more}
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        first = first or counter.graphs
-    return [Row(f"{name}, generate", way, more={"graphs": counter.graphs, "recompiles": counter.graphs - first, "calls": len(script)})]
+        mask = torch.ones_like(prompt)
+        model.generate(prompt, attention_mask=mask, compile_config=config, max_new_tokens=new, min_new_tokens=new, **options)
+        graphs.append(counters["stats"]["unique_graphs"])
+    figures = {"graphs": graphs[-1] - graphs[0], "recompiles": graphs[-1] - graphs[1], "calls": len(script)}
+    return [Row(f"{name}, generate", way, more=figures)]
 
 
 TINY, LLAMA_8B = (64, 4, 2, 96, 128), (4096, 32, 8, 14336, 128256)
@@ -146,24 +111,20 @@ class Decoder(nn.Module):
         hidden, heads, kv_heads, inner, vocab = dims
         rope = RotaryEmbedding(hidden // heads)
         self.embed, self.norm, self.head = nn.Embedding(vocab, hidden), nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
-        self.layers = nn.ModuleList()
+        self.layers: Any = nn.ModuleList()
         for _ in range(layers):
-            block = nn.Module()
-            block.before, block.after = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-            block.attention = SelfAttention(hidden, heads, kv_heads, rope=rope)
-            block.gate_up, block.down = nn.Linear(hidden, 2 * inner, bias=False), nn.Linear(inner, hidden, bias=False)
-            self.layers.append(block)
+            parts = {"before": nn.RMSNorm(hidden), "after": nn.RMSNorm(hidden), "down": nn.Linear(inner, hidden, bias=False)}
+            parts |= {"attention": SelfAttention(hidden, heads, kv_heads, rope=rope), "up": nn.Linear(hidden, 2 * inner, bias=False)}
+            self.layers.append(nn.ModuleDict(parts))
 
-    def forward(self, tokens: Tensor, batch: Any, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, tokens: Tensor, batch: Any, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Any:
         """Logits `[T, vocab]` of tokens int64 `[T]`; pages of every layer."""
         x = self.embed(tokens)
-        layers: Any = self.layers
-        for layer, keys, values in zip(layers, k_pages, v_pages, strict=True):
-            x = x + layer.attention(layer.before(x), batch=batch, k_pages=keys, v_pages=values)
-            gate, up = layer.gate_up(layer.after(x)).chunk(2, -1)
-            x = x + layer.down(nn.functional.silu(gate) * up)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        for layer, keys, values in zip(self.layers, k_pages, v_pages, strict=True):
+            x = x + layer["attention"](layer["before"](x), batch=batch, k_pages=keys, v_pages=values)
+            gate, up = layer["up"](layer["after"](x)).chunk(2, -1)
+            x = x + layer["down"](nn.functional.silu(gate) * up)
+        return self.head(self.norm(x))
 
 
 def pieces(setup: Setup) -> list[Row]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +28,15 @@ from torch import Tensor
 import attnops.hf
 from attnops.bench import models
 from attnops.bench.profile import profiled
-from attnops.bench.rows import Case, Row, Way, time_if_right, with_ratios
+from attnops.bench.rows import Case, Row, Way
 from attnops.bench.setup import Point, Setup
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
-from attnops.tune.clock import Timed, steps_us, synchronize
+from attnops.tune.clock import Timed, synchronize
 
 NEW, NEW_ON_GPU = 4, 16
-"""Tokens of a run. On a GPU the host is ahead after the first launch, whose weight falls with their number. Pages of a window can be
-rewound by fewer than 32."""
+"""Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
+by fewer than 32 tokens."""
 
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
 """Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and what `Decode(inner="tuned")` turns on."""
@@ -70,23 +69,17 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     """One model at one point."""
     model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
-    ways, read = ways_of(setup, model, prompt, new), bytes_of(model, point)
-    eager = ways["hf_eager"].result
-    assert eager is not None
-    with torch.no_grad():
-        want, distance, allowed = models.expected(model, eager(), prompt, new)
+    read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
 
-    def rates(us: float) -> dict[str, float]:
+    def figures(us: float, way: Way) -> dict[str, Any]:
         found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
-        rate = setup.ceilings.get("bandwidth_tb_s")
-        return found | ({"of_bandwidth": round(read / us * 1e-6 / rate, 4)} if read and rate else {})
+        found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
+        return found | (profiled(way.timed) if setup.on_gpu and way is not eager else {})
 
-    rows = time_if_right(f"{name} {point}", ways, want, allowed, steps_us, distance, rates)
-    for i, row in enumerate(rows):
-        if setup.on_gpu and row.median_us is not None and row.way != "hf_eager":
-            with torch.no_grad():
-                rows[i] = replace(row, more={**row.more, **profiled(ways[row.way].timed)})
-    return with_ratios(rows, "hf_eager", "hf_compiled")
+    makers = ways_of(setup, model, prompt, new)
+    with torch.no_grad():
+        eager = makers.pop("hf_eager")()
+    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, figures)
 
 
 def bytes_of(model: Any, point: Point) -> int:
@@ -95,55 +88,48 @@ def bytes_of(model: Any, point: Point) -> int:
     Layers with a window read no more than the window. 0 for a mixture of experts, of which a token reads some experts.
     """
     config = model.config
-    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None):
+    if models.experts(config):
         return 0
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     weights = sum(p.nbytes for p in model.parameters() if p is not embedding or tied)
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or point.context
     seen = sum(min(point.context, window) if kind == "sliding_attention" else point.context for kind in kinds)
-    return int(weights + point.batch * seen * 2 * heads * dim * embedding.element_size())
+    return int(weights + point.batch * seen * models.kv_width(config) * embedding.element_size())
 
 
-def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Way]:
-    """Every implementation of the step, over a full cache."""
+def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
+    """The makers of the chosen implementations of the step, over a full cache."""
     from transformers import DynamicCache, StaticCache
 
     length = prompt.shape[1] + new.shape[1] + 1
-    ours, paged = models.twin(model), models.twin(model)
-    attnops.hf.patch(ours)
-    handle = attnops.hf.patch(paged, cache="paged")
 
-    def static(of: Any) -> Any:
-        return StaticCache(config=of.config, max_cache_len=length)
+    def way(patch: str, compiled: bool, **options: Any) -> Way:
+        one, handle = models.patched(model, patch)
+        if patch == "paged":
+            cache = handle.new_cache(prompt.shape[0], length)
+        else:
+            cache = StaticCache(config=one.config, max_cache_len=length) if compiled else DynamicCache(config=one.config)
+        return stepping(one, setup.compiled(one.forward, **options) if compiled else one, cache, prompt, new)
 
-    def compiled(of: Any) -> Callable[..., Any]:
-        return setup.compiled(of.forward, mode="reduce-overhead" if setup.on_gpu else "")
-
-    makers: dict[str, Callable[[], Way]] = {
-        "hf_eager": lambda: stepping(model, model, DynamicCache(config=model.config), prompt, new),
-        "hf_compiled": lambda: stepping(model, compiled(model), static(model), prompt, new),
-        "attnops_eager": lambda: stepping(ours, ours, DynamicCache(config=ours.config), prompt, new),
-        "attnops_hf": lambda: stepping(ours, compiled(ours), static(ours), prompt, new),
-        "attnops_paged": lambda: stepping(paged, compiled(paged), handle.new_cache(prompt.shape[0], length), prompt, new),
-    }
+    mode = "reduce-overhead" if setup.on_gpu else ""
+    kinds = {"hf_eager": ("", False), "hf_compiled": ("", True), "attnops_eager": ("hf", False), "attnops_hf": ("hf", True)}
+    kinds["attnops_paged"] = ("paged", True)
+    makers: dict[str, Callable[[], Way]] = {name: partial(way, *kind, mode=mode) for name, kind in kinds.items()}
     if setup.on_gpu:
         graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
         makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in graphs.items()}
-        makers["hf_tuned"] = lambda: stepping(model, setup.compiled(model.forward, options=TUNED), static(model), prompt, new)
+        makers["hf_tuned"] = partial(way, "", True, options=TUNED)
     left = set(TUNED_WAYS)  # tuning takes a minute each
     if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
         left |= {"attnops_hf", "attnops_paged"}
     chosen = {"hf_eager", *setup.ways} if setup.ways else makers.keys() - left
-    return {name: _made(make) for name, make in makers.items() if name in chosen}
+    return {name: make for name, make in makers.items() if name in chosen}
 
 
 def _in_graphs(model: Any, how: Decode, length: int, prompt: Tensor, new: Tensor) -> Way:
-    one = models.twin(model)
-    handle = attnops.hf.patch(one, cache="paged", decode=how)
+    one, handle = models.patched(model, "paged", decode=how)
     cache = handle.new_cache(prompt.shape[0], length)
 
     def pieces() -> dict[str, Any]:
@@ -152,20 +138,6 @@ def _in_graphs(model: Any, how: Decode, length: int, prompt: Tensor, new: Tensor
         return {"pieces": report.parts.get("decode", 0), "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"]}
 
     return stepping(one, lambda tokens, **_: SimpleNamespace(logits=handle.step(tokens, cache)), cache, prompt, new, pieces)
-
-
-def _made(make: Callable[[], Way]) -> Way:
-    """The way, or one whose call raises the error of making it."""
-    try:
-        with torch.no_grad():
-            return make()
-    except Exception as error:
-        failure = error
-
-        def raise_it() -> Tensor:
-            raise failure
-
-        return Way(Timed(raise_it), raise_it)
 
 
 def stepping(

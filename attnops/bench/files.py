@@ -6,10 +6,9 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,8 +102,7 @@ def _dense(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One figure of one row in two files.
 
     change: of a time "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; of a count "more",
@@ -130,7 +128,7 @@ class Change:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "ratio": self.ratio, "worse": self.worse}
+        return {**self._asdict(), "ratio": self.ratio, "worse": self.worse}
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -146,23 +144,29 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     if not failed and not old.keys() & new.keys():
         raise InvalidInput("files", f"{len(old)} and {len(new)} rows, of which none are of one case and way", "some that are")
     out = [Change(name, "", "median_us", None, None, "failed") for name in failed]
-    out += [change for key, row in new.items() for change in _changes(key, old.get(key), row)]
+    for key, row in new.items():
+        us, base = row.get("median_us"), old.get(key)
+        if base is None or base.get("layers") != row.get("layers"):
+            out.append(Change(*key, "median_us", (base or {}).get("median_us"), us, "new" if base is None else "unlike"))
+            continue
+        spreads = [r.get("spread_us") for r in (base, row)]
+        if "wrong" in row or "wrong" in base:
+            change = "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong"
+            out.append(Change(*key, "median_us", base.get("median_us"), us, change))
+        elif "median_us" in base and us is not None:
+            change = _compared(base["median_us"], us, "slower", "faster", sum(s or 0.0 for s in spreads))
+            out.append(Change(*key, "median_us", base["median_us"], us, "unknown" if None in spreads else change))
+        out += [Change(*key, n, base[n], row[n], _compared(base[n], row[n], "more", "fewer")) for n in COUNTS if n in base and n in row]
     return out + [Change(*key, "median_us", row.get("median_us"), None, "gone") for key, row in old.items() if key not in new]
 
 
-def _changes(key: tuple[str, str], old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterator[Change]:
-    before, us = None if old is None else old.get("median_us"), new.get("median_us")
-    if old is None or old.get("layers") != new.get("layers"):
-        yield Change(*key, "median_us", before, us, "new" if old is None else "unlike")
-        return
-    if "wrong" in new or "wrong" in old:
-        change = "right" if "wrong" not in new else "unknown" if "wrong" in old else "wrong"
-        yield Change(*key, "median_us", before, us, change)
-    elif before is not None and us is not None:
-        spreads = [row.get("spread_us") for row in (old, new)]
-        known = [s for s in spreads if s is not None]
-        change = "same" if abs(us - before) <= sum(known) else "slower" if us > before else "faster"
-        yield Change(*key, "median_us", before, us, change if len(known) == 2 else "unknown")
-    for name in (n for n in COUNTS if n in old and n in new):
-        change = "more" if new[name] > old[name] else "fewer" if new[name] < old[name] else "same"
-        yield Change(*key, name, old[name], new[name], change)
+def _compared(before: float, after: float, more: str, less: str, slack: float = 0.0) -> str:
+    return "same" if abs(after - before) <= slack else more if after > before else less
+
+
+def make_folder(field: str, path: Path) -> None:
+    """Raises InvalidInput if `path` is no folder and cannot become one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(field, f"{path} ({type(error).__name__})", "a folder, or where one may be made") from None

@@ -18,19 +18,15 @@ from attnops.bench.rows import Case, LeftOut, Row
 from attnops.bench.setup import Setup
 from attnops.tune.clock import host_us, synchronize
 
-ROWS = 256
-"""Of the largest bucket; there are 35 buckets by default."""
-
-LENGTH = 128
-"""Positions of a row: a run has more steps than the prompt tokens."""
+ROWS, LENGTH = 256, 128
+"""Rows of the largest of 35 default buckets, and positions of a row: a run has more steps than the prompt tokens."""
 
 MODES = ("piecewise", "breakable")
-MODELS = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
 
 
 def cases(setup: Setup, device: Any = None) -> dict[str, Case]:
     """One case a mode. device: the device that captures, unless CUDA."""
-    name, kept = models.asked(setup, MODELS[setup.size]), models.Kept(setup)
+    name, kept = models.asked(setup), models.Kept(setup)
     return {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES}
 
 
@@ -41,8 +37,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
 
     if not setup.on_gpu and device is None:
         raise LeftOut("there are no CUDA graphs on a CPU")
-    model, inner = models.twin(kept(name)), "inductor" if setup.backend == "inductor" else "eager"
-    handle = attnops.hf.patch(model, cache="paged", decode=attnops.hf.Decode(mode, inner=inner, graphs=device))
+    inner = "inductor" if setup.backend == "inductor" else "eager"
+    model, handle = models.patched(kept(name), "paged", decode=attnops.hf.Decode(mode, inner=inner, graphs=device))
     cache = handle.new_cache(ROWS if setup.on_gpu else 4, LENGTH)
     synchronize()
     with fresh_cache():

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 
 from attnops.bench import peers, reference_calls, rows, vendors
-from attnops.bench.rows import Row, Way, one_line, time_if_right
+from attnops.bench.rows import Row, Way, time_if_right
 from attnops.bench.setup import Setup
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
+from attnops.measured.shape import Work
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.select import select
 from attnops.testing import allowance, oracle
 from attnops.tune.ahead import COMPILED
-from attnops.tune.clock import Timed, host_clock, kernels_us
+from attnops.tune.clock import Run, Timed, Times, host_clock, kernels_us
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 from attnops.tune.timing import Stopwatch, runner
 
@@ -67,6 +68,11 @@ class Case:
     def call(self, pool: Pool) -> Call:
         """The call itself."""
         return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**dict(self.more))
+
+    @property
+    def work(self) -> Work:
+        """The bytes that the call must move and its operations."""
+        return self.shape.work(Sizes(self.batch, self.queries, self.keys / self.queries))
 
     def sized(self, size: str) -> Case:
         """At the size of the run: shorter and float32 on a CPU."""
@@ -115,57 +121,48 @@ def cases(setup: Setup) -> dict[str, rows.Case]:
 
 def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     """One case."""
-    call = case.call(pool)
+    call, toy = case.call(pool), setup.size == "toy"
     want, allowed, part = exact(call)
-    ways: dict[str, Way] = {}
-    slow = SLOW if setup.on_gpu else SLOW[1:] if setup.size == "toy" else ()
+    ways: dict[str, Way | rows.Make] = {}
+    slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
     names = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(host_clock, names=names).candidates(call):
-        if not (setup.size == "toy" and kernel.name in COMPILED):
-            ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance.factor)
+        ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance.factor)
     if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
         ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance.factor), more={"kernel": chosen.name})
-    some = {n: make for n, make in peers.PEERS.items() if setup.size != "toy" or n == "torch.sdpa"}
-    others: dict[str, Callable[[Call], peers.Run | None]] = {n: partial(make, setup) for n, make in some.items()}
-    if setup.on_gpu:
-        others |= vendors.vendors_of(call)
-    broken = []
-    for name, make in others.items():
-        try:
-            run_it = make(call)
-        except Exception as error:  # a package may be missing, or refuse the machine
-            broken.append(Row(case.name, name, wrong=one_line(error)))
-            continue
-        if run_it is not None:
-            # Peers may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
-            ways[name] = Way(Timed(run_it), partial(_rows_of, run_it, part), budget=2 * allowed)
-    work = case.shape.work(Sizes(case.batch, case.queries, case.keys / case.queries))
 
-    def clock(steps: Mapping[str, Timed]) -> dict[str, dict[str, float]]:
+    def other(make: Callable[[], Run | None]) -> Way | None:
+        # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
+        if (run := make()) is None:
+            return None
+        timed = Timed(run)
+        return Way(timed, lambda: _compared(timed.call(), part), budget=2 * allowed)
+
+    some = {"torch.sdpa": peers.sdpa} if toy else peers.PEERS
+    others: dict[str, Callable[[], Run | None]] = {n: partial(make, setup, call) for n, make in some.items()}
+    others |= {n: partial(make, call) for n, make in vendors.vendors_of(call).items()} if setup.on_gpu else {}
+    ways |= {name: partial(other, make) for name, make in others.items()}
+
+    def clock(steps: Mapping[str, Timed]) -> Times:
         return kernels_us(setup.device, {name: step.call for name, step in steps.items()})
 
-    def shares(us: float) -> dict[str, float]:
-        moved, done = work.bytes / us / 1e6 / setup.ceilings["bandwidth_tb_s"], work.flops / us / 1e6 / setup.ceilings["matmul_tflop_s"]
+    def shares(us: float, way: Way) -> dict[str, float]:
+        ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
+        moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
-    return time_if_right(case.name, ways, want, allowed, clock, more=shares) + broken
+    return time_if_right(case.name, ways, want, allowed, clock, more=shares)
 
 
-def _rows_of(run: Callable[[], Any], part: Callable[[Tensor], Tensor]) -> Tensor:
-    """The compared rows of a peer's result, which may be (output, lse), or `[B, 1, Hq, D]`."""
-    returned = run()
+def _compared(returned: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """The compared rows of a result, which may be (output, lse), or `[B, 1, Hq, D]`; NaN if any number of it is not finite."""
     out: Tensor = returned[0] if isinstance(returned, tuple) else returned
-    return _compared(out, lambda whole: part(whole.flatten(0, -3)))
-
-
-def _compared(out: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """The compared rows; NaN if any number of the result is not finite."""
-    found = part(out)
+    found = part(out.flatten(0, -3))
     return found if bool(torch.isfinite(out).all()) else torch.full_like(found, float("nan"))
 
 
-def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:
+def way(run: Run, call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:
     """A call of one of our kernels. The output is filled with NaN first, so that unwritten rows are wrong."""
 
     def result() -> Tensor:
@@ -173,8 +170,7 @@ def way(run: Callable[[], Any], call: Call, part: Callable[[Tensor], Tensor], al
         if written is not None:
             written.fill_(float("nan"))
         returned = run()
-        returned = returned[0] if isinstance(returned, tuple) else returned
-        return _compared(returned if isinstance(returned, Tensor) else call.arguments["output"], part)
+        return _compared(returned if isinstance(returned, (Tensor, tuple)) else written, part)
 
     return Way(Timed(run), result, budget=allowed)
 
@@ -189,19 +185,16 @@ def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
 
 def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:
     """The call of the last ROWS queries of the first REQUESTS requests, all of one length as `build` makes them; and their rows."""
-    a = call.arguments
-    if call.op == "attention":
-        batch, queries = min(REQUESTS, a["query"].shape[0]), min(ROWS, a["query"].shape[1])
-        small = call.map(lambda n, t: t if n == "sinks" else t[:batch, -queries:] if n == "query" else t[:batch])
-        length = a["query"].shape[1]
-        return small, lambda out: (out.unflatten(0, (-1, length)) if out.dim() == 3 else out)[:batch, -queries:].flatten(0, 1)
-    new = a["max_seqlen_q"]
-    batch, queries = min(REQUESTS, a["cu_seqlens_q"].shape[0] - 1), min(ROWS, new)
+    a, dense = call.arguments, call.op == "attention"
+    requests, new = a["query"].shape[:2] if dense else (a["cu_seqlens_q"].shape[0] - 1, a["max_seqlen_q"])
+    batch, queries = min(REQUESTS, requests), min(ROWS, new)
 
     def part(out: Tensor) -> Tensor:
         taken: Tensor = out.unflatten(0, (-1, new))[:batch, -queries:].flatten(0, 1)
         return taken
 
+    if dense:
+        return call.map(lambda n, t: t if n == "sinks" else t[:batch, -queries:] if n == "query" else t[:batch]), part
     given: dict[str, Any] = {n: part(a[n]) for n in ("query", "q_nope", "q_pe", "output") if n in a}
     ends = torch.arange(batch + 1, device=a["cu_seqlens_q"].device, dtype=torch.int32)
     given |= {"cu_seqlens_q": ends * queries, "max_seqlen_q": queries}

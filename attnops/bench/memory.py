@@ -10,37 +10,32 @@ from torch import nn
 
 from attnops.errors import InvalidInput
 
-SPARE = 1.15
-"""Factor for workspaces, the compiler's buffers and fragmentation."""
+SPARE, OVERHEAD = 1.15, 1 << 30
+"""Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes."""
 
-OVERHEAD = 1 << 30
-"""Bytes of libraries that load later and of the compiler's processes."""
-
-GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat"),
-)
-"""Limit, usage and statistics of a control group, version 2 and version 1."""
+GROUPS = (("/sys/fs/cgroup/memory.", "max", "current"), ("/sys/fs/cgroup/memory/memory.", "limit_in_bytes", "usage_in_bytes"))
+"""Path prefix, limit and usage of a control group, version 2 and version 1."""
 
 
 def free(device: torch.device) -> int | None:
     """Free bytes on `device`; None if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [_field("/proc/meminfo", "MemAvailable:", 1024), *(_left(*files) for files in GROUPS)]
-    return min((n for n in known if n is not None), default=None)
+    known = [n * 1024 for name, n in _read("/proc/meminfo").items() if name == "MemAvailable:"]
+    return min([*known, *(left for group in GROUPS if (left := _left(*group)) is not None)], default=None)
 
 
-def _field(path: str, name: str, unit: int = 1) -> int | None:
+def _read(path: str) -> dict[str, int]:
+    """The numbers of a file of lines `name number`, or of one number by the name ""; empty if there is no file or limit."""
     with suppress(OSError, ValueError, IndexError):
-        return next((int(line.split()[1]) * unit for line in Path(path).read_text().splitlines() if line.startswith(name)), None)
-    return None
+        lines = [line.split() for line in Path(path).read_text().splitlines()]
+        return {words[0] if words[1:] else "": int((words[1:] or words)[0]) for words in lines}
+    return {}
 
 
-def _left(limit: str, used: str, stat: str) -> int | None:
-    with suppress(OSError, ValueError):  # the limit is "max" if there is none
-        return max(int(Path(limit).read_text()) - int(Path(used).read_text()) + (_field(stat, "inactive_file ") or 0), 0)
-    return None
+def _left(prefix: str, limit: str, used: str) -> int | None:
+    most, now = (_read(prefix + name).get("") for name in (limit, used))
+    return None if most is None or now is None else max(most - now + _read(f"{prefix}stat").get("inactive_file", 0), 0)
 
 
 def needed(model: nn.Module, wide: torch.dtype | None = None, cached: int = 0) -> int:

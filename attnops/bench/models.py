@@ -9,16 +9,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import attnops.hf
 from attnops.bench import memory
-from attnops.bench.rows import Case, Row, relative_error
+from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.bench.setup import Point, Setup
 from attnops.configs import config_of
 from attnops.errors import InvalidInput
 from attnops.shapes import SHAPES
+from attnops.tune.clock import steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
+ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
+"""The model of suites that measure one, by size of the run."""
 
 EXACT = 2
 """Rows that are compared with exact logits, which are slow; the other rows are compared with transformers' eager model."""
@@ -35,24 +39,23 @@ CACHES = 5
 """Of one point, held at a time."""
 
 
-def asked(setup: Setup, default: str) -> str:
-    """The model of the setup under its own name, which results files share; else `default`."""
-    return ALIASES.get(setup.model, setup.model) or default
+def asked(setup: Setup, default: str = "") -> str:
+    """The model of the setup under the name that results files share; else `default`."""
+    return ALIASES.get(setup.model, setup.model) or default or ONE[setup.size]
 
 
 def config(setup: Setup, name: str) -> Any:
     """The config of a bundled name, with the layers of the setup. Raises InvalidInput for an unknown name."""
     name = ALIASES.get(name, name)
-    found = config_of(name)
-    if layers := setup.layers or LAYERS.get(setup.size, {}).get(name, 0):
-        _set_layers(found, layers)
-    return found
+    return _with_layers(config_of(name), setup.layers or LAYERS.get(setup.size, {}).get(name, 0))
 
 
-def _set_layers(config: Any, layers: int) -> None:
-    config.num_hidden_layers = layers
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        config.layer_types = (kinds * layers)[:layers]
+def _with_layers(config: Any, layers: int) -> Any:
+    if layers:
+        config.num_hidden_layers = layers
+        if (kinds := getattr(config, "layer_types", None)) is not None:
+            config.layer_types = (kinds * layers)[:layers]
+    return config
 
 
 def checked(name: str) -> None:
@@ -63,6 +66,12 @@ def checked(name: str) -> None:
         raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
 
 
+def kv_width(config: Any) -> int:
+    """Numbers of the keys and values of a token in one layer. Raises AttributeError or TypeError if layers differ."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
+
+
 def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
     """As `config`, with layers halved until free memory holds the model, its caches at `point` and its widened modules.
 
@@ -71,10 +80,8 @@ def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
     made, there = config(setup, name), memory.free(setup.device)
     if there is None:
         return made
-    need = _needed(setup, made, point)
-    while need > there and not setup.layers and made.num_hidden_layers > 1:
-        _set_layers(made, made.num_hidden_layers // 2)
-        need = _needed(setup, made, point)
+    while (need := _needed(setup, made, point)) > there and not setup.layers and made.num_hidden_layers > 1:
+        _with_layers(made, made.num_hidden_layers // 2)
     memory.refuse(f"{made.num_hidden_layers} layers of {name}", need, there)
     return made
 
@@ -87,9 +94,7 @@ def _needed(setup: Setup, made: Any, point: Point | None) -> int:
     cached = 0
     # A config whose layers differ has no single head dim, and raises; its caches are small beside its weights.
     with contextlib.suppress(Exception):
-        heads = getattr(made, "num_key_value_heads", None) or made.num_attention_heads
-        dim = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
-        row = 2 * heads * dim * made.num_hidden_layers * setup.dtype.itemsize
+        row = kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize
         cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
     return memory.needed(model, _wide(setup.dtype), cached)
 
@@ -107,7 +112,7 @@ def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) ->
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype, attn_implementation=attention)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):  # initialised to zero, alike for all heads
-                torch.nn.init.normal_(parameter)
+                nn.init.normal_(parameter)
     return model.eval().requires_grad_(False)
 
 
@@ -130,9 +135,9 @@ Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 
 
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
-    """Every model at its points. A model named by the setup takes the first model's points if it has none of its own."""
+    """Every model at its points. A model named by the setup takes the first model's points if it has no points of its own."""
     here = places[setup.size]
-    names = [asked(setup, "")] if setup.model else list(here)
+    names = [asked(setup)] if setup.model else list(here)
     points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
     most = max((p for some in points.values() for p in some), key=lambda p: p.batch * p.context, default=None)
     kept = Kept(setup, most)
@@ -144,13 +149,33 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
+def patched(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
+    """(a twin, its patch). how: "" for none, "hf" over transformers' caches, "paged" over pages, with options of `patch`."""
+    one = twin(model)
+    return one, attnops.hf.patch(one, cache="paged" if how == "paged" else "hf", **options) if how else None
+
+
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
     """Random tokens, int64 `[batch, length]`."""
     some = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(setup.device)
 
 
+def compared(
+    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Mapping[str, Any]]
+) -> list[Row]:
+    """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget. more: as in `time_if_right`."""
+    with torch.no_grad():
+        want, off, allowed = expected(model, ways["hf_eager"].computed(), prompt, new)
+    return with_ratios(time_if_right(case, ways, want, allowed, steps_us, off, more), "hf_eager", "hf_compiled")
+
+
 Distance = Callable[[Tensor, Tensor], float]
+
+
+def experts(config: Any) -> bool:
+    """Is it the config of a mixture of experts?"""
+    return any(getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
 
 
 def distance(model: Any, eager: Tensor) -> Distance:
@@ -159,8 +184,7 @@ def distance(model: Any, eager: Tensor) -> Distance:
     `eager` has an error of its own, as large as the one allowed. Of a model with experts the median row counts: where two experts tie,
     rounding chooses between them.
     """
-    experts = any(getattr(model.config, n, 0) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
-    quantile = 0.5 if experts else 1.0
+    quantile = 0.5 if experts(model.config) else 1.0
 
     def off(got: Tensor, want: Tensor) -> float:
         rows = want.shape[0]
@@ -171,11 +195,9 @@ def distance(model: Any, eager: Tensor) -> Distance:
     return off
 
 
-MORE = 1.5
-"""Budget over the error of transformers' eager model: another order of sums, or fewer roundings, may be that much worse by chance."""
-
-MOST = 1 / MORE
-"""Upper bound of that error, so that zeros, whose error is 1, exceed the budget."""
+MORE, MOST = 1.5, 1 / 1.5
+"""Budget over the error of transformers' eager model, since another order of sums may be that much worse by chance; and the upper bound
+of that error, so that zeros, whose error is 1, exceed the budget."""
 
 
 def budget(model: Any, base: float) -> float:
@@ -202,44 +224,26 @@ def expected(model: Any, eager: Tensor, prompt: Tensor, new: Tensor | None = Non
     return want, off, budget(model, off(eager, want))
 
 
-LARGE = 1 << 20
-"""Numbers of a weight from which on it is not copied."""
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
-def widened(model: Any, large: int = LARGE) -> Any:
-    """The model in a wider dtype. Small weights are copies; large ones are widened while their module runs.
-
-    A large embedding stays narrow, and the rows it returns are widened.
-    """
+def widened(model: Any) -> Any:
+    """The model in a wider dtype. Weights are widened while their module runs; an embedding stays narrow, its rows are widened."""
     wide, one = _wide(model.dtype), twin(model)
 
-    def wider(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(parameter.to(wide), requires_grad=False)
-
-    def around(module: torch.nn.Module, narrow: dict[str, torch.nn.Parameter]) -> None:
-        def before(module: torch.nn.Module, given: Any) -> None:
-            module._parameters.update({name: wider(value) for name, value in narrow.items()})
-
-        def after(module: torch.nn.Module, given: Any, returned: Any) -> None:
-            module._parameters.update(narrow)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+    def wider(module: nn.Module, narrow: dict[str, nn.Parameter]) -> None:
+        module._parameters.update({n: nn.Parameter(p.to(wide), requires_grad=False) for n, p in narrow.items()})
 
     for module in list(one.modules()):
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer.to(wide) if buffer is not None and buffer.dtype.is_floating_point else buffer
-        here = {name: p for name, p in module._parameters.items() if p is not None}
-        module._parameters.update({name: wider(p) for name, p in here.items() if p.numel() <= large})
-        narrow = {name: p for name, p in here.items() if p.numel() > large}
-        if narrow and isinstance(module, torch.nn.Embedding):
+        narrow = {name: p for name, p in module._parameters.items() if p is not None}
+        if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda module, given, returned: returned.to(wide))
         elif narrow:
-            around(module, narrow)
+            module.register_forward_pre_hook(lambda module, given, narrow=narrow: wider(module, narrow))
+            module.register_forward_hook(lambda module, given, returned, narrow=narrow: module._parameters.update(narrow))
     return one
 
 

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from attnops.kernel import Kernel, kernels_of, register
 from attnops.measured import Shape
 from attnops.problem import Target
 from attnops.select import active_policy, use
-from attnops.tune.clock import host_us
-from attnops.tune.pool import side_by_side
+from attnops.tune import side_by_side
+from attnops.tune.clock import Run, Times, host_us
 
 ROOT = Path(__file__).resolve().parents[2]
 NOOP = "bench_noop"
@@ -52,15 +52,10 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
     register(Kernel(NOOP, "paged_attention", _nothing, cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
-    call = build(
-        Shape("paged_attention", _name(setup.dtype), _name(setup.dtype), 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device)
-    )
+    dtype = str(setup.dtype).removeprefix("torch.")
+    call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
     found = [*imports(1 if setup.size == "toy" else 3), *eager(call, repeats, inner), *fa3(setup, call)]
     return found + compiled(setup, call, repeats, max(1, inner // 8), ops)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -84,8 +79,10 @@ def imports(repeats: int) -> Iterator[Row]:
         yield Row("import", name, round(statistics.median(seconds) * 1e6), spread)
 
 
-def _rows(case: str, figures: dict[str, dict[str, float]], derived: dict[str, dict[str, float]]) -> list[Row]:
-    return [Row(case, way, us["median_us"], us["spread_us"], more=derived.get(way, {})) for way, us in figures.items()]
+def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple[str, ...], ops: int = 1) -> list[Row]:
+    """The rows of a case; those of the ways `of` have the `figure`: the time of `over[0]` over that of `over[1]`, an op."""
+    us = round((times[over[0]]["median_us"] - times[over[1]]["median_us"]) / ops, 2)
+    return [Row(case, way, t["median_us"], t["spread_us"], more={figure: us} if way in of else {}) for way, t in times.items()]
 
 
 @torch.no_grad()
@@ -95,18 +92,14 @@ def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     public = {n: v for n, v in kwargs.items() if n in ("max_seqlen_q", "holes", "output")}
     with use(kernel=f"paged_attention:{NOOP}"):
         policy, overload = active_policy(), getattr(packet, NOOP)
-        figures = host_us(
-            {
-                "function": lambda: function(*args, **public),
-                "op": lambda: packet.default(*args, **kwargs, policy=policy),
-                "overload": lambda: overload(*args, **kwargs, policy=policy),
-                "plain": lambda: _nothing(*args, **kwargs, policy=policy),
-            },
-            repeats,
-            inner,
-        )
-    over = figures["function"]["median_us"] - figures["plain"]["median_us"]
-    return _rows("eager call of a kernel that does nothing", figures, {"function": {"function_over_plain_us": round(over, 2)}})
+        calls: dict[str, Run] = {
+            "function": lambda: function(*args, **public),
+            "op": lambda: packet.default(*args, **kwargs, policy=policy),
+            "overload": lambda: overload(*args, **kwargs, policy=policy),
+            "plain": lambda: _nothing(*args, **kwargs, policy=policy),
+        }
+        times = host_us(calls, repeats, inner)
+    return _rows("eager call of a kernel that does nothing", times, "function_over_plain_us", ("function", "plain"), ("function",))
 
 
 @torch.no_grad()
@@ -127,11 +120,9 @@ def fa3(setup: Setup, call: Call) -> list[Row]:
     ours = partial(
         attnops.ops.paged_attention, query, keys, values, table, lengths, cu, max_seqlen_q=1, output=a["output"], holes=False, kernel="fa3"
     )
-    calls: dict[str, Callable[[], Any]] = {"raw": lambda: fwd(*raw), "promised": partial(ours, padded=False), "padded": ours}
     # Few calls at a time: a full launch queue would block the host.
-    figures = host_us(calls, repeats=25, inner=20, wait=False)
-    over = figures["promised"]["median_us"] - figures["raw"]["median_us"]
-    return _rows("eager call of fa3", figures, {"promised": {"promised_over_raw_us": round(over, 2)}})
+    times = host_us({"raw": lambda: fwd(*raw), "promised": partial(ours, padded=False), "padded": ours}, repeats=25, inner=20, wait=False)
+    return _rows("eager call of fa3", times, "promised_over_raw_us", ("promised", "raw"), ("promised",))
 
 
 @torch.no_grad()
@@ -139,7 +130,7 @@ def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int,
     """Two compiled graphs of ops that do nothing. `op_us`: the cost of one more op, its output buffer included."""
     query, *rest = call.args
 
-    def chain(layers: int) -> Callable[[], torch.Tensor]:
+    def chain(layers: int) -> Run:
         def run(x: torch.Tensor) -> torch.Tensor:
             for _ in range(layers):
                 x = attnops.ops.paged_attention(x, *rest, max_seqlen_q=1, holes=False)
@@ -150,6 +141,5 @@ def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int,
 
     few, many = (f"{n}_ops" for n in ops)
     with use(kernel=f"paged_attention:{NOOP}"):
-        figures = host_us({few: chain(ops[0]), many: chain(ops[1])}, repeats, inner)
-    op_us = round((figures[many]["median_us"] - figures[few]["median_us"]) / (ops[1] - ops[0]), 2)
-    return _rows("compiled graph", figures, {name: {"op_us": op_us} for name in (few, many)})
+        times = host_us({few: chain(ops[0]), many: chain(ops[1])}, repeats, inner)
+    return _rows("compiled graph", times, "op_us", (many, few), (few, many), ops[1] - ops[0])

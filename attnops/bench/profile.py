@@ -10,13 +10,12 @@ import torch
 from attnops.tune.clock import Timed
 
 KINDS = (
-    ("matmul", re.compile(r"gemm|gemv|nvjet|splitk|cublas|cutlass(?!.*flash)|_mm_|triton_tem", re.IGNORECASE)),
-    ("attention", re.compile(r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction", re.IGNORECASE)),
+    ("glue", re.compile(r"^triton_(poi|red|per|for)_")),  # Inductor names a fused kernel after all its parts
+    ("attention", re.compile(r"flash", re.IGNORECASE)),  # built from cutlass
+    ("matmul", re.compile(r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem", re.IGNORECASE)),
+    ("attention", re.compile(r"attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction", re.IGNORECASE)),
 )
 """The first pattern that a kernel's name matches gives its kind; other kernels are glue."""
-
-FUSED = re.compile(r"^triton_(poi|red|per|for)_")
-"""Inductor names a fused kernel after all its parts, attention's allocations among them."""
 
 
 class Ran(NamedTuple):
@@ -29,21 +28,16 @@ class Ran(NamedTuple):
 
 def kind_of(name: str) -> str:
     """matmul, attention or glue."""
-    if FUSED.match(name):
-        return "glue"
-    # Flash kernels are built from cutlass.
-    return "attention" if "flash" in name.lower() else next((kind for kind, pattern in KINDS if pattern.search(name)), "glue")
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), "glue")
 
 
 def shares(kernels: list[Ran]) -> dict[str, float]:
     """Microseconds by kind, and `gaps`. Overlapping time counts for the kernel that started first: the other waits for it."""
     found = {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0}
-    at: float | None = None
+    at = min((kernel.start for kernel in kernels), default=0.0)
     for kernel in sorted(kernels, key=lambda k: (k.start, k.end)):
-        at = kernel.start if at is None else at
         found["gaps"] += max(0.0, kernel.start - at)
-        at = max(at, kernel.start)
-        found[kind_of(kernel.name)] += max(0.0, kernel.end - at)
+        found[kind_of(kernel.name)] += max(0.0, kernel.end - max(at, kernel.start))
         at = max(at, kernel.end)
     return found
 

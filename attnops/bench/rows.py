@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.tune.clock import Timed
+from attnops.tune.clock import Timed, one_line
 
 WRONG = "wrong: "
 """`Row.wrong` starts with this if a result was computed and is wrong."""
@@ -17,13 +17,13 @@ WRONG = "wrong: "
 
 @dataclass(frozen=True)
 class Row:
-    """One way of computing one case, in the form that all suites share.
+    """One way of computing one case.
 
     Args:
         case: name of the case.
         way: name of the implementation.
         median_us, spread_us: None without a time; `wrong` then has the reason.
-        error, budget: of the result, in the same unit; None if nothing was compared.
+        error, budget: of the result, in the same unit; None if it was not compared.
         wrong: why there is no time.
         more: further figures, such as `of_bandwidth` or `tokens_s`.
     """
@@ -42,7 +42,6 @@ class Row:
         return {n: v for n, v in vars(self).items() if n != "more" and v not in (None, "")} | dict(self.more)
 
 
-FIELDS = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
 Case = Callable[[], Iterable[Row]]
 
 
@@ -52,7 +51,7 @@ class LeftOut(Exception):
 
 def further(row: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a row (as a dict) that not all rows have."""
-    return {name: value for name, value in row.items() if name not in FIELDS}
+    return {name: value for name, value in row.items() if name not in Row.__dataclass_fields__}
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,18 @@ class Way:
     budget: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    def computed(self) -> Any:
+        """The tensor to compare."""
+        if self.result is not None:
+            return self.result()
+        if self.timed.before is not None:
+            self.timed.before()
+        return self.timed.call()
+
+
+Make = Callable[[], Way | None]
+"""Makes a way; None if it does not answer the call. Its error becomes the row's."""
+
 
 def largest_error(got: Tensor, want: Tensor) -> float:
     """The largest absolute difference; inf for another shape or values that are not finite."""
@@ -85,59 +96,48 @@ def relative_error(got: Tensor, want: Tensor, quantile: float = 1.0) -> float:
         return float("inf")
     got, want = got.flatten(0, -2).double(), want.flatten(0, -2).double()
     off = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(off.sort().values[max(0, min(off.numel() - 1, int(quantile * off.numel() + 0.999999) - 1))]) if off.numel() else 0.0
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return float(torch.quantile(off, quantile, interpolation="lower")) if off.numel() else 0.0
 
 
 def time_if_right(
     case: str,
-    ways: Mapping[str, Way],
+    ways: Mapping[str, Way | Make],
     want: Tensor,
     budget: float,
     clock: Callable[[Mapping[str, Timed]], Mapping[str, Mapping[str, float]]],
     distance: Callable[[Tensor, Tensor], float] = largest_error,
-    more: Callable[[float], Mapping[str, Any]] = lambda us: {},
+    more: Callable[[float, Way], Mapping[str, Any]] = lambda us, way: {},
 ) -> list[Row]:
     """The rows of one case: every way is run, compared with `want`, and timed if it is within its budget.
 
     Args:
         budget: upper bound of `distance`, unless a way has its own.
         clock: times the right ways, interleaved.
-        more: further figures of a time in microseconds.
+        more: further figures of a way and its time in microseconds.
     """
     rows: dict[str, Row] = {}
-    for name, way in ways.items():
-        allowed = budget if way.budget is None else way.budget
+    right: dict[str, Way] = {}
+    for name, make in ways.items():
+        way = None
         try:
             with torch.no_grad():
-                error = distance(_result(way), want)
-        except Exception as failure:  # one way must not fail the others
-            rows[name] = Row(case, name, wrong=one_line(failure), more=way.more)
+                if (way := make if isinstance(make, Way) else make()) is None:
+                    continue
+                error = distance(way.computed(), want)
+        except Exception as failure:  # the other ways go on
+            rows[name] = Row(case, name, wrong=one_line(failure), more={} if way is None else way.more)
             continue
-        finite, text = error < float("inf"), ""
-        if not error <= allowed < float("inf"):
-            text = f"{WRONG}off by {error:.3g}, allowed {allowed:.3g}" if finite else f"{WRONG}not finite, or of another shape"
-        rows[name] = Row(case, name, error=_digits(error) if finite else None, budget=_digits(allowed), wrong=text, more=way.more)
-    right = {name: ways[name].timed for name, row in rows.items() if not row.wrong}
+        allowed, wrong, finite = budget if way.budget is None else way.budget, "", error < float("inf")
+        if error <= allowed < float("inf"):
+            right[name] = way
+        else:
+            wrong = WRONG + (f"off by {error:.3g}, allowed {allowed:.3g}" if finite else "not finite, or of another shape")
+        rows[name] = Row(case, name, None, None, _digits(error) if finite else None, _digits(allowed), wrong, way.more)
     with torch.no_grad():
-        times = clock(right) if right else {}
-    for name, us in times.items():
-        median, spread = us["median_us"], us.get("spread_us")
-        rows[name] = replace(rows[name], median_us=median, spread_us=spread, more={**rows[name].more, **more(median)})
+        for name, us in (clock({name: way.timed for name, way in right.items()}) if right else {}).items():
+            median, figures = us["median_us"], {**right[name].more, **more(us["median_us"], right[name])}
+            rows[name] = replace(rows[name], median_us=median, spread_us=us.get("spread_us"), more=figures)
     return list(rows.values())
-
-
-def _result(way: Way) -> Any:
-    if way.result is not None:
-        return way.result()
-    if way.timed.before is not None:
-        way.timed.before()
-    return way.timed.call()
 
 
 def _digits(x: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from attnops.bench.files import environment, write
-from attnops.bench.rows import Case, LeftOut, one_line
+from attnops.bench.files import environment, make_folder, write
+from attnops.bench.rows import Case, LeftOut
 from attnops.bench.setup import Setup
-from attnops.bench.suites import Suite, named
+from attnops.bench.suites import Suite
 from attnops.errors import InvalidInput
-from attnops.tune.clock import ceilings
+from attnops.tune.clock import ceilings, one_line, synchronize
 
 SPENT = "the time was spent"
 INTERRUPTED = "the run was ended before"
@@ -40,8 +40,7 @@ class Outcome:
     lost: bool = False
 
 
-Cases = Mapping[str, Mapping[str, Case]]
-"""By suite and name."""
+Order = Iterator[tuple[Suite, str]]
 
 
 def run(
@@ -65,26 +64,23 @@ def run(
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
     done: dict[str, dict[str, Outcome]] = {suite.name: {} for suite in suites}
-    cases: dict[str, Mapping[str, Case]] = {}
+    cases: dict[str, list[str]] = {suite.name: [] for suite in suites}
     for suite in suites:
         try:
-            cases[suite.name] = suite.cases(setup)
+            cases[suite.name] = list(suite.cases(setup))
         except InvalidInput:
             raise
         except Exception as error:  # the other suites go on
-            cases[suite.name], done[suite.name][suite.name] = {}, Outcome(failed=one_line(error))
+            done[suite.name][suite.name] = Outcome(failed=one_line(error))
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
         torch.cuda.empty_cache()  # for the worker on this GPU
-    head = {
-        **environment(setup.device, commit),
-        "size": setup.size,
-        "ceilings": dict(setup.ceilings),
-        **({"gpus": gpus} if gpus > 1 else {}),
-    }
+    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings)} | (
+        {"gpus": gpus} if gpus > 1 else {}
+    )
     missing = INTERRUPTED
 
     def save(suite: Suite) -> dict[str, Any]:
@@ -99,17 +95,11 @@ def run(
 
     for suite in suites:
         save(suite)
-    order = in_order(suites, cases, budget_s)
-    if gpus > 1:
-        alive = _in_workers(order, setup, gpus, put, tell)
-    else:
-        made = {suite.name: suite.cases(setup) for suite in suites if cases[suite.name]}
-        alive = _here(order, made, put, tell)
-    missing = SPENT if alive else LOST
+    missing = SPENT if measure(in_order(suites, cases, budget_s), setup, gpus, put, tell) else LOST
     return {suite.name: save(suite) for suite in suites}
 
 
-def in_order(suites: Sequence[Suite], cases: Cases, budget_s: float) -> Iterator[tuple[Suite, str]]:
+def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget_s: float) -> Order:
     """The cases to start next, until the budget is spent.
 
     A suite gets its share of the rest of the budget; afterwards its left cases use what the other suites left.
@@ -124,41 +114,46 @@ def in_order(suites: Sequence[Suite], cases: Cases, budget_s: float) -> Iterator
                 yield suite, names.pop(0)
 
 
-Put = Callable[[Suite, str, Outcome], None]
+class InThisProcess(Executor):
+    """Runs a call when it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result of the call, as a future."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
-def _here(order: Iterator[tuple[Suite, str]], cases: Cases, put: Put, tell: Callable[[str], None]) -> bool:
-    """Measure in this process. False: the device was lost."""
-    for suite, case in order:
-        tell(f"{suite.name}: {case}")
-        outcome = outcome_of(cases[suite.name][case])
-        put(suite, case, outcome)
-        if outcome.lost:
-            return False
-    return True
+def worker(gpu: int | None) -> Executor:
+    """A worker process, on one GPU or, with None, on the CPU."""
+    return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (gpu,))
 
 
-def _in_workers(order: Iterator[tuple[Suite, str]], setup: Setup, gpus: int, put: Put, tell: Callable[[str], None]) -> bool:
-    """Measure with a worker a GPU. A worker that dies, or loses its device, fails its case and is replaced."""
+def measure(
+    order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Outcome], None], tell: Callable[[str], None], apart: bool = False
+) -> bool:
+    """Measure in this process, or for several GPUs or `apart` in a worker for each, which is replaced if it dies or loses its device.
 
-    def worker(gpu: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (gpu if setup.on_gpu else None,))
-
-    workers = [worker(gpu) for gpu in range(gpus)]
+    Returns False if this process lost the device.
+    """
+    apart = apart or gpus > 1
+    numbers: list[int | None] = [gpu if setup.on_gpu else None for gpu in range(gpus)]
+    workers: list[Executor] = [worker(gpu) if apart else InThisProcess() for gpu in numbers]
     running: dict[Future[Outcome], tuple[int, Suite, str]] = {}
 
-    def start(gpu: int) -> None:
+    def start(at: int) -> None:
         if (following := next(order, None)) is not None:
             suite, case = following
-            tell(f"GPU {gpu}: {suite.name}: {case}")
-            running[workers[gpu].submit(_in_worker, suite.name, case, replace(setup, device=_device(setup, gpu)))] = gpu, *following
+            tell(f"GPU {at}: {suite.name}: {case}" if apart else f"{suite.name}: {case}")
+            here = replace(setup, device=torch.device("cuda", at)) if apart and setup.on_gpu else setup
+            running[workers[at].submit(outcome_of, suite, case, here)] = at, suite, case
 
     try:
-        for gpu in range(gpus):
-            start(gpu)
+        for at in range(gpus):
+            start(at)
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                gpu, suite, case = running.pop(future)
+                at, suite, case = running.pop(future)
                 try:
                     outcome = future.result()
                 except BrokenProcessPool:
@@ -166,18 +161,17 @@ def _in_workers(order: Iterator[tuple[Suite, str]], setup: Setup, gpus: int, put
                 except Exception as error:
                     outcome = Outcome(failed=one_line(error))
                 put(suite, case, outcome)
+                if outcome.lost and not apart:
+                    return False
                 if outcome.lost:
-                    workers[gpu].shutdown(wait=False)
-                    workers[gpu] = worker(gpu)
-                start(gpu)
+                    workers[at].shutdown(wait=False)
+                    workers[at] = worker(numbers[at])
+                start(at)
     finally:
         for pool in workers:
             pool.shutdown(wait=False, cancel_futures=True)
+        cases_of.cache_clear()
     return True
-
-
-def _device(setup: Setup, gpu: int) -> torch.device:
-    return torch.device("cuda", gpu) if setup.on_gpu else setup.device
 
 
 def _start_worker(gpu: int | None) -> None:
@@ -188,53 +182,38 @@ def _start_worker(gpu: int | None) -> None:
         torch.cuda.set_device(gpu)
 
 
-def _in_worker(suite: str, case: str, setup: Setup) -> Outcome:
-    return outcome_of(_cases_of(suite, setup)[case])
-
-
 @lru_cache(maxsize=1)
-def _cases_of(suite: str, setup: Setup) -> Mapping[str, Case]:
-    """The cases of a suite share a model, so a worker keeps them while it stays with the suite."""
-    return named((suite,))[0].cases(setup)
+def cases_of(suite: Suite, setup: Setup) -> Mapping[str, Case]:
+    """The cases of a suite, kept for the next one: they share a model."""
+    return suite.cases(setup)
 
 
-def outcome_of(case: Case) -> Outcome:
-    """Run one case. Never raises."""
+def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
+    """Run one case. An error becomes its outcome."""
     start = time.monotonic()
     rows: list[dict[str, Any]] = []
-    failed = left_out = ""
+    failed, left_out, lost = "", "", False
     try:
-        rows = [row.as_dict() for row in case()]
+        rows = [row.as_dict() for row in cases_of(suite, setup)[case]()]
     except LeftOut as reason:
         left_out = str(reason)
     except Exception as error:  # the other cases go on
         failed = one_line(error)
-    lost = False
     try:
         torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        synchronize()
+        torch.cuda.empty_cache()
     except Exception as error:  # after an illegal access every CUDA call raises
         failed, left_out, lost = failed or one_line(error), "", True
     return Outcome(rows, failed, left_out, round(time.monotonic() - start, 1), lost)
 
 
-def joined(names: Mapping[str, Case], done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
+def joined(names: Sequence[str], done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
     """The sections of a report that its cases fill. missing: why cases without an outcome were left out."""
-    every = {name: done.get(name, Outcome(left_out=missing)) for name in {**names, **done}}
+    every = {name: done.get(name, Outcome(left_out=missing)) for name in dict.fromkeys((*names, *done))}
+    sections = (("left_out", "left_out"), ("failed", "failed"), ("case_seconds", "seconds"))
     return {
         "rows": [row for one in every.values() for row in one.rows],
-        "left_out": {name: one.left_out for name, one in every.items() if one.left_out},
-        "failed": {name: one.failed for name, one in every.items() if one.failed},
-        "case_seconds": {name: one.seconds for name, one in every.items() if one.seconds},
+        **{section: {n: found for n, one in every.items() if (found := getattr(one, name))} for section, name in sections},
         "seconds": round(sum(one.seconds for one in every.values()), 1),
     }
-
-
-def make_folder(field: str, path: Path) -> None:
-    """Raises InvalidInput if `path` is no folder and cannot become one."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(field, f"{path} ({type(error).__name__})", "a folder, or where one may be made") from None

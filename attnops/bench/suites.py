@@ -49,14 +49,16 @@ class Suite:
         return self.file or self.name
 
 
-SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
-FIRST = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Time to the first token")
+SPEED, FIRST = (
+    Picture("of_hf_compiled", "times the speed of transformers' compiled model", title) for title in ("Decode", "Time to the first token")
+)
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
-COLD = Picture("median_us", "s", "First call of a decode step", scale=1e-6, log=True, more=False)
-CAPTURE = Picture("median_us", "s", "Capture of all buckets", scale=1e-6, log=True, more=False)
+COLD, CAPTURE = (
+    Picture("median_us", "s", title, 1e-6, log=True, more=False) for title in ("First call of a decode step", "Capture of all buckets")
+)
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 
-SUITES: tuple[Suite, ...] = (
+SUITES = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", (), 2.0),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, share=8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, share=2.0),

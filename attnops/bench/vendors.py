@@ -7,14 +7,16 @@ an ImportError if it is missing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import attnops.ops
 from attnops.inputs import Call
+from attnops.tune.clock import Run
 
-Run = Callable[[], Any]
 Make = Callable[[Call], Run]
 WORKSPACE_BYTES = 128 << 20
 
@@ -29,29 +31,35 @@ def fa3_paged(call: Call) -> Run:
     )  # fmt: skip
 
 
+def packed(call: Call) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """(query, key, value with requests one after the other; cumulative lengths and longest lengths of queries and keys)."""
+    a = call.arguments
+    tensors = [a[n] for n in ("query", "key", "value")]
+    if call.op == "varlen_attention":
+        return tensors, tuple(a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    (batch, queries), keys = tensors[0].shape[:2], tensors[1].shape[1]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device)
+    return [t.flatten(0, 1) for t in tensors], (ends * queries, ends * keys, queries, keys)
+
+
 def fa3_dense(call: Call) -> Run:
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
+    a, (tensors, lengths) = call.arguments, packed(call)
+    return lambda: flash_attn_varlen_func(*tensors, *lengths, softmax_scale=a["scale"], causal=a["causal"])
+
+
+def _latents(call: Call) -> tuple[Any, Tensor, Tensor]:
+    """(arguments, query `[B, 1, H, D]` in one piece, pages with a key head)."""
     a = call.arguments
-    query, key, value = (a[n] for n in ("query", "key", "value"))
-    if call.op == "varlen_attention":
-        lengths = tuple(a[n] for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
-    else:
-        (batch, queries), keys = query.shape[:2], key.shape[1]
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        lengths = (ends * queries, ends * keys, queries, keys)
-        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
-    return lambda: flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=a["scale"], causal=a["causal"])
-
-
-def _mla_query(a: Any) -> torch.Tensor:
-    return torch.cat([a["q_nope"], a["q_pe"]], -1)[:, None]
+    query = torch.cat([a[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(a["q_nope"].dtype)
+    return a, query[:, None], a["latent_pages"][:, :, None]
 
 
 def flashmla(call: Call) -> Run:
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
+    a, query, pages = _latents(call)
     tiles, splits = get_mla_metadata(a["seq_lens"], query.shape[2], 1)
     return lambda: flash_mla_with_kvcache(
         query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits, softmax_scale=a["scale"], causal=False
@@ -61,37 +69,26 @@ def flashmla(call: Call) -> Run:
 def flashmla_with_metadata(call: Call) -> Run:
     import sgl_kernel.flash_mla  # noqa: F401, loads the ops
 
-    a, query, pages = call.arguments, _mla_query(call.arguments), call.arguments["latent_pages"][:, :, None]
+    a, query, pages = _latents(call)
     op = torch.ops.sgl_kernel.dense_decode_fwd.default
     return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
 
 
-def _float8(call: Call) -> tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], Callable[..., Any]]:
-    """(its metadata, the call of them) of FlashMLA's dense decode in float8, as `sgl_kernel.flash_mla` calls its ops."""
+def flashmla_fp8(call: Call, planned: bool = True) -> Run:
+    """FlashMLA's dense decode in float8, as `sgl_kernel.flash_mla` calls its ops. planned: with metadata made beforehand."""
     import sgl_kernel.flash_mla  # noqa: F401, loads the ops
 
-    a, ops = call.arguments, torch.ops.sgl_kernel
-    heads, pages = a["q_nope"].shape[1], a["latent_pages"][:, :, None]
-    query = torch.cat([a[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(pages.dtype)[:, None]
-    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
-    return (
-        lambda: ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], heads, 1),
-        lambda tiles, splits: ops.fwd_kvcache_mla_fp8(*given, tiles, splits, a["q_scale"], a["kv_scale"]),
-    )
+    (a, query, pages), ops = _latents(call), torch.ops.sgl_kernel
+
+    def metadata() -> tuple[Tensor, Tensor]:
+        tiles, splits = ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], query.shape[2], 1)
+        return tiles, splits
+
+    made, given = metadata() if planned else None, (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
+    return lambda: ops.fwd_kvcache_mla_fp8(*given, *(made or metadata()), a["q_scale"], a["kv_scale"])
 
 
-def flashmla_fp8(call: Call) -> Run:
-    metadata, run = _float8(call)
-    made = metadata()
-    return lambda: run(*made)
-
-
-def flashmla_fp8_with_metadata(call: Call) -> Run:
-    metadata, run = _float8(call)
-    return lambda: run(*metadata())
-
-
-def _sides(call: Call) -> tuple[torch.Tensor, ...]:
+def _sides(call: Call) -> tuple[Tensor, ...]:
     return tuple(call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b"))
 
 
@@ -106,48 +103,42 @@ def flashinfer_merge(call: Call) -> Run:
     """Its logs are of base 2: the same work, other numbers."""
     from flashinfer import merge_state
 
-    sides = _sides(call)
-    return lambda: merge_state(*sides)
+    return partial(merge_state, *_sides(call))
 
 
-def _rows(a: Any, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rows(a: Any, page: int) -> tuple[Tensor, Tensor, Tensor]:
     indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=page)
     return indptr, indices[: int(indptr[-1])], last
 
 
-def flashinfer_decode(tensor_cores: bool) -> Make:
+def _space(pages: Tensor) -> Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
+
+
+def flashinfer_paged(wrapper: str, **options: Any) -> Make:
+    """A wrapper of FlashInfer for pages of keys and values, by name, with options of its constructor."""
+
     def make(call: Call) -> Run:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+        import flashinfer
 
         a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=tensor_cores)
-        _, page, kv_heads, dim = pages[0].shape
-        wrapper.plan(
-            *_rows(a, page), q.shape[1], kv_heads, dim, page, q_data_type=q.dtype, kv_data_type=q.dtype, sm_scale=a["scale"]
+        made, (_, page, kv_heads, dim) = getattr(flashinfer, wrapper)(_space(q), "NHD", **options), pages[0].shape
+        queries, more = ((a["cu_seqlens_q"],), {"causal": a["causal"]}) if "Prefill" in wrapper else ((), {})
+        made.plan(
+            *queries, *_rows(a, page), q.shape[1], kv_heads, dim, page, sm_scale=a["scale"], q_data_type=q.dtype, kv_data_type=q.dtype,
+            **more,
         )  # fmt: skip
-        out = torch.empty_like(a["output"])
-        return lambda: wrapper.run(q, pages, out=out)
+        return partial(made.run, q, pages, out=torch.empty_like(a["output"]))
 
     return make
+
+
+def flashinfer_decode(tensor_cores: bool) -> Make:
+    return flashinfer_paged("BatchDecodeWithPagedKVCacheWrapper", use_tensor_cores=tensor_cores)
 
 
 def flashinfer_prefill(backend: str) -> Make:
-    def make(call: Call) -> Run:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
-        _, page, kv_heads, dim = pages[0].shape
-        wrapper.plan(
-            a["cu_seqlens_q"], *_rows(a, page), q.shape[1], kv_heads, dim, page, causal=a["causal"], sm_scale=a["scale"],
-            q_data_type=q.dtype, kv_data_type=q.dtype,
-        )  # fmt: skip
-        out = torch.empty_like(a["output"])
-        return lambda: wrapper.run(q, pages, out=out)
-
-    return make
+    return flashinfer_paged("BatchPrefillWithPagedKVCacheWrapper", backend=backend)
 
 
 def flashinfer_mla(backend: str) -> Make:
@@ -155,17 +146,15 @@ def flashinfer_mla(backend: str) -> Make:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         a, pages = call.arguments, call.arguments["latent_pages"]
-        space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
-        wrapper = BatchMLAPagedAttentionWrapper(space, backend=backend)
+        wrapper = BatchMLAPagedAttentionWrapper(_space(pages), backend=backend)
         indptr, indices, _ = _rows(a, pages.shape[1])
         wrapper.plan(
             qo_indptr=a["cu_seqlens_q"], kv_indptr=indptr, kv_indices=indices, kv_len_arr=a["seq_lens"], num_heads=a["q_nope"].shape[1],
             head_dim_ckv=512, head_dim_kpe=64, page_size=pages.shape[1], causal=False, sm_scale=a["scale"], q_data_type=pages.dtype,
             kv_data_type=pages.dtype,
         )  # fmt: skip
-        out = torch.empty_like(a["output"])
         query, cache = (a["q_nope"], a["q_pe"]), (pages[..., :512], pages[..., 512:])
-        return lambda: wrapper.run(query=query, kv_cache=cache, out=out)
+        return partial(wrapper.run, query=query, kv_cache=cache, out=torch.empty_like(a["output"]))
 
     return make
 
@@ -183,13 +172,13 @@ LATENT: dict[str, Make] = {
     "flashinfer_fa2": flashinfer_mla("fa2"),
     "flashinfer_fa3": flashinfer_mla("fa3"),
 }
-FLOAT8_LATENT: dict[str, Make] = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": flashmla_fp8_with_metadata}
+FLOAT8_LATENT: dict[str, Make] = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": partial(flashmla_fp8, planned=False)}
 MERGE: dict[str, Make] = {"sgl_merge": sgl_merge, "flashinfer_merge": flashinfer_merge}
 OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
 """Arguments that these calls do not support."""
 
 LEFT_OUT = {"flashinfer_cuda_cores", "flashmla_with_metadata"}
-"""One builds a module that no kernel of ours shares; the other differs from `flashmla` in its metadata alone."""
+"""The first builds a module that none of our kernels shares; the second differs from `flashmla` in its metadata alone."""
 
 
 def vendors_of(call: Call) -> dict[str, Make]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from attnops.cli import tables
 from attnops.errors import AttnopsError, InvalidInput
@@ -17,6 +18,7 @@ from attnops.version import VERSION
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Attention kernels under torch.compile.")
 
+T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -51,8 +53,17 @@ def _errors_end_it() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
+def _reported(as_json: bool, make: Callable[[Console], T]) -> T:
+    """The report that `make` returns, after printing on its console; with `as_json` on stderr, and the report as JSON on stdout."""
+    with _errors_end_it():
+        report = make(tables.new_console(stderr=as_json))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    return report
+
+
+def _names(given: list[str] | None) -> tuple[str, ...]:
+    return tuple(filter(None, ",".join(given or ()).split(",")))
 
 
 @app.command()
@@ -60,12 +71,9 @@ def doctor(as_json: AsJson = False) -> None:
     """List this machine's packages and GPUs, and every kernel: usable, or the reason against it and the package to install."""
     from attnops.cli.doctor import examine, show
 
-    with _errors_end_it():
-        report = examine()
-        if as_json:
-            _print_json(report)
-        else:
-            show(report, tables.new_console())
+    report = _reported(as_json, lambda console: examine())
+    if not as_json:
+        show(report, tables.new_console())
 
 
 @app.command()
@@ -82,22 +90,23 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show the kernel of each attention call of a model on a machine, and the reasons against the others. Needs no weights and no GPU."""
-    from attnops.cli.explain import as_dict, explain_model
+    from attnops.cli.explain import explain_model
     from attnops.lowering.explain import packages_of_kernels
 
-    packages = None if assume is None else tuple(filter(None, ",".join(assume).split(",")))
+    packages = None if assume is None else _names(assume)
     if idle := set(packages or ()) - set(packages_of_kernels()):
         typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
-    with _errors_end_it():
+
+    def explained(console: Console) -> dict[str, Any]:
         found = explain_model(
             model, target=target, assume=packages, batch=batch, tokens=tokens, phase=phase.value, dtype=dtype
         )  # fmt: skip
-        if as_json:
-            _print_json({"model": model, "batch": batch, "tokens": tokens, "dtype": dtype, "phases": as_dict(found)})
-        else:
-            console = tables.new_console()
-            for name, explanation in found.items():
-                tables.show_explanation(explanation, console, f"{model}, {name}")
+        for name, explanation in () if as_json else found.items():
+            tables.show_explanation(explanation, console, f"{model}, {name}")
+        phases = {name: explanation.as_dict() for name, explanation in found.items()}
+        return {"model": model, "batch": batch, "tokens": tokens, "dtype": dtype, "phases": phases}
+
+    _reported(as_json, explained)
 
 
 @app.command()
@@ -113,16 +122,8 @@ def tune(
     """Time this machine's kernels. Selection then uses the times. Replaces the previous table."""
     from attnops.cli.tune import run
 
-    def names(given: list[str] | None) -> tuple[str, ...]:
-        return tuple(filter(None, ",".join(given or ()).split(",")))
-
-    with _errors_end_it():
-        report = run(
-            tables.new_console(stderr=as_json), ops=names(ops), kernels=names(kernels), grid=grid, budget_s=budget_s,
-            first_calls_s=first_calls_s, output=output,
-        )  # fmt: skip
-    if as_json:
-        _print_json(report)
+    options: dict[str, Any] = {"grid": grid, "budget_s": budget_s, "first_calls_s": first_calls_s, "output": output}
+    _reported(as_json, lambda console: run(console, ops=_names(ops), kernels=_names(kernels), **options))
 
 
 @app.command()
@@ -146,27 +147,22 @@ def bench(
 ) -> None:
     """Measure attnops beside its alternatives on this machine. Exit code 1: a wrong result, a failed case, or a regression."""
     from attnops.bench.files import bad
+    from attnops.bench.setup import Point, Setup, device_of
     from attnops.cli import bench as command
 
-    if compare:
-        with _errors_end_it():
-            files = [Path(name) for name in suites or ()]
-            if len(files) != 2:
-                raise InvalidInput("compare", f"{len(files)} files", "two results files, the older one first")
-            found = command.run_compare(tables.new_console(stderr=as_json), *files)
-        if as_json:
-            _print_json(found)
-        if found["regressions"]:
-            raise typer.Exit(1)
-        return
-    with _errors_end_it():
-        reports = command.run(
-            tables.new_console(stderr=as_json), tuple(suites or ()), model=model, quick=quick, device=device, layers=layers, points=points,
-            ways=ways, budget_s=budget_s, out=out, plots=plots, commit=commit, gpus=gpus,
-        )  # fmt: skip
-    if as_json:
-        _print_json(reports)
-    if bad(reports):
+    def compared(console: Console) -> dict[str, Any]:
+        files = [Path(name) for name in suites or ()]
+        if len(files) != 2:
+            raise InvalidInput("compare", f"{len(files)} files", "two results files, the older one first")
+        return command.run_compare(console, *files)
+
+    def measured(console: Console) -> dict[str, Any]:
+        places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
+        setup = Setup(device_of(device), quick, model, layers, places, _names([ways]))
+        return command.run(console, tuple(suites or ()), setup, budget_s=budget_s, out=out, plots=plots, commit=commit, gpus=gpus)
+
+    report = _reported(as_json, compared if compare else measured)
+    if report["regressions"] if compare else bad(report):
         raise typer.Exit(1)
 
 
@@ -179,9 +175,5 @@ def demo(
     """Two small models: patch, compile, generate, compare with eager, explain. Exit code 1 when a token differs."""
     from attnops.cli.demo import run
 
-    with _errors_end_it():
-        report = run(tables.new_console(stderr=as_json), tokens=tokens, compiled=compiled)
-    if as_json:
-        _print_json(report)
-    if not report["equal"]:
+    if not _reported(as_json, lambda console: run(console, tokens=tokens, compiled=compiled))["equal"]:
         raise typer.Exit(1)

@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from attnops.bench.files import compare, read
+from attnops.bench.files import compare, make_folder, read
 from attnops.bench.rows import further
-from attnops.bench.run import make_folder
 from attnops.bench.run import run as run_suites
-from attnops.bench.setup import Point, Setup, device_of
-from attnops.bench.suites import Suite, named
+from attnops.bench.setup import Setup
+from attnops.bench.suites import named
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
@@ -23,61 +22,47 @@ from attnops.package import require
 
 def run(
     console: Console,
-    suites: tuple[str, ...] = (),
+    suites: tuple[str, ...],
+    setup: Setup,
     *,
-    model: str = "",
-    quick: bool = False,
-    device: str = "",
-    layers: int = 0,
-    points: str = "",
-    ways: str = "",
     budget_s: float = 400.0,
     out: Path | None = None,
     plots: Path | None = None,
     commit: str = "",
     gpus: int = 1,
-    backend: str = "inductor",
 ) -> dict[str, dict[str, Any]]:
     """Measure, with progress and tables on `console`. Returns the reports by suite.
 
     Args:
         suites: names; () is all.
-        model: bundled name.
-        quick: fewer and smaller cases.
-        device: cpu, cuda or "".
-        layers: of the models; 0 is the suite's.
-        points: such as `1x1k,8x1k`; "" is the suite's.
-        ways: of the suite decode, with commas; "" is all.
+        setup: options of the run.
         budget_s: seconds in all.
         out: folder for a results file of each suite.
         plots: folder for a plot of each suite.
         commit: of the code.
         gpus: number of GPUs that share the cases.
-        backend: of torch.compile.
 
     Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine. MissingExtra: a package is missing.
     """
     if not 0 < budget_s < float("inf"):
         raise InvalidInput("budget_s", budget_s, "a finite number > 0 of seconds")
-    if layers < 0:
-        raise InvalidInput("layers", layers, ">= 1, or 0 for those of the suite")
+    if setup.layers < 0:
+        raise InvalidInput("layers", setup.layers, ">= 1, or 0 for those of the suite")
     chosen = named(suites)
     for suite in chosen:
         require(suite.needs, "hf")
     if plots is not None:
         require(("matplotlib",), "bench")
         make_folder("plots", plots)
-    names = ", ".join(suite.name for suite in chosen)
-    if (model or layers or points) and not any(suite.needs for suite in chosen):
-        raise InvalidInput("suites", names, "one that measures models, for --model, --layers and --points")
-    if ways and "decode" not in (suite.name for suite in chosen):
-        raise InvalidInput("suites", names, "decode, for --ways")
-    if model:
+    names = [suite.name for suite in chosen]
+    if (setup.model or setup.layers or setup.points) and not any(suite.needs for suite in chosen):
+        raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
+    if setup.ways and "decode" not in names:
+        raise InvalidInput("suites", ", ".join(names), "decode, for --ways")
+    if setup.model:
         from attnops.bench.models import checked
 
-        checked(model)
-    places = tuple(Point.parse(p) for p in points.split(",")) if points else ()
-    setup = Setup(device_of(device), quick, model, layers, places, tuple(filter(None, ways.split(","))), backend)
+        checked(setup.model)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, quiet_transformers():
         task = progress.add_task("measuring")
@@ -88,22 +73,18 @@ def run(
         reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus, tell=tell)
     for report in reports.values():
         show(report, console)
-    written = [str(out / f"{suite.stem}.json") for suite in chosen] if out is not None else []
+    written = [] if out is None else [out / f"{suite.stem}.json" for suite in chosen]
     if plots is not None:
-        written += [str(path) for suite in chosen if (path := draw(reports[suite.name], suite, plots / f"{suite.stem}.svg"))]
+        from attnops.bench.plots import svg
+
+        drawn = {plots / f"{suite.stem}.svg": svg(reports[suite.name], suite.picture) for suite in chosen}
+        for path, text in drawn.items():
+            if text:
+                path.write_text(text)
+                written.append(path)
     if written:
-        console.print(f"written: {', '.join(written)}", soft_wrap=True)
+        console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
     return reports
-
-
-def draw(report: dict[str, Any], suite: Suite, path: Path) -> Path | None:
-    """Write the plot of a report; None if no row has its figure."""
-    from attnops.bench.plots import svg
-
-    text = svg(report, suite.picture)
-    if text:
-        path.write_text(text)
-    return path if text else None
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,22 +29,17 @@ OURS = r"torch\.ops\.attnops\.\w+\.\w+(?:\.run)?\(.*"
 TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 
-@dataclass
-class Clock:
+class Clock(dict[str, float]):
     """Seconds by step, in order."""
 
-    spent_s: dict[str, float] = field(default_factory=dict)
-
     @contextmanager
-    def on(self, what: str) -> Iterator[None]:
+    def on(self, step: str) -> Iterator[None]:
+        """Add the time of the block to a step."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(what, time.perf_counter() - start)
-
-    def add(self, what: str, seconds: float) -> None:
-        self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
+            self[step] = self.get(step, 0.0) + time.perf_counter() - start
 
 
 class _Bar:
@@ -82,9 +76,9 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[st
     equal = all(r["equal"] for r in reports)
     total = time.perf_counter() - start
     console.print(f"[bold]{'Tokens equal eager on both models' if equal else 'TOKENS DIFFER'}[/], {total:.1f} s:")
-    for what, seconds in clock.spent_s.items():
-        console.print(f"  {seconds:6.1f} s  {what}")
-    return {"equal": equal, "models": reports, "seconds": clock.spent_s, "total_s": total}
+    for step, seconds in clock.items():
+        console.print(f"  {seconds:6.1f} s  {step}")
+    return {"equal": equal, "models": reports, "seconds": dict(clock), "total_s": total}
 
 
 def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> dict[str, Any]:
@@ -106,8 +100,9 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
         got = _generate(model, prompt, tokens, bar, compiled)
     steps = [b - a for a, b in pairwise((first, *bar.arrivals_s[1:]))]
     # The second token includes compilation.
-    clock.add("compile the decode step, once a model" if compiled else "first decode step", steps[1])
-    clock.add("generate with attnops, the rest", sum(steps) - steps[1])
+    second = "compile the decode step, once a model" if compiled else "first decode step"
+    for step, seconds in ((second, steps[1]), ("generate with attnops, the rest", sum(steps) - steps[1])):
+        clock[step] = clock.get(step, 0.0) + seconds
     lines = kernel_lines(before)
     equal = torch.equal(want, got) and (bool(lines) or not compiled)
     console.print(f"{tokens} tokens for {BATCH} prompts: [{'green' if equal else 'red'}]{'equal to' if equal else 'NOT'} eager's[/]")

@@ -87,8 +87,3 @@ def explain_config(
         got = f"{type(config).__name__} ({configs.first_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     return found
-
-
-def as_dict(found: dict[str, Explanation]) -> dict[str, Any]:
-    """The explanations of all phases as plain data."""
-    return {phase: explanation.as_dict() for phase, explanation in found.items()}

@@ -2,6 +2,7 @@
 
 from attnops.tune.ahead import COMPILED as COMPILED
 from attnops.tune.ahead import compile_ahead as compile_ahead
+from attnops.tune.ahead import side_by_side as side_by_side
 from attnops.tune.clock import Clock as Clock
 from attnops.tune.clock import clock_for as clock_for
 from attnops.tune.run import Report as Report
@@ -11,4 +12,3 @@ from attnops.tune.shapes import GRIDS as GRIDS
 from attnops.tune.shapes import Plan as Plan
 from attnops.tune.shapes import plans_of as plans_of
 from attnops.tune.timing import Stopwatch as Stopwatch
-from attnops.tune.timing import Timing as Timing

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import torch
 
-from attnops.inputs import Call, Pool, build, lengths
-from attnops.kernel import Kernel, all_kernels
+from attnops.inputs import Pool, build, lengths
+from attnops.kernel import all_kernels
 from attnops.measured import Sizes
 from attnops.problem import Target
-from attnops.tune.clock import Run
-from attnops.tune.pool import side_by_side
 from attnops.tune.shapes import Plan, plans_of
 from attnops.tune.timing import Stopwatch, runner
 
+K = TypeVar("K", bound=Hashable)
 COMPILED = ("triton",)
 """Kernels with many small variants that the compiler caches on disk."""
 
 SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
+
+
+def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int, limit_s: float | None = None) -> dict[K, Any]:
+    """The result of each job, or its exception; TimeoutError for jobs that still run after `limit_s` seconds, whose process is killed.
+
+    jobs: by name, a function of a module's top level and its arguments.
+    """
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    futures = {pool.submit(function, *arguments): name for name, (function, arguments) in jobs.items()}
+    _, late = wait(futures, timeout=limit_s)
+    running = list((getattr(pool, "_processes", None) or {}).values()) if late else []
+    pool.shutdown(wait=not late, cancel_futures=True)
+    for process in running:  # a compiler that still runs would disturb the clock
+        process.kill()
+    return {name: TimeoutError(f"not done after {limit_s} s") if f in late else f.exception() or f.result() for f, name in futures.items()}
 
 
 def compile_ahead(
@@ -41,28 +58,21 @@ def compile_ahead(
 
 def kinds(plan: Plan) -> Iterator[Sizes]:
     """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys."""
-    for queries in plan.queries:
-        for batch in dict.fromkeys((plan.batch[0], plan.batch[len(plan.batch) // 2], plan.batch[-1])):
-            for ratio in dict.fromkeys((plan.ratio[0], plan.ratio[len(plan.ratio) // 2], plan.ratio[-1])):
-                at = Sizes(batch, queries, ratio)
-                work = plan.shape.work(at)
-                if plan.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
-                    yield at
-
-
-def _no_clock(kernel: Kernel, call: Call, run: Run) -> float:
-    return 0.0
+    batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (plan.batch, plan.ratio))
+    for at in (Sizes(batch, queries, ratio) for queries in plan.queries for batch in batches for ratio in ratios):
+        work = plan.shape.work(at)
+        if plan.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
+            yield at
 
 
 def compile_for(plans: Sequence[Plan], names: tuple[str, ...], device: torch.device) -> int:
     """Call each of the kernels at the `kinds` of every plan, ignoring their errors. Returns the number of calls made."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    pool, stopwatch, made = Pool(device), Stopwatch(_no_clock, names=names), 0
-    for plan in plans:
-        for at in kinds(plan):
-            for kernel, given, _ in stopwatch.candidates(build(plan.shape, *lengths(plan.shape, at), pool)):
-                with contextlib.suppress(Exception), torch.no_grad():
-                    runner(kernel, given)()
-                    made += 1
+    pool, stopwatch, made = Pool(device), Stopwatch(lambda *_: 0.0, names=names), 0
+    for shape, at in ((plan.shape, at) for plan in plans for at in kinds(plan)):
+        for kernel, given, _ in stopwatch.candidates(build(shape, *lengths(shape, at), pool)):
+            with contextlib.suppress(Exception), torch.no_grad():
+                runner(kernel, given)()
+                made += 1
     return made

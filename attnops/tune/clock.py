@@ -1,4 +1,4 @@
-"""How long calls take: on the device by `triton.testing.do_bench` over CUDA graphs, on the host by wall-clock, interleaved."""
+"""Clocks: `triton.testing.do_bench` over CUDA graphs for the device, wall-clock time for the host. Calls take turns, so drift is shared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,15 +16,18 @@ from attnops.inputs import Call
 from attnops.kernel import Capture, Kernel
 
 Run = Callable[[], Any]
+Times = dict[str, dict[str, float]]
+Clock = Callable[[Kernel, Call, Run], float]
+"""Microseconds of a run, which calls the kernel on the call and has run once. Raises the kernel's errors."""
 
 SPIN_CYCLES = int(8e6)
-"""The device spins as long as the host takes to launch a measurement, some 4 ms."""
+"""The device spins for about 4 ms, while the host launches a measurement."""
 
 BEFORE = 6
 """Calls that `do_bench` makes before its warm-up."""
 
 SHORTEST_S = 0.0005
-"""A measured interval is at least this long: shorter calls are repeated within it."""
+"""Shorter calls are repeated until a measured interval is this long."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +39,33 @@ class Timed:
     per: int = 1
 
 
-class Clock(Protocol):
-    """Microseconds of `run`, which calls `kernel` on `call` and has run once. Raises the kernel's errors."""
-
-    def __call__(self, kernel: Kernel, call: Call, run: Run) -> float: ...
+def one_line(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def spread(us: Sequence[float]) -> dict[str, float]:
-    """`median_us`, and as `spread_us` half the interquartile range (of two times half their distance)."""
+    """`median_us`, and half the interquartile range as `spread_us` (half the distance of two times)."""
     low, _, high = statistics.quantiles(us, n=4) if len(us) > 2 else (min(us), 0.0, max(us))
-    known = {"spread_us": round((high - low) / 2, 2)} if len(us) > 1 else {}
-    return {"median_us": round(statistics.median(us), 2), **known}
+    return {"median_us": round(statistics.median(us), 2)} | ({"spread_us": round((high - low) / 2, 2)} if len(us) > 1 else {})
 
 
 def synchronize() -> None:
-    """Wait for CUDA, if it is there."""
+    """Wait for CUDA, if it is available."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def steps_us(
-    steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0, inner: int | None = None, wait: bool = True
-) -> dict[str, dict[str, float]]:
+def steps_us(steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0, inner: int | None = None, wait: bool = True) -> Times:
     """Wall-clock microseconds of each step, measured in turn. Each has run before.
 
     Args:
         rounds: upper bound.
-        cap_s: no round starts that would end later; three are made anyway.
-        inner: calls in one measurement; None as many as SHORTEST_S takes, one for steps with `before`.
+        cap_s: after three rounds, no round starts that would end later.
+        inner: calls in one measurement; None for as many as SHORTEST_S takes, one for steps with `before`.
         wait: synchronise before the clock stops. False measures the host alone.
     """
-    taken: dict[str, list[float]] = {name: [] for name in steps}
 
     def seconds(step: Timed, calls: int) -> float:
         if step.before is not None:
@@ -79,10 +78,8 @@ def steps_us(
             synchronize()
         return time.perf_counter() - start
 
-    def calls_of(step: Timed) -> int:
-        return inner or (1 if step.before else max(1, round(SHORTEST_S / max(seconds(step, 1), 1e-7))))
-
-    calls = {name: calls_of(step) for name, step in steps.items()}
+    calls = {n: inner or (1 if s.before else max(1, round(SHORTEST_S / max(seconds(s, 1), 1e-7)))) for n, s in steps.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     began = time.perf_counter()
     for done in range(rounds):
         if done >= 3 and (time.perf_counter() - began) * (done + 1) / done > cap_s:
@@ -92,18 +89,18 @@ def steps_us(
     return {name: spread(us) for name, us in taken.items()}
 
 
-def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait: bool = True) -> dict[str, dict[str, float]]:
-    """Microseconds of short calls, `inner` of them in one measurement, in turn. Each is warmed up."""
+def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait: bool = True) -> Times:
+    """Microseconds of short calls, `inner` of them in one measurement, in turn, after a warm-up."""
     for call in calls.values():
         for _ in range(20):
             call()
     return steps_us({name: Timed(call) for name, call in calls.items()}, repeats, float("inf"), inner, wait)
 
 
-def kernels_us(device: torch.device, calls: Mapping[str, Run]) -> dict[str, dict[str, float]]:
+def kernels_us(device: torch.device, calls: Mapping[str, Run]) -> Times:
     """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call."""
     if device.type == "cuda":
-        return {name: spread(us) for name, us in GraphClock(device).in_turn(calls).items()}
+        return GraphClock(device).spreads(calls)
     return steps_us({name: Timed(call) for name, call in calls.items()}, cap_s=2.0)
 
 
@@ -113,38 +110,36 @@ def host_clock(kernel: Kernel, call: Call, run: Run) -> float:
 
 
 class GraphClock:
-    """Times replays of a CUDA graph of one call, the L2 cache cleared before each; a call that cannot be captured is launched.
+    """Times replays of a CUDA graph of one call, with a cold L2 cache; a call that cannot be captured is launched.
 
-    Every time includes the start of a graph, `launch_us`, alike for all kernels.
+    Every time includes `launch_us`, the start of a graph.
 
     Args:
         device: CUDA device.
-        rep_ms: time of one measurement in milliseconds, cache clearing included.
+        rep_ms: milliseconds of one measurement, cache clearing included.
     """
 
     def __init__(self, device: torch.device | str = "cuda", rep_ms: int = 3) -> None:
         self.device, self.rep_ms = torch.device(device), rep_ms
         self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self._uncapturable: set[tuple[str, str]] = set()
-        # A pool dies with its last graph, so the clock keeps one.
+        # A memory pool is freed with its last graph, so the clock keeps one graph.
         flag = torch.zeros(1, device=self.device)
         self._kept = self._capture(lambda: flag.zero_())
         self.launch_us = statistics.median(self._samples(self._kept.replay, self._kept))
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
-        who = (kernel.op, kernel.name)
-        if kernel.capture is not Capture.WHOLE or who in self._uncapturable:
-            return statistics.median(self._samples(run, None))
-        graph = self._graph(run)
-        if graph is None:
-            self._uncapturable.add(who)
+        name, graph = (kernel.op, kernel.name), None
+        if kernel.capture is Capture.WHOLE and name not in self._uncapturable and (graph := self._graph(run)) is None:
+            self._uncapturable.add(name)
         return statistics.median(self._samples(run, graph))
 
-    def in_turn(self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False) -> dict[str, list[float]]:
-        """Samples in microseconds of each of `runs`, all of them in every round, so that drift affects all alike.
+    def spreads(self, runs: Mapping[str, Run]) -> Times:
+        """Median and spread of each of `runs`, in turn."""
+        return {name: spread(us) for name, us in self.in_turn(runs).items()}
 
-        launched: launch all of them, to compare with one that cannot be captured.
-        """
+    def in_turn(self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False) -> dict[str, list[float]]:
+        """Samples in microseconds of each of `runs`, all of them in every round. launched: without graphs."""
         graphs = {name: None if launched else self._graph(run) for name, run in runs.items()}
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds):
@@ -159,7 +154,7 @@ class GraphClock:
         calls = itertools.count()
 
         def launch() -> None:
-            if next(calls) == BEFORE:  # then the host launches all that is measured before the device gets there
+            if next(calls) == BEFORE:  # while the device spins, the host launches all calls that are measured
                 torch.cuda._sleep(SPIN_CYCLES)
             run()
 
@@ -172,7 +167,7 @@ class GraphClock:
             return self._capture(run)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # capture raises all kinds of errors
+        except Exception:  # capture raises errors of any type
             return None
 
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
@@ -180,7 +175,7 @@ class GraphClock:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            run()  # allocations and modules that a stream loads once stay out of the graph
+            run()  # keeps first allocations and lazily loaded modules out of the graph
             self._stream.synchronize()
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -199,17 +194,13 @@ def clock_for(device: torch.device) -> Clock:
     return GraphClock(device) if device.type == "cuda" else host_clock
 
 
-def memory_pass(device: torch.device | str, nbytes: int) -> Run:
-    """A kernel that reads and writes `nbytes` each. In a CUDA graph `copy_` is a copy node, which is slower on an H200."""
-    source, target = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return lambda: torch.neg(source, out=target)
-
-
 def ceilings(device: torch.device, dtype: torch.dtype, quick: bool = False) -> dict[str, float]:
     """The measured ceilings of a device: `bandwidth_tb_s`, TB/s read and written, and `matmul_tflop_s`, TFLOP/s in `dtype`."""
     nbytes, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 21, 256) if quick else (1 << 27, 1024)
     x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    runs = {"pass": memory_pass(device, nbytes), "product": lambda: x @ y}
+    source, target = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    # In a CUDA graph `copy_` is a copy node, which is slower than a kernel on an H200.
+    runs: dict[str, Run] = {"pass": lambda: torch.neg(source, out=target), "product": lambda: x @ y}
     for run in runs.values():
         run()
     us = {name: found["median_us"] for name, found in kernels_us(device, runs).items()}

@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import inf
 
 import torch
 
 from attnops.inputs import Pool, build, lengths
 from attnops.kernel import kernels_of
-from attnops.measured import Grid, Sizes, Table, cpu_name, version_of
+from attnops.measured import Grid, Table, cpu_name, version_of
 from attnops.problem import Target
 from attnops.tune.shapes import LARGEST_BYTES, Plan
 from attnops.tune.timing import Stopwatch
@@ -26,10 +26,7 @@ LEAST_S, HARD = 5.0, 1.2
 """Seconds that every shape gets, and the limit in budgets of all timing and compilation together."""
 
 ENOUGH = 0.5
-"""The share of a shape's points that must be timed: fewer, the smallest ones, say nothing about large calls."""
-
-Progress = Callable[[str, int, int], None]
-Keep = Callable[[Table], None]
+"""The share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls."""
 
 
 @dataclass
@@ -48,8 +45,8 @@ def measure(
     stopwatch: Stopwatch,
     device: torch.device,
     budget_s: float = 150.0,
-    progress: Progress = lambda what, done, total: None,
-    keep: Keep = lambda table: None,
+    progress: Callable[[str, int, int], None] = lambda op, done, total: None,
+    keep: Callable[[Table], None] = lambda table: None,
 ) -> tuple[Table, Report]:
     """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
 
@@ -61,10 +58,8 @@ def measure(
         progress: called with (op, points done, points in all).
         keep: called with the table so far after every shape.
     """
-    start, report = time.monotonic(), Report()
-    began = _timed_s(stopwatch)
-    total = left = sum(map(_allowed, plans))
-    pool = Pool(device)
+    start, report, pool = time.monotonic(), Report(), Pool(device)
+    began, total, done = _timed_s(stopwatch), sum(p.allowed for p in plans), 0
     if device.type == "cuda" and plans:
         with contextlib.suppress(torch.OutOfMemoryError):  # the pool then grows as far as it can
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
@@ -72,31 +67,27 @@ def measure(
 
     def table() -> Table:
         report.seconds = round(time.monotonic() - start, 1)
-        return Table(gpu_name(device), str(Target.of(device)), _versions(grids), tuple(grids), _made(stopwatch, report))
+        names = sorted({(g.shape.op, name) for g in grids for name in g.us})
+        launch = getattr(stopwatch.clock, "launch_us", None)
+        made = {"date": time.strftime("%Y-%m-%d"), "attnops": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
+        made |= {"seconds": report.seconds, "timings": report.timings} | ({} if launch is None else {"launch_us": round(launch, 2)})
+        versions = {f"{op}.{name}": version_of(kernels_of(op)[name]) for op, name in names}
+        return Table(gpu_name(device), str(Target.of(device)), versions, tuple(grids), made)
 
     for plan in plans:
-        mine, before = _allowed(plan), total - left
         rest = budget_s - (_timed_s(stopwatch) - began)
-        share = min(max(rest * 1.5 * mine / max(left, 1), LEAST_S), rest)
+        share = min(max(rest * 1.5 * plan.allowed / max(total - done, 1), LEAST_S), rest)
 
-        def step(done: int, plan: Plan = plan, before: int = before) -> None:
-            progress(plan.shape.op, before + done, total)
+        def step(within: int, plan: Plan = plan, before: int = done) -> None:
+            progress(plan.shape.op, before + within, total)
 
         grid, cut = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
-        if len(grid.us) > 1 and cut <= (1 - ENOUGH) * mine:
+        if len(grid.us) > 1 and cut <= (1 - ENOUGH) * plan.allowed:
             grids.append(grid)
             keep(table())
-        left -= mine
+        done += plan.allowed
     report.broken |= {f"plan of {name}": why for name, why in stopwatch.unplanned.items()}
     return table(), report
-
-
-def _points(plan: Plan) -> list[Sizes]:
-    return Grid(plan.shape, plan.batch, plan.queries, plan.ratio, {}).points()
-
-
-def _allowed(plan: Plan) -> int:
-    return sum(map(plan.allows, _points(plan)))
 
 
 def _timed_s(stopwatch: Stopwatch) -> float:
@@ -107,7 +98,7 @@ def _timed_s(stopwatch: Stopwatch) -> float:
 def _measure(
     plan: Plan, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
 ) -> tuple[Grid, int]:
-    """The grid of a plan, and the number of its late points.
+    """The grid of a plan, and the number of its points for which the time was too short.
 
     limits: seconds of this shape without first calls, and the end of the whole measurement.
     """
@@ -115,7 +106,7 @@ def _measure(
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, shape, start, done, cut = _points(plan), plan.shape, _timed_s(stopwatch), 0, 0
+    points, start, done, cut = plan.points(), _timed_s(stopwatch), 0, 0
     for index, at in enumerate(points):
         if not plan.allows(at):
             continue
@@ -125,7 +116,7 @@ def _measure(
             report.late, cut = report.late + 1, cut + 1
             continue
         try:
-            candidates = stopwatch.candidates(build(shape, *lengths(shape, at), pool))
+            candidates = stopwatch.candidates(build(plan.shape, *lengths(plan.shape, at), pool))
         except torch.OutOfMemoryError:
             pool.drop()
             report.late += 1
@@ -137,7 +128,7 @@ def _measure(
             row = times.setdefault(kernel.name, [None] * len(points))
             if kernel.name in skipped or _hopeless(plan, times, kernel.name, index):
                 continue
-            found = stopwatch.time(kernel, given, shape, plan_us)
+            found = stopwatch.time(kernel, given, plan.shape)
             if found.us is not None:
                 row[index] = _rounded(found.us)
                 report.timings += 1
@@ -146,13 +137,13 @@ def _measure(
             elif found.broken:
                 skipped[kernel.name] = found.reason
                 size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
-                report.broken[f"{shape.op}.{kernel.name}"] = f"{found.reason} {size}"
+                report.broken[f"{plan.shape.op}.{kernel.name}"] = f"{found.reason} {size}"
             elif not any(row) or found.given_up:
                 skipped[kernel.name] = found.reason
-    # A kernel that raised at one size is not trusted at others, and one that was given up has no times of large sizes.
+    # A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
-    return Grid(shape, plan.batch, plan.queries, plan.ratio, us, host, skipped), cut
+    return Grid(plan.shape, plan.batch, plan.queries, plan.ratio, us, host, skipped), cut
 
 
 def _rounded(us: float) -> float:
@@ -162,35 +153,17 @@ def _rounded(us: float) -> float:
 
 def _hopeless(plan: Plan, times: dict[str, list[float | None]], name: str, index: int) -> bool:
     """Was the kernel TOO_SLOW one size smaller, or not timed there for that reason?"""
-    counts = (len(plan.batch), len(plan.queries), len(plan.ratio))
-    for stride, count in zip((counts[1] * counts[2], counts[2], 1), counts, strict=True):
-        if index // stride % count == 0:
-            continue
-        best = min((t for row in times.values() if (t := row[index - stride]) is not None), default=None)
-        mine = times[name][index - stride]
-        if best is not None and (mine is None or mine > TOO_SLOW * best):
-            return True
+    stride = 1
+    for count in map(len, (plan.ratio, plan.queries, plan.batch)):
+        if index // stride % count:
+            best = min((t for row in times.values() if (t := row[index - stride]) is not None), default=inf)
+            mine = times[name][index - stride]
+            if best < inf and (mine is None or mine > TOO_SLOW * best):
+                return True
+        stride *= count
     return False
 
 
 def gpu_name(device: torch.device) -> str:
     """The name of a device in tables."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def _versions(grids: Sequence[Grid]) -> dict[str, str]:
-    names = {(g.shape.op, name) for g in grids for name in g.us}
-    return {f"{op}.{name}": version_of(kernels_of(op)[name]) for op, name in sorted(names)}
-
-
-def _made(stopwatch: Stopwatch, report: Report) -> dict[str, Any]:
-    launch = getattr(stopwatch.clock, "launch_us", None)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "attnops": VERSION,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "seconds": report.seconds,
-        "timings": report.timings,
-        **({} if launch is None else {"launch_us": round(launch, 2)}),
-    }

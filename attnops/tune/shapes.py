@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnops.errors import InvalidInput
-from attnops.measured import Shape, Sizes
+from attnops.measured import Grid, Shape, Sizes
 
 Axis = tuple[float, ...]
 
@@ -29,6 +29,15 @@ class Plan:
         work = self.shape.work(at)
         held = replace(self.shape, window=-1).work(at).bytes  # a window reads a small part of the cache
         return held <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS
+
+    def points(self) -> list[Sizes]:
+        """Every combination, in the order of a Grid."""
+        return Grid(self.shape, self.batch, self.queries, self.ratio, {}).points()
+
+    @property
+    def allowed(self) -> int:
+        """The number of sizes that are timed."""
+        return sum(map(self.allows, self.points()))
 
 
 def powers(low: int, high: int, step: int = 2) -> Axis:

@@ -15,9 +15,7 @@ import torch
 from attnops.inputs import Call, equip_as_used, planned
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.tune.clock import Clock, synchronize
-
-Equip = Callable[[Kernel, Call], Call]
+from attnops.tune.clock import Clock, Run, one_line, synchronize
 
 SLOW_FIRST_CALL_S = 0.5
 """A first call that takes longer has compiled."""
@@ -32,7 +30,7 @@ def plan_us(kernel: Kernel, call: Call, given: Call) -> float | None:
     return (time.perf_counter() - start) * 1e6
 
 
-def runner(kernel: Kernel, call: Call) -> Callable[[], Any]:
+def runner(kernel: Kernel, call: Call) -> Run:
     """A function that runs `kernel` on `call`. A kernel lowered in place around a foreign call runs compiled, as in users' graphs.
 
     The compiled graph allocates and returns its output, which the foreign call then writes without a copy.
@@ -59,7 +57,7 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
     packet = OPS[op].packet.default
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
-        # Dynamo specialises on a string, and on no int from outside when shapes are dynamic.
+        # With dynamic shapes, Dynamo specialises on a string, but not on an int from outside.
         given = {**kwargs, **({"max_seqlen_q": int(queries)} if queries else {})}
         if "output" in given:
             given["output"] = torch.empty_like(given["output"])
@@ -75,15 +73,13 @@ class Timing:
 
     Args:
         us: device microseconds; None without a time.
-        reason: why there is none.
-        plan_us: host microseconds of its plan.
+        reason: why there is no time.
         broken: the kernel raised.
         given_up: the Stopwatch did not start it.
     """
 
     us: float | None
     reason: str = ""
-    plan_us: float | None = None
     broken: bool = False
     given_up: bool = False
 
@@ -92,9 +88,9 @@ class Timing:
 class Stopwatch:
     """Times kernels, and limits the time of first calls, which may compile.
 
-    A kernel compiles for a `kind` of call, as far as the caller can tell. Once slow first calls of a kernel have taken `first_calls_s`,
-    it stops at kinds whose last two first calls were slow. It starts on another kind only if at least half of its kinds started fast
-    (as prebuilt kernels do), and never after three times that long: flex_attention would compile all day.
+    A kernel compiles once for each `kind` of call, which the caller names. After slow first calls of `first_calls_s` in all, a kernel
+    stops at kinds whose last two first calls were slow. It starts on another kind only if at least half of its kinds started fast (as
+    prebuilt kernels do), and never after three times that long: flex_attention would compile for hours.
 
     Args:
         clock: times a call.
@@ -103,13 +99,13 @@ class Stopwatch:
         equip: adds plans and workspaces to a call.
         spent_s: seconds of slow first calls by kernel.
         starting_s: seconds of all first calls.
-        unplanned: kernels without a plan, and why.
+        unplanned: errors of plans by kernel.
     """
 
     clock: Clock
     first_calls_s: float = 20.0
     names: tuple[str, ...] = ()
-    equip: Equip = equip_as_used
+    equip: Callable[[Kernel, Call], Call] = equip_as_used
     spent_s: dict[str, float] = field(default_factory=dict)
     starting_s: float = 0.0
     unplanned: dict[str, str] = field(default_factory=dict)
@@ -124,24 +120,22 @@ class Stopwatch:
         out: list[tuple[Kernel, Call, float | None]] = []
         problem = call.problem
         for kernel in kernels_of(call.op).values():
-            # The cost of plain torch lowered in place depends on what Inductor fuses it with.
+            # The cost of plain torch lowered in place depends on the fusions of Inductor.
             if kernel.fused or (self.names and kernel.name not in self.names):
                 continue
             reasons = {r.field for r in kernel.refusals(problem)}
             try:
                 if not reasons:
                     out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
-                elif reasons <= {"plan", "workspace"}:
-                    given = self.equip(kernel, call)
-                    if not kernel.refusals(given.problem):
-                        out.append((kernel, given, plan_us(kernel, call, given)))
+                elif reasons <= {"plan", "workspace"} and not kernel.refusals((given := self.equip(kernel, call)).problem):
+                    out.append((kernel, given, plan_us(kernel, call, given)))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # a plan may raise anything: the kernel is no candidate
-                self.unplanned[kernel.name] = f"{type(error).__name__}: {str(error)[:200]}"
+            except Exception as error:  # a plan may raise any error: the kernel is no candidate
+                self.unplanned[kernel.name] = one_line(error)
         return out
 
-    def time(self, kernel: Kernel, call: Call, kind: Hashable, plan_us: float | None = None) -> Timing:
+    def time(self, kernel: Kernel, call: Call, kind: Hashable) -> Timing:
         """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason."""
         if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
@@ -156,12 +150,12 @@ class Stopwatch:
                 self.starting_s += first_s
                 if kernel.core is None:
                     self._account(kernel.name, kind, first_s)
-                return Timing(self.clock(kernel, call, run), plan_us=plan_us)
+                return Timing(self.clock(kernel, call, run))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return Timing(None, "out of memory")
-        except Exception as error:  # a foreign kernel may raise anything: the others are timed
-            return Timing(None, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", broken=True)
+        except Exception as error:  # a foreign kernel may raise any error: the other kernels are timed
+            return Timing(None, one_line(error), broken=True)
 
     def _given_up(self, name: str, kind: Hashable) -> bool:
         spent = self.spent_s.get(name, 0.0)
