@@ -227,4 +227,4 @@ for _op, _run, _where, _more in (
     ("varlen_attention", varlen_attention, None, ", requests padded"),
     ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
 ):
-    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline=Inline(_where), about=ABOUT + _more))
+    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline=Inline(_where) if _where else None, about=ABOUT + _more))
