@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
 
@@ -15,12 +16,13 @@ from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf import paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
-from attnops.hf.match import HANDLED, HARMLESS, routed
+from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.kernel import own_kernel
-from attnops.ops.dense import attention as attend
-from attnops.ops.rules import default_scale
+from attnops.ops.dense import ATTENTION as attend
+from attnops.ops.dense import Attention
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
+from attnops.select import key_for
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
 _TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
@@ -30,12 +32,15 @@ try:
     from transformers.utils.output_capturing import _active_collector
 
     _collector = _active_collector
-except ImportError:  # another version: then those layers alone give weights that are handed the argument
+except ImportError:  # another version: then only the layers that receive output_attentions return weights
     pass
 
-_WEIGHTS = "attnops: output_attentions=True computes attention in plain torch, for kernels return no attention weights"
+_WEIGHTS = "attnops: output_attentions=True computes attention in plain torch, because kernels return no attention weights"
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+_own = object.__getattribute__
 
 
 def attention_function(kernel: str | None, additive: bool = False, proven: bool = False) -> AttentionFunction:
@@ -46,9 +51,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         additive: the mask alone decides, as in eager attention. None means that all keys are visible; `is_causal` is ignored.
         proven: serve modules of any class. False: only those whose masks transformers itself leaves out, see `routed`.
     """
-    ops = ("attention", "paged_attention", "mla_attention")
-    dense_kernel, paged_kernel, latent_kernel = (own_kernel(op, kernel) for op in ops)
+    kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention"))
 
+    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU.
     def attention(
         module: Any,
         query: Tensor,
@@ -76,7 +81,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Args:
             query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
             attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
-                alone decides what is visible. None is causal when `is_causal` (or the module's own flag) is true; query i is
+                alone decides which keys are visible. None is causal when `is_causal` (or the module's own flag) is true; query i is
                 then at key i, as in transformers' sdpa, and keys past the last query are cut off.
             scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
             dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
@@ -94,40 +99,30 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         Raises:
             InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
         """
-        if others:
+        compiling = is_dynamo_compiling()
+        if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
-        if not (additive or proven or routed(type(module))):
+        cls: Any = type(module)
+        if not (additive or proven or (routed(cls) if compiling else cached_routed(cls))):
             want = "attnops.patch(model), which tries masks with this model: transformers does not route it through sdpa"
-            fail(InvalidInput, "attn_implementation", f"attnops for {type(module).__name__}", want)
+            fail(InvalidInput, "attn_implementation", f"attnops for {cls.__name__}", want)
         if sinks is None:
             sinks = s_aux
         if sinks is not None and sinks.dim() != 1:
             sinks = sinks.reshape(-1)
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
-        weights_too = output_attentions or _recorded(module)
-        if weights_too and key.dim() == 5:
-            want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
-            fail(InvalidInput, "output_attentions", True, want)
-        if isinstance(attnops_cache, PagedKeyCache):
-            if key.dim() != 5:
-                fail(InvalidInput, "key.dim()", key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
-            odd = (("position_bias", position_bias), ("cu_seq_lens_q", cu_seq_lens_q))
-            return pages.attend_keys(
-                module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, scaling, float(softcap or 0.0), sinks,
-                odd, (dense_kernel, paged_kernel),
-            ), None  # fmt: skip
-        if key.dim() == 5:
-            unknown = (("position_bias", position_bias), ("sinks", sinks), ("cu_seq_lens_q", cu_seq_lens_q))
-            step = pages.write_latents(module, query, key[0], value[0], attention_mask, attnops_cache, dropout, is_causal, unknown)
-            if not pages.expands(step):
-                factor = query.shape[3] ** -0.5 if scaling is None else scaling
-                cap = float(softcap or 0.0)
-                return pages.absorbed(module, query, key[0], attention_mask, attnops_cache, step, factor, cap, latent_kernel), None
-            key, value = type(module).expand_kv(module, key[0], value[0])
+        cap = float(softcap or 0.0)
+        weights_too = output_attentions or _recorded(module, compiling)
+        if key.dim() == 5 or isinstance(attnops_cache, PagedKeyCache):
+            odd = {"position_bias": position_bias, "cu_seq_lens_q": cu_seq_lens_q, "output_attentions": weights_too or None}
+            asked = pages.Asked(module, query, key, value, attention_mask, attnops_cache, dropout, is_causal, scaling, cap, sinks, odd)
+            if (output := pages.attend(asked, *kernels)) is not None:
+                return output, None
+            key, value = cls.expand_kv(module, key[0], value[0])
         causal = not additive and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        left, start, end = -1, None, None
-        mask, keys = attention_mask, key.shape[2]
+        left, start, end, keys = -1, None, None, key.shape[2]
+        mask = attention_mask
         if mask is None:
             if causal and cu_seq_lens_q is None:
                 queries = query.shape[2]
@@ -143,24 +138,29 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             causal = False
         if position_bias is not None:
             mask = join(position_bias, mask)
-        cap = float(softcap or 0.0)
-        drops = dropout > 0.0 and module.training
         packed = cu_seq_lens_q
         if packed is not None and attention_mask is not None:
             mask, packed = apart(query, key, mask, packed, cu_seq_lens_k), None
+        if mask is not None and mask.dim() < 4:
+            mask = mask[(None,) * (4 - mask.dim())]
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        drops = dropout > 0.0 and module.training
+        call = Attention(
+            query, key, value, mask, sinks, None, None, start, end, scale=scale, causal=causal, window_left=left, softcap=cap,
+            policy=key_for("attention", kernels[0]),
+        )  # fmt: skip
         if packed is None and not (drops or weights_too):
-            query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
-            return attend(
-                query, key, value, scale=scaling, causal=causal, window=(left, -1), softcap=cap, mask=mask, sinks=sinks, kv_start=start,
-                kv_end=end, kernel=dense_kernel,
-            ), None  # fmt: skip
-        query, key, value = (x.transpose(1, 2) for x in cast(query, key, value))
+            return attend(call)[0], None
         if packed is None:
-            rules = Rules(default_scale(query, scaling), causal, left, -1, cap)
-            output, weights = in_torch(query, key, value, mask, sinks, start, end, rules, dropout if drops else 0.0)
+            output, weights = in_torch(call, dropout if drops else 0.0)
             if not weights_too:
                 return output, None
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 warnings.warn(_WEIGHTS, stacklevel=2)
             return output, pad(weights, (0, keys - weights.shape[3]))
         if drops or weights_too:
@@ -172,30 +172,23 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         near = sliding_window - 1 if sliding_window else -1
         output = varlen_attention(
             query[0], key[0], value[0], packed, cu_seq_lens_k, max_seqlen_q=int(max_length_q), max_seqlen_k=int(max_length_k),
-            scale=scaling, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
+            scale=scale, causal=causal, window=(near, -1 if causal else near), softcap=cap, sinks=sinks, kernel=kernel,
         )  # fmt: skip
         return output[None], None
 
     return attention
 
 
-def _recorded(module: Any) -> bool:
+def _recorded(module: Any, compiling: bool) -> bool:
     """Does transformers record attention weights now? Not every layer receives the argument that asks for them."""
     config = getattr(module, "config", None)
-    if config is not None and config.__dict__.get("_output_attentions"):
+    # A config's own way to look an attribute up makes three calls.
+    if config is not None and (config.__dict__ if compiling else _own(config, "__dict__")).get("_output_attentions"):
         return True
-    if _collector is None or torch.compiler.is_compiling():
+    if _collector is None or compiling:
         return False
-    return any(kind.endswith("attentions") for kind in _collector.get() or ())
-
-
-def cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As autocast has it."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(kind)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    found = _collector.global_var if _collector.compiling else _collector.context_var.get()
+    return bool(found) and any(kind.endswith("attentions") for kind in found)
 
 
 def check_others(others: dict[str, Any]) -> None:
@@ -239,25 +232,17 @@ def apart(query: Tensor, key: Tensor, mask: Tensor | None, cu_seq_lens_q: Tensor
     return mask & together if mask.dtype == torch.bool else mask.masked_fill(~together, float("-inf"))
 
 
-def in_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    start: Tensor | None,
-    end: Tensor | None,
-    rules: Rules,
-    p: float,
-) -> tuple[Tensor, Tensor]:
+def in_torch(call: Attention, p: float) -> tuple[Tensor, Tensor]:
     """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of attnops.reference, with dropout on the probabilities,
     not rescaled after it.
 
     The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager attention draws them, so the
     same seed drops the same weights.
     """
-    see = dense_visible(query, key, start, end, rules)
-    logits = scores(wide(query), dequantise(key, None, query.dtype), see, mask, rules)
+    query, key, value, sinks = call.query, call.key, call.value, call.sinks
+    rules = Rules(call.scale, call.causal, call.window_left, -1, call.softcap)
+    see = dense_visible(query, key, call.kv_start, call.kv_end, rules)
+    logits = scores(wide(query), dequantise(key, None, query.dtype), see, call.mask, rules)
     # Not exp(logits - lse): every weight would have the rounding of a large lse.
     sink = None if sinks is None else sinks.to(logits.dtype)[None, :, None, None]
     top = logits.amax(-1, keepdim=True)

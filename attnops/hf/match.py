@@ -300,7 +300,8 @@ def _demands_masks(cls: Any) -> bool:
 
 
 @functools.cache
-def _routed(cls: Any) -> bool:
+def cached_routed(cls: Any) -> bool:
+    """As `routed`, for callers that no compiler traces."""
     defined = vars(sys.modules[cls.__module__]).values()
     models = [m for m in defined if inspect.isclass(m) and issubclass(m, PreTrainedModel) and m.__module__ == cls.__module__]
     if not models or any(m._supports_sdpa for m in models):
@@ -315,4 +316,4 @@ def routed(cls: Any) -> bool:
 
     The models in the file that defines the class answer for it.
     """
-    return _routed(cls)
+    return cached_routed(cls)

@@ -12,7 +12,7 @@ beside copies of the window's tokens, whose pages the step overwrites.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,121 +40,113 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, kwargs
 
 
-def check_call(
-    module: Any, batch: int, mask: Tensor | None, dropout: float, is_causal: bool | None, others: tuple[tuple[str, Any], ...]
-) -> Range:
-    """The range that a mask for pages describes, in a call that pages can serve.
+class Asked(NamedTuple):
+    """The call of one layer whose new keys or latents go into pages, as transformers makes it.
+
+    query: `[B, Hq, S, D]`.
+    key, value: the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
+    mask: a descriptor (see `attnops.hf.mask`).
+    cache: the module's cache, from `hand_over`.
+    unknown: arguments that attention over pages does not take, by name; they must be None.
+    """
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    cache: Any
+    dropout: float
+    is_causal: bool | None
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    unknown: dict[str, Any]
+
+
+def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None) -> Tensor | None:
+    """`[B, S, Hq, Dv]`: write a layer's new keys and values, or latents, into its pages and attend to the tokens there.
 
     Args:
-        module: the attention module.
-        batch: rows of the call.
-        mask: a descriptor (see `attnops.hf.mask`).
-        dropout, is_causal: as transformers passes them.
-        others: arguments that attention over pages does not take, with their names; they must be None.
+        asked: the call.
+        dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
+
+    Returns:
+        None for the first latents of an empty cache, which are written, and attended to in expanded form: no gather is needed.
 
     Raises:
-        InvalidInput: a mask that pages cannot follow, dropout, or one of `others`.
+        InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
+        NoGradient: an input requires grad in grad mode.
     """
-    if dropout > 0.0 and module.training:
-        fail(InvalidInput, "dropout", dropout, "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()")
-    if is_causal is False:
+    if asked.key.dim() != 5:
+        fail(InvalidInput, "key.dim()", asked.key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
+    if isinstance(asked.cache, PagedKeyCache):
+        return _attend_keys(asked, _checked(asked), dense, paged)
+    if not isinstance(asked.cache, PagedLatentCache):
+        fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
+    asked.unknown["sinks"] = asked.sinks
+    found = _checked(asked)
+    step = _write_latents(asked, found)
+    if step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO:
+        return None
+    return _absorbed(asked, step, found.window_left, latent)
+
+
+def _checked(asked: Asked) -> Range:
+    """The range that the mask describes. Raises InvalidInput for a call that pages cannot serve."""
+    if asked.unknown["output_attentions"]:
+        want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
+        fail(InvalidInput, "output_attentions", True, want)
+    if asked.dropout > 0.0 and asked.module.training:
+        fail(InvalidInput, "dropout", asked.dropout, "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()")
+    if asked.is_causal is False:
         fail(InvalidInput, "is_causal", False, "True with a paged cache")
-    for name, value in others:
+    for name, value in asked.unknown.items():
         if value is not None:
             fail(InvalidInput, name, type(value).__name__, "None with a paged cache")
+    mask = asked.mask
     if mask is None or mask.dtype != descriptor.DTYPE:
         got = "None" if mask is None else f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
         want = 'a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold no other pattern. Use cache="hf" for it'
         fail(InvalidInput, "attention_mask", got, want)
-    found = descriptor.read(mask, batch)
+    found = descriptor.read(mask, asked.query.shape[0])
     if not found.causal:
         fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
     return found
 
 
-# Keys and values ------------------------------------------------------------------------------------------------------
-
-
-def attend_keys(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    cache: PagedKeyCache,
-    dropout: float,
-    is_causal: bool | None,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    others: tuple[tuple[str, Any], ...],
-    kernels: tuple[str | None, str | None],
-) -> Tensor:
-    """`[B, S, Hq, Dv]`: write a layer's new keys and values into its pages and attend to the tokens there.
-
-    Args:
-        module: the attention module.
-        query: `[B, Hq, S, D]`.
-        key: `[B, Hkv, S, D]`, the new ones.
-        value: `[B, Hkv, S, Dv]`, the new ones.
-        mask: a descriptor (see `attnops.hf.mask`).
-        cache: the module's cache, from `hand_over`.
-        dropout, is_causal, others: see `check_call`.
-        scale, softcap, sinks: as in `attnops.attention`.
-        kernels: forced for `attention` and `paged_attention`, or None.
-
-    Raises:
-        InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `others`.
-        NoGradient: an input requires grad in grad mode.
-    """
-    batch, heads, count, _ = query.shape
-    asked = check_call(module, batch, mask, dropout, is_causal, others)
-    layer: Any = module.layer_idx
-    number = cache.number_of(layer)
-    table = cache.state.pages.table_of[number]
+def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
+    cache, layer = asked.cache, asked.module.layer_idx
+    batch, heads, count, _ = asked.query.shape
+    table = cache.state.pages.table_of[cache.number_of(layer)]
     window = cache.state.pages.windows[table]
-    if window and not 0 <= asked.window_left < window:
-        got = "unbounded" if asked.window_left < 0 else asked.window_left + 1
+    if window and not 0 <= found.window_left < window:
+        got = "unbounded" if found.window_left < 0 else found.window_left + 1
         fail(InvalidInput, f"window of layer {layer}", got, f"at most {window}, the window that its pages were made for")
-    step = cache.step_of(layer, asked.start, count, heads)
+    step = cache.step_of(layer, found.start, count, heads)
     view: View = step.views[table]
     k_pages, v_pages = cache.pages_of(layer)
-    # Autocast makes queries of another dtype than the pages have.
-    like = query.dtype
-    query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (query, key, value))
-    past = None if view.past is None else tuple(_copied(pages, view.past.slots, batch) for pages in (k_pages, v_pages))
+    # Under autocast the query has another dtype than the pages.
+    like = asked.query.dtype
+    query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
+    keys, values, start, end = key, value, found.start, found.end
+    if view.past is not None:
+        # Copied before the step overwrites the pages of the window.
+        past = (pages.flatten(0, 1)[view.past.slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
+        keys, values = (torch.cat([before, new], 1) for before, new in zip(past, (key, value), strict=True))
+        start, end = view.past.start, torch.full_like(view.past.start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
     cache.wrote(layer)
-    left = (asked.window_left, -1)
-    dense, paged = kernels
-    if step.fresh and count > 1:
-        alone: Tensor = dense_attention(
-            query, key, value, scale=scale, causal=True, window=left, softcap=softcap, sinks=sinks, kv_start=asked.start,
-            kv_end=asked.end, kernel=dense,
-        )  # fmt: skip
+    rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}
+    if view.past is not None or (step.fresh and count > 1):
+        alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
         return alone.to(like)
-    if past is not None and view.past is not None:
-        keys, values = torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
-        beside: Tensor = dense_attention(
-            query, keys, values, scale=scale, causal=True, window=left, softcap=softcap, sinks=sinks, kv_start=view.past.start,
-            kv_end=torch.full_like(view.past.start, keys.shape[1]), kernel=dense,
-        )  # fmt: skip
-        return beside.to(like)
     now = view.batch
     out: Tensor = paged_attention(
-        query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count, scale=scale,
-        window=left, softcap=softcap, sinks=sinks, workspace=now.workspace, padded=False, holes=False, kernel=paged,
+        query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count,
+        workspace=now.workspace, padded=False, holes=False, kernel=paged, **rules,
     )  # fmt: skip
     return out.view(batch, count, heads, out.shape[2]).to(like)
-
-
-def _copied(pages: Tensor, slots: Tensor, batch: int) -> Tensor:
-    """`[B, W, H, D]`: the tokens in `slots` `[B * W]`."""
-    found = pages.flatten(0, 1)[slots]
-    return found.view(batch, -1, *found.shape[1:])
-
-
-# Latents --------------------------------------------------------------------------------------------------------------
 
 
 def dims_of(module: Any) -> LatentDims:
@@ -162,63 +154,30 @@ def dims_of(module: Any) -> LatentDims:
     return LatentDims(module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank, module.v_head_dim)
 
 
-def write_latents(
-    module: Any,
-    query: Tensor,
-    latent: Tensor,
-    rotated: Tensor,
-    mask: Tensor | None,
-    cache: Any,
-    dropout: float,
-    is_causal: bool | None,
-    others: tuple[tuple[str, Any], ...],
-) -> Step:
-    """Write a layer's new latents into its pages, and return the step.
-
-    Args:
-        module: the attention module.
-        query: `[B, H, S, nope + Dr]`.
-        latent: `[B, 1, S, Dc]`.
-        rotated: `[B, 1, S, Dr]`.
-        mask: a descriptor (see `attnops.hf.mask`).
-        cache: the module's cache, from `hand_over`.
-        dropout, is_causal, others: see `check_call`.
-
-    Raises:
-        InvalidInput: a mask that pages cannot follow, dropout, or one of `others`.
-        NoGradient: an input requires grad in grad mode.
-    """
-    if not isinstance(cache, PagedLatentCache):
-        fail(InvalidInput, "attnops_cache", type(cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
-    found = check_call(module, query.shape[0], mask, dropout, is_causal, others)
-    step = cache.step_of(module.layer_idx, found.start, query.shape[2], query.shape[1])
-    pages = cache.pages_of(module.layer_idx)
-    slots = step.views[0].batch.slots
-    write_latent(latent.flatten(0, 2).to(pages.dtype), rotated.flatten(0, 2).to(pages.dtype), pages, slots)
-    cache.wrote(module.layer_idx)
+def _write_latents(asked: Asked, found: Range) -> Step:
+    cache, layer = asked.cache, asked.module.layer_idx
+    step: Step = cache.step_of(layer, found.start, asked.query.shape[2], asked.query.shape[1])
+    pages = cache.pages_of(layer)
+    latent, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
+    write_latent(latent, rotated, pages, step.views[0].batch.slots)
+    cache.wrote(layer)
     return step
 
 
-def expands(step: Step) -> bool:
-    """Does this step attend in expanded form? It does where the cache has no tokens but its own, which need no gather."""
-    return step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO
-
-
-def absorbed(
-    module: Any, query: Tensor, latent: Tensor, mask: Any, cache: Any, step: Step, scale: float, softcap: float, kernel: str | None
-) -> Tensor:
-    """`[B, S, H, v]`: attention of the step's tokens to the pages. query: `[B, H, S, nope + Dr]`, latent: `[B, 1, S, Dc]`."""
+def _absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> Tensor:
+    module, query = asked.module, asked.query
     batch, heads, queries, _ = query.shape
-    dims, pages = dims_of(module), cache.pages_of(module.layer_idx)
+    dims, pages = dims_of(module), asked.cache.pages_of(module.layer_idx)
     kind = query.device.type
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
-    q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
+    scale = query.shape[3] ** -0.5 if asked.scale is None else asked.scale
     # Autocast would compute the products in another dtype than that of the pages.
     off = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
     with off:
-        w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, latent)
+        w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0])
+        q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
             dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.views[0].batch, scale=scale,
-            window_left=descriptor.read(mask, batch).window_left, softcap=softcap, kernel=kernel,
+            window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

@@ -101,13 +101,13 @@ class Counter:
 
 @contextmanager
 def watched():
-    """Within the block: what `attnops.attention` was given by a model, as a list of its keyword arguments."""
+    """Within the block: the calls of `attention` by a model, as a list of their arguments."""
     calls = []
     real = attention_module.attend
 
-    def spy(query, key, value, **given):
-        calls.append(given)
-        return real(query, key, value, **given)
+    def spy(call):
+        calls.append({**call._asdict(), "window": (call.window_left, call.window_right)})
+        return real(call)
 
     attention_module.attend = spy
     try:
