@@ -72,7 +72,7 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
         dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
 
     Returns:
-        None for the first latents of an empty cache, which are written, and attended to in expanded form: no gather is needed.
+        None for the first latents of an empty cache, which are only written: see `expands`.
 
     Raises:
         InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
@@ -87,9 +87,7 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     asked.unknown["sinks"] = asked.sinks
     found = _checked(asked)
     step = _write_latents(asked, found)
-    if step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO:
-        return None
-    return _absorbed(asked, step, found.window_left, latent)
+    return None if expands(step) else absorbed(asked, step, found.window_left, latent)
 
 
 def _checked(asked: Asked) -> Range:
@@ -164,7 +162,13 @@ def _write_latents(asked: Asked, found: Range) -> Step:
     return step
 
 
-def _absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> Tensor:
+def expands(step: Step) -> bool:
+    """Does this step attend in expanded form? It does where the cache has no tokens but its own, which need no gather."""
+    return step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO
+
+
+def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> Tensor:
+    """`[B, S, H, v]`: attention of the step's tokens to the pages, without unfolding them."""
     module, query = asked.module, asked.query
     batch, heads, queries, _ = query.shape
     dims, pages = dims_of(module), asked.cache.pages_of(module.layer_idx)

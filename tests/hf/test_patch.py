@@ -15,6 +15,7 @@ import attnops
 from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
 from attnops.hf import tiny
 from attnops.hf.match import Usage, match, usage_of
+from attnops.select import key_for
 from tests.hf.helpers import (
     DECODERS,
     ENCODERS,
@@ -228,7 +229,7 @@ def test_a_forced_kernel():
         for kernel in ("reference", "sdpa"):
             with attnops.patch(model, kernel=kernel), watched() as calls:
                 assert relative(model(ids).logits, want) < LIMIT
-            assert {call["kernel"] for call in calls} == {kernel}
+            assert {call["policy"] for call in calls} == {key_for("attention", kernel)}
 
 
 def test_a_forced_kernel_that_cannot():
