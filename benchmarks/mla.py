@@ -231,7 +231,7 @@ def chosen(layer: LatentAttention, hidden: Tensor, step: PagedBatch, pages: Tens
         layer(hidden, batch=step, latent_pages=pages)
     finally:
         stop()
-    return found[0].form
+    return found[0].phases
 
 
 def float8(size: Size, bench: Bench) -> dict[str, Any]:

@@ -7,8 +7,6 @@ cache without a request: they store no token, and stay unused.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +26,6 @@ from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
 from attnops.hf.cache import PagedModelCache, Rows, State
-from attnops.hf.generation import current_generation
 from attnops.hf.pages import EMPTY
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
@@ -248,45 +245,6 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
         return logits
 
     return step
-
-
-class Forward:
-    """The forward of a patched model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
-
-    def __init__(self, owner: Any, decoder: Callable[[], Decoder], prompted: Callable[[], None], own: Callable[..., Any] | None) -> None:
-        self.owner, self.decoder, self.prompted, self.own = owner, decoder, prompted, own
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """transformers inspects the arguments of a model."""
-        return inspect.signature(self._own())
-
-    def _own(self) -> Callable[..., Any]:
-        return functools.partial(type(self.owner).forward, self.owner) if self.own is None else self.own
-
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self.prompted()
-        return self._own()(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or args or (generation := current_generation()) is None or torch.is_grad_enabled():
-            return self._plain(*args, **kwargs)
-        cache: Any = kwargs.get("past_key_values")
-        decoder = self.decoder()
-        # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
-        mask, prompt = kwargs.get("attention_mask"), generation.prompt
-        whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
-        if not whole or not decoder.serves(kwargs) or generation.checked is not cache.state.pages.pad:
-            decoder.plain_steps += whole and decoder.could_serve(kwargs)
-            return self._plain(*args, **kwargs)
-        logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
-        if logits is None:
-            decoder.plain_steps += 1
-            return self._own()(**kwargs)
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
 def guarded_state(model: nn.Module) -> tuple[Any, ...]:

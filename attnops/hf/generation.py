@@ -8,16 +8,16 @@ chain breaks, masks are checked.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
+
+from attnops.hf.methods import Method
 
 
 class Verdict(NamedTuple):
@@ -33,9 +33,13 @@ class Generation:
 
     owner: the model, or None for a block in which all masks grow.
     inside: a step of the owner is under way.
+    verdict: the check of its masks so far; None before the first.
     checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.mask).
     prompt: columns of the prompt's mask, None without one.
     lent: the caches made for it (attnops.hf.paged).
+    begun: a step has ended.
+    last: the mask that the last step left behind.
+    prepared: the mask of the next step's forward.
     """
 
     def __init__(self, owner: nn.Module | None = None) -> None:
@@ -45,37 +49,15 @@ class Generation:
         self.checked: Tensor | None = None
         self.prompt: int | None = None
         self.lent: list[Any] = []
-        self._begun = False
-        self._last: Any = None  # the mask that the last step left behind
-        self._prepared: Any = None  # the mask of the next step's forward
+        self.begun = False
+        self.last: Any = None
+        self.prepared: Any = None
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
         lasting = Verdict(new.grows, new.full and new.grows, new.grows)
         old = self.verdict or lasting
         self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
-
-    def continues(self, mask: Any) -> bool:
-        """Is this the mask of its next step? Of a prompt in chunks each brings one of its own."""
-        return not self._begun or (mask is not None and mask is self._last)
-
-    def prepared(self, inputs: dict[str, Any]) -> None:
-        """The next step will be given these."""
-        self._prepared = inputs.get("attention_mask")
-
-    def enter(self, mask: Any) -> None:
-        """The model is called with this mask."""
-        if self.owner is not None:
-            self.inside = mask is not None and mask is self._prepared
-
-    def leave(self) -> None:
-        """The call is over."""
-        if self.owner is not None:
-            self.inside, self._prepared = False, None
-
-    def updated(self, kwargs: dict[str, Any]) -> None:
-        """A step has ended, and left these arguments for the next."""
-        self._begun, self._last = True, kwargs.get("attention_mask")
 
 
 class _Current(threading.local):
@@ -109,68 +91,50 @@ def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
 
 # Methods and hooks of a model -----------------------------------------------------------------------------------------
 
-_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+def _of(owner: Any, mask: Any) -> Generation | None:
+    """The generation of the owner that runs, if this is the mask of its next step. Each chunk of a prompt brings a mask of its own."""
+    running = _GENERATION.running
+    if running is None or running.owner is not owner or (running.begun and (mask is None or mask is not running.last)):
+        return None
+    return running
 
 
-class _Method:
-    """A method of one model that keeps the chain of masks. It holds data only, so that a deep copy of the model has one of its own."""
+def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
+    running = _of(method.owner, kwargs.get("attention_mask"))
+    if running is None:
+        return method.original(*args, **kwargs)
+    running.inside = True  # it makes the masks of a step that will be compiled
+    try:
+        made = method.original(*args, **kwargs)
+    finally:
+        running.inside = False
+    running.prepared = made.get("attention_mask")
+    return made
 
-    def __init__(self, owner: Any, name: str, own: Callable[..., Any] | None) -> None:
-        self.owner, self.name, self.own = owner, name, own
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """transformers inspects its arguments."""
-        return inspect.signature(self._call())
-
-    def _call(self) -> Callable[..., Any]:
-        return functools.partial(getattr(type(self.owner), self.name), self.owner) if self.own is None else self.own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = _GENERATION.running
-        if running is None or running.owner is not self.owner:
-            return self._call()(*args, **kwargs)
-        given = kwargs if self.name == _METHODS[0] else kwargs.get("model_kwargs") or (args[1] if len(args) > 1 else {})
-        if not running.continues(given.get("attention_mask")):
-            return self._call()(*args, **kwargs)
-        if self.name == _METHODS[0]:
-            running.inside = True  # it makes the masks of a step that will be compiled
-            try:
-                made = self._call()(*args, **kwargs)
-            finally:
-                running.inside = False
-            running.prepared(made)
-            return made
-        made = self._call()(*args, **kwargs)
-        running.updated(made)
-        return made
+def _update(method: Method, *args: Any, **kwargs: Any) -> Any:
+    given = kwargs.get("model_kwargs") or (args[1] if len(args) > 1 else {})
+    running = _of(method.owner, given.get("attention_mask"))
+    made = method.original(*args, **kwargs)
+    if running is not None:
+        running.begun, running.last = True, made.get("attention_mask")
+    return made
 
 
 def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
-        running.enter(kwargs.get("attention_mask"))
+    if not is_dynamo_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
+        mask = kwargs.get("attention_mask")
+        running.inside = mask is not None and mask is running.prepared
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
-        running.leave()
+    if not is_dynamo_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
+        running.inside, running.prepared = False, None
 
 
-def watch(owner: Any) -> list[RemovableHandle]:
-    """Follow the model's calls, to recognise the steps of its `generate()`. Returns the hooks, for `unwatch`."""
-    for name in _METHODS:
-        if hasattr(owner, name):
-            owner.__dict__[name] = _Method(owner, name, owner.__dict__.get(name))
-    hooks = owner.register_forward_pre_hook(_enter, with_kwargs=True), owner.register_forward_hook(_leave, always_call=True)
-    return list(hooks)
-
-
-def unwatch(owner: Any, hooks: list[RemovableHandle]) -> None:
-    """Give the model back as it was."""
-    for hook in hooks:
-        hook.remove()
-    for name in _METHODS:
-        if isinstance(ours := owner.__dict__.get(name), _Method):
-            del owner.__dict__[name]
-            if ours.own is not None:
-                owner.__dict__[name] = ours.own
+def watch(owner: Any) -> list[Method | RemovableHandle]:
+    """Follow the model's calls, to recognise the steps of its `generate()`. The `remove()` of each result ends it."""
+    chain = {"prepare_inputs_for_generation": _prepare, "_update_model_kwargs_for_generation": _update}
+    methods = [Method(owner, name, function) for name, function in chain.items() if hasattr(owner, name)]
+    return [*methods, owner.register_forward_pre_hook(_enter, with_kwargs=True), owner.register_forward_hook(_leave, always_call=True)]

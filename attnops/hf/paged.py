@@ -12,19 +12,22 @@ import inspect
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf import paged_models, supported
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
-from attnops.hf.decode import Decode, Decoder, Forward
-from attnops.hf.generation import running_generation
+from attnops.hf.decode import Decode, Decoder
+from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
 from attnops.hf.match import Match, Site
+from attnops.hf.methods import Method
 from attnops.hf.paged_attention import dims_of, hand_over
 from attnops.hf.pages import ALL, DRAFTS, KeyLayer, LatentLayer, ModelPages, Sizes
 from attnops.nn.absorb import HELD
@@ -36,7 +39,7 @@ _SLOT = "_attnops_pages"
 MOST_FOR_BOTH = 2
 """Pages that fit two calls of generate() may be so many times those of the larger call."""
 
-# Not of a model, whose copies and pickles would hold it.
+# Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()
 
 
@@ -47,60 +50,69 @@ class PagedMode:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
         if supported.older_than(supported.PAGED):
             fail(PatchError, f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
+        self._owner: Any = owner
+        self.kernel, self.implementation, self.decode = kernel, implementation, decode
         sites = [site for site in found.sites if site.reason is None]
-        owned: Any = owner
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
-        if self.latents:
-            _refuse_others(owner, sites)
-            for site in sites:
-                paged_models.check_module(site.path, site.module)
-        else:
-            if getattr(owned.config, "is_encoder_decoder", False):
-                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, an encoder-decoder model; want a decoder')
+        if not self.latents:
             sites = [site for site in sites if paged_models.keeps_keys(site.module)]
-            if not sites:
-                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, no attention of which is handed a cache')
-            if (editor := next((site.module for site in sites if site.usage and site.usage.edits_cached), None)) is not None:
-                why = f"{type(editor).__name__} computes with all the keys that its cache returns, and pages return the new ones only"
-                fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, whose {why}; want cache="hf"')
-            if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
-                got = f"{type(owner).__name__}, which takes only a cache of its own class"
-                fail(PatchError, f'patch: cache="paged" got {got}; want cache="hf"')
-            if found.edits is not None:
-                fail(PatchError, f'patch: cache="paged" cannot say its masks to {type(owner).__name__}: {found.edits}')
+        for why in self._refusals(sites, found):
+            fail(PatchError, f'patch: cache="paged" {why}')
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
-        self.kernel, self.implementation = kernel, implementation
-        self._owner: Any = owner
         modules: list[Any] = [site.module for site in sites]
         self._modules = sorted(modules, key=lambda module: module.layer_idx)
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
+        name = type(owner).__name__
         if len(set(self.layers)) != len(self.layers):
-            got = f"layers {list(self.layers)} of {type(owner).__name__}"
-            fail(PatchError, f'patch: cache="paged" got {got}, want a layer_idx of its own in each module')
+            fail(PatchError, f'patch: cache="paged" got layers {list(self.layers)} of {name}, want a layer_idx of its own in each module')
         self.blocks = not self.latents and paged_models.sees_blocks(owner)
         self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
         try:
-            layers_without_pages(self._config(), self.layers)
+            others = layers_without_pages(self._config(), self.layers)
         except InvalidInput as error:
-            raise PatchError(f'patch: cache="paged" cannot make a cache for {type(owner).__name__}: {error}') from error
+            raise PatchError(f'patch: cache="paged" cannot make a cache for {name}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
             want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
-            fail(PatchError, f'patch: cache="paged" got {type(owner).__name__} without {want}')
-        self.decode = decode
-        if decode.mode != "hf" and (others := layers_without_pages(self._config(), self.layers)):
-            got = f"decode={decode.mode!r} for {type(owner).__name__}, whose layers {list(others)} have states that move"
+            fail(PatchError, f'patch: cache="paged" got {name} without {want}')
+        if decode.mode != "hf" and others:
+            got = f"decode={decode.mode!r} for {name}, whose layers {list(others)} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
-            got = f"decode={decode.mode!r} for {type(owner).__name__}, which counts positions by its masks"
+            got = f"decode={decode.mode!r} for {name}, which counts positions by its masks"
             fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
         self._decoder: Decoder | None = None
-        self._own_forward: Any = None
+        self._forward: Method | None = None
         self.packed: Packed | None = None
-        self._hooks: list[RemovableHandle] = []
-        self._own_prepare: Any = None
+        self._changes: list[Method | RemovableHandle] = []
         self._free: list[ModelPages] = []
         self._kept: tuple[KeyLayer, ...] | None = None
+
+    def _refusals(self, sites: list[Site], found: Match) -> Iterator[str]:
+        """The reasons against pages, before layers are looked at."""
+        name = type(self._owner).__name__
+        if self.latents:
+            others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
+            if others:
+                more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
+                names = "\n  ".join(others[:8])
+                want = "takes models whose every attention caches latents, or none"
+                yield f"{want}. {name} has some with expand_kv, and others:\n  {names}{more}"
+            for site in sites:
+                paged_models.check_module(site.path, site.module)
+            return
+        if getattr(self._owner.config, "is_encoder_decoder", False):
+            yield f"got {name}, an encoder-decoder model; want a decoder"
+        if not sites:
+            yield f"got {name}, no attention of which is handed a cache"
+        for site in sites:
+            if site.usage and site.usage.edits_cached:
+                why = f"{type(site.module).__name__} computes with all the keys that its cache returns, and pages return the new ones only"
+                yield f'got {name}, whose {why}; want cache="hf"'
+        if not getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)():
+            yield f'got {name}, which takes only a cache of its own class; want cache="hf"'
+        if found.edits is not None:
+            yield f"cannot say its masks to {name}: {found.edits}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}
@@ -108,57 +120,48 @@ class PagedMode:
     def _config(self) -> Any:
         return self._owner.config.get_text_config(decoder=True)
 
-    def form(self, module: nn.Module) -> str:
+    def phases(self, module: nn.Module) -> str:
         """The ways in which this module attends, for the report; empty without pages."""
         at = next((i for i, own in enumerate(self._modules) if own is module), None)
-        return "" if at is None else paged_models.form(module, True, self._windows[at])
+        return "" if at is None else paged_models.phases(module, True, self._windows[at])
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
+        owner, changes = self._owner, self._changes
         if self.decode.mode == "piecewise" and self.decode.pack:
-            self.packed = pack_linears(self._owner)
+            self.packed = pack_linears(owner)
         if self.blocks:
-            self._hooks.append(self._owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
+            changes.append(owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
+            changes.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
                 module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
-        if hasattr(self._owner, "generate"):
-            self._own_prepare = self._owner.__dict__.get(_PREPARE)
-            self._owner.__dict__[_PREPARE] = functools.partial(_prepare, self._owner)
-        self._owner.__dict__[_SLOT] = self
+        if hasattr(owner, "generate"):
+            changes.append(Method(owner, _PREPARE, _prepare))
+        owner.__dict__[_SLOT] = self
         if self.decode.mode != "hf":
-            self._own_forward = self._owner.__dict__.get("forward")
-            decoder, prompted = functools.partial(_decoder_of, self._owner), functools.partial(_prompted, self._owner)
-            self._owner.__dict__["forward"] = Forward(self._owner, decoder, prompted, self._own_forward)
+            self._forward = Method(owner, "forward", _forward)
+            changes.append(self._forward)
 
     def decoder(self) -> Decoder:
         """The graphs of decode steps, made at their first use."""
         with _MAKING:
             if self._decoder is None:
-                own = self._own_forward
-                forward = functools.partial(type(self._owner).forward, self._owner) if own is None else own
-                self._decoder = Decoder(self._owner, self.decode, forward, functools.partial(self._over, filled=True))
+                assert self._forward is not None
+                self._decoder = Decoder(self._owner, self.decode, self._forward.original, functools.partial(self._over, filled=True))
             return self._decoder
 
     def undo(self) -> None:
         """Take them away again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for change in self._changes:
+            change.remove()
+        self._changes.clear()
         for module in self._modules:
             module.__dict__.pop("expand_kv", None)
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
-        self._owner.__dict__.pop(_PREPARE, None)
-        if self._own_prepare is not None:
-            self._owner.__dict__[_PREPARE] = self._own_prepare
         self._owner.__dict__.pop(_SLOT, None)
-        if isinstance(self._owner.__dict__.get("forward"), Forward):
-            del self._owner.__dict__["forward"]
-            if self._own_forward is not None:
-                self._owner.__dict__["forward"] = self._own_forward
         if self._decoder is not None:
             self._decoder.free()
         if self.packed is not None:
@@ -230,17 +233,6 @@ class PagedMode:
         return Sizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back), fixed)
 
 
-def _decoder_of(owner: Any) -> Decoder:
-    mode: PagedMode = owner.__dict__[_SLOT]
-    return mode.decoder()
-
-
-def _prompted(owner: Any) -> None:
-    mode: PagedMode | None = owner.__dict__.get(_SLOT)
-    if mode is not None and mode._decoder is not None:
-        mode._decoder.prompted()
-
-
 def _keep(free: list[ModelPages], pages: ModelPages) -> None:
     # One set is enough for one conversation at a time; further ones were for threads.
     if not free:
@@ -255,23 +247,38 @@ def give_back(cache: PagedModelCache) -> None:
         state.give_back()
 
 
-def _refuse_others(owner: nn.Module, sites: list[Site]) -> None:
-    others = [site for site in sites if not paged_models.is_latent(site.module)]
-    if others:
-        names = "\n  ".join(f"{site.path} ({type(site.module).__name__})" for site in others[:8])
-        more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
-        fail(
-            PatchError,
-            f'patch: cache="paged" takes models whose every attention caches latents, or none. {type(owner).__name__} has some with '
-            f"expand_kv, and others:\n  {names}{more}",
-        )
+def _forward(method: Method, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a patched model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
+    mode: PagedMode | None = method.owner.__dict__.get(_SLOT)
+    if torch.compiler.is_compiling() or mode is None:
+        return method.original(*args, **kwargs)
+    generation = None if args or torch.is_grad_enabled() else current_generation()
+    if generation is not None:
+        decoder = mode.decoder()
+        cache: Any = kwargs.get("past_key_values")
+        # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
+        mask, prompt = kwargs.get("attention_mask"), generation.prompt
+        whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
+        if whole and decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
+            logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+            if logits is not None:
+                from transformers.modeling_outputs import CausalLMOutputWithPast
+
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            decoder.plain_steps += 1
+            return method.original(**kwargs)
+        decoder.plain_steps += whole and decoder.could_serve(kwargs)
+    if mode._decoder is not None:
+        mode._decoder.prompted()
+    return method.original(*args, **kwargs)
 
 
-def _prepare(
-    owner: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int,
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
+    owner = method.owner
+    names = ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
+    asked = dict(zip(names, args, strict=False)) | kwargs
+    generation_config, model_kwargs, generation_mode, batch_size, max_cache_length = (asked[name] for name in names)
     mode: PagedMode = owner.__dict__[_SLOT]
     given = model_kwargs.get("past_key_values")
     if (generation := running_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
@@ -292,13 +299,13 @@ def _prepare(
     if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
         # Some checkpoints have it, unnoticed by a user who asks for pages.
         warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
-        warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=3)
+        warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=4)
     weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))
     if weights and given is None:
-        warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=3)
+        warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=4)
     blocks = mode.blocks and paged_models.has_blocks(model_kwargs)
     if blocks and given is None:
-        warnings.warn("attnops: tokens of an image see each other both ways, so generate() uses transformers' own cache", stacklevel=3)
+        warnings.warn("attnops: tokens of an image see each other both ways, so generate() uses transformers' own cache", stacklevel=4)
     other = generation_config.use_cache is False or named is not None or weights or blocks
     chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
@@ -308,10 +315,8 @@ def _prepare(
             if generation is not None:
                 generation.lent.append(cache)
             return None
-        warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=3)
-    own = mode._own_prepare
-    call = functools.partial(type(owner)._prepare_cache_for_generation, owner) if own is None else own
-    return call(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
+        warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=4)
+    return method.original(*args, **kwargs)
 
 
 def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:

@@ -33,7 +33,7 @@ ROUNDING = 0.05
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx")
 
 
-def form(module: nn.Module, paged: bool, window: int) -> str:
+def phases(module: nn.Module, paged: bool, window: int) -> str:
     """The ways in which a layer attends, for the report. window: of its cache; 0: none."""
     if is_latent(module):
         pages = f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"

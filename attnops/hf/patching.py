@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,18 @@ from attnops.graphs.graphed import Progress
 from attnops.hf import paged_models
 from attnops.hf.cache import PagedModelCache
 from attnops.hf.decode import Decode, Decoder
-from attnops.hf.generation import growing, unwatch, watch
+from attnops.hf.generation import growing, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.mask import Mode
-from attnops.hf.match import Match, Site, match, routed
+from attnops.hf.match import Match, match, routed
+from attnops.hf.methods import Method
 from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.proof import prove
 from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of
 
 _HANDLE = "_attnops"
 _OPTIONS = "_attnops_options"
+T = TypeVar("T")
 
 
 class Patched:
@@ -36,26 +37,20 @@ class Patched:
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
 
-    def __init__(
-        self, model: nn.Module, owner: nn.Module, asked: Options, options: Options, proof: str, found: Match, decode: Decode
-    ) -> None:
-        self.model = model
-        self.asked = asked
-        self._options = options
-        # Each may be pickled without the rest of the model, and options register themselves where they are loaded.
+    def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, decode: Decode, found: Match) -> None:
+        options, proof = _served(owner, found, asked)
+        self.model, self.asked, self.decode, self.active = model, asked, decode, False
+        self.implementation = implementation(options)
+        self._owner, self._options = owner, options
+        # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
-        self.implementation = implementation(options)
-        self._owner = owner
         self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
-        self._own_generate: Any = None
-        self._watching: list[RemovableHandle] = []
-        self.decode = decode
+        self._watching: list[Method | RemovableHandle] = []
         self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
         self._report = _report(model, self.implementation, options, found, self._paged, proof)
-        # Whose generate() promises that its masks only grow.
+        # The masks of generate() only grow, so that most of its steps need no check.
         self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
-        self.active = False
 
     def _apply(self) -> None:
         if self._paged is not None:
@@ -66,10 +61,7 @@ class Patched:
             module.__dict__[_OPTIONS] = self._options
         self._owner.__dict__[_HANDLE] = self
         if self._wraps:
-            self._own_generate = self._owner.__dict__.get("generate")
-            # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
-            self._owner.__dict__["generate"] = functools.partial(_generate, self._owner)
-            self._watching = watch(self._owner)
+            self._watching = [Method(self._owner, "generate", _generate), *watch(self._owner)]
         self.active = True
 
     def unpatch(self) -> None:
@@ -84,11 +76,8 @@ class Patched:
         self._owner.__dict__.pop(_HANDLE, None)
         if self._paged is not None:
             self._paged.undo()
-        if self._wraps:
-            unwatch(self._owner, self._watching)
-            self._owner.__dict__.pop("generate", None)
-            if self._own_generate is not None:
-                self._owner.__dict__["generate"] = self._own_generate
+        for each in self._watching:
+            each.remove()
         self.active = False
 
     def __enter__(self) -> Patched:
@@ -140,10 +129,7 @@ class Patched:
             whose last step failed; or graphs are in use by another cache that lives, or another thread; or weights are offloaded.
             StaleGraph: policy or autocast are others than after the prompt. One token too many is an assertion on the device.
         """
-        logits = self._decoder("step").step(input_ids, cache, position_ids)
-        if logits is None:
-            raise _elsewhere()
-        return logits
+        return _here(self._decoder("step").step(input_ids, cache, position_ids))
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> GraphReport:
         """Compile and capture decode steps of every number of rows up to the cache's now, so that none of it happens at a first request.
@@ -155,10 +141,7 @@ class Patched:
         Raises:
             PatchError, InvalidInput: as `step`. OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
         """
-        report = self._decoder("capture").capture(cache, progress)
-        if report is None:
-            raise _elsewhere()
-        return report
+        return _here(self._decoder("capture").capture(cache, progress))
 
     def _decoder(self, method: str) -> Decoder:
         if self._paged is None or not self.active or self.decode.mode == "hf":
@@ -213,18 +196,18 @@ class Patched:
             config._attn_implementation_internal = name
 
 
-def _elsewhere() -> InvalidInput:
-    return InvalidInput("past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
+def _here(result: T | None) -> T:
+    if result is None:
+        fail(InvalidInput, "past_key_values", "a second cache", "the one that graphs serve, until it is dropped; or another thread")
+    return result
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
-    handle: Patched = model.__dict__[_HANDLE]
-    own = handle._own_generate
-    with growing(model) as generation:
+    with growing(method.owner) as generation:
         result = None
         try:
-            result = type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
+            result = method.original(*args, **kwargs)
             return result
         finally:
             for cache in generation.lent:
@@ -297,7 +280,7 @@ def patch(
         if not reasons:
             fail(PatchError, f"patch: nothing to patch in {type(owner).__name__}: it has no attention module")
         fail(PatchError, "\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *reasons]))
-    handle = Patched(model, owner, asked, *_served(owner, found, asked), found, how)
+    handle = Patched(model, owner, asked, how, found)
     handle._apply()
     return handle
 
@@ -317,10 +300,11 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
 
 
 def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:
-    rows = tuple(
-        Row(site.path, type(site.module).__name__, PATCHED if site.reason is None else f"skipped: {site.reason}", _form(site, paged))
-        for site in found.sites
-    )
+    rows = []
+    for site in found.sites:
+        phases = paged.phases(site.module) if paged is not None else paged_models.phases(site.module, False, 0)
+        status = PATCHED if site.reason is None else f"skipped: {site.reason}"
+        rows.append(Row(site.path, type(site.module).__name__, status, phases if site.reason is None else ""))
     notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
     if options.mask == "additive":
         notes.append("masks are added to scores, as in eager attention, and are never left out")
@@ -336,12 +320,4 @@ def _report(model: nn.Module, name: str, options: Options, found: Match, paged: 
         notes.append("generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways")
     if paged is not None and paged.decode.mode != "hf":
         notes.append(f"its steps after the prompt run in CUDA graphs ({paged.decode.mode})")
-    return Report(type(model).__name__, name, options.kernel, options.mask, rows, tuple(notes), options.cache)
-
-
-def _form(site: Site, paged: PagedMode | None) -> str:
-    if site.reason is not None:
-        return ""
-    if paged is not None:
-        return paged.form(site.module)
-    return paged_models.form(site.module, False, 0)
+    return Report(type(model).__name__, name, options.kernel, options.mask, tuple(rows), tuple(notes), options.cache)

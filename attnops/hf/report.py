@@ -21,16 +21,16 @@ class Row:
 
     path, cls: its name in the model, and its class.
     status: "patched" or "skipped: reason".
-    form: how it attends in each phase, if there are several ways.
+    phases: how it attends in each phase, if there are several ways.
     """
 
     path: str
     cls: str
     status: str
-    form: str = ""
+    phases: str = ""
 
     def __str__(self) -> str:
-        return f"{self.status}: {self.form}" if self.form else self.status
+        return f"{self.status}: {self.phases}" if self.phases else self.status
 
 
 @dataclass(frozen=True)

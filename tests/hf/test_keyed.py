@@ -58,7 +58,7 @@ def test_tokens(name, small_pages):
     want = generated(model, new=5)
     with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
         assert torch.equal(generated(model, new=5), want)
-        layers = sum(bool(row.form) for row in handle.report().patched)
+        layers = sum(bool(row.phases) for row in handle.report().patched)
         assert calls == {"paged": 4 * layers, "alone": layers, "beside": 0}
         assert torch.equal(generated(model, new=5), want), "with the pages of the call before"
         assert len(small_pages) == 1
@@ -335,7 +335,7 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
     """Whose shape is that of a batch, so that a reset makes them anew."""
     model = tiny.model(name)
     with attnops.patch(model, cache="paged") as handle:
-        assert sum(bool(row.form) for row in handle.report().rows) < model.config.num_hidden_layers
+        assert sum(bool(row.phases) for row in handle.report().rows) < model.config.num_hidden_layers
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()

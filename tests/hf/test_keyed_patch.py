@@ -153,7 +153,7 @@ def test_a_model_with_images():
     want = generated(model, new=4)
     with attnops.patch(model, cache="paged") as handle, over_pages() as calls:
         assert torch.equal(generated(model, new=4), want)
-        forms = {bool(row.form) for row in handle.report().patched if "vision" in row.path}
+        forms = {bool(row.phases) for row in handle.report().patched if "vision" in row.path}
     assert calls["paged"] == 2 * 3 and forms == {False}
 
 
@@ -177,11 +177,11 @@ def test_report():
     model = tiny.model("gemma3")
     with attnops.patch(model, cache="paged") as handle:
         report = handle.report()
-        assert [row.form.endswith("behind the window of 8 are used again") for row in report.patched] == [True, True, False]
-        assert all("decode and every later token over pages" in row.form for row in report.patched)
+        assert [row.phases.endswith("behind the window of 8 are used again") for row in report.patched] == [True, True, False]
+        assert all("decode and every later token over pages" in row.phases for row in report.patched)
         assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
     with attnops.patch(model) as handle:
-        assert {row.form for row in handle.report().patched} == {""}
+        assert {row.phases for row in handle.report().patched} == {""}
 
 
 def test_explain():

@@ -223,11 +223,11 @@ def test_report():
     with attnops.patch(model, cache="paged") as handle:
         report = handle.report()
         assert len(report.patched) == 2 and len(report.skipped) == 2, "states of linear attention stay as they are"
-        assert all("decode and every later token absorbed" in row.form for row in report.patched)
+        assert all("decode and every later token absorbed" in row.phases for row in report.patched)
         assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
         assert "patched: prefill into an empty cache" in str(report) and "cache=paged" in str(report)
     with attnops.patch(model) as handle:
-        assert {row.form for row in handle.report().patched} == {"expanded in prefill and decode"}
+        assert {row.phases for row in handle.report().patched} == {"expanded in prefill and decode"}
 
 
 def test_explain():

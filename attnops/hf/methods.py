@@ -1,0 +1,42 @@
+"""`Method`: a function in place of one model's method, until it is removed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class Method:
+    """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
+
+    owner, name: the model and the name of its method.
+    function: a function of a module, which is called with this object before the method's arguments.
+    own: the instance's own method before, or None.
+    """
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self.owner, self.name, self.function, self.own = owner, name, function, owner.__dict__.get(name)
+        owner.__dict__[name] = self
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method that was there before."""
+        # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
+        return functools.partial(getattr(type(self.owner), self.name), self.owner) if self.own is None else self.own
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """transformers inspects the arguments of a model's methods."""
+        return inspect.signature(self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Put the method from before back, unless another has replaced this one."""
+        if self.owner.__dict__.get(self.name) is self:
+            del self.owner.__dict__[self.name]
+            if self.own is not None:
+                self.owner.__dict__[self.name] = self.own
