@@ -68,19 +68,11 @@ def copies(entries: int, layers: int) -> Callable[[Source], Call]:
 def tables(op: str, batch: int = 64, width: int = 512, page: int = 16) -> Callable[[Source], Call]:
     def make(s: Source) -> Call:
         lens = s.ints([(i * 7919) % (width * page) for i in range(batch)])
-        if op == "num_kv_splits":
-            return Call(op, {"seq_lens": lens, "rule": "balanced", "max_splits": 32, "q_heads": 32, "kv_heads": 8, "num_sms": 132})
-        if op == "kv_indices":
-            return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
-        return Call(
-            op, {"token_table": builders.token_table(s, batch, width * page, page), "rows": s.ints(s.permutation(batch)),
-                 "seq_lens": lens, "page_size": page},
-        )  # fmt: skip
+        return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
 
     return make
 
 
-DRAFTS = tuple(1 + i % 4 for i in range(64))
 CASES = (
     Case("write_kv 4096", kv(4096), compiled=True, sweep=True),
     Case("write_kv 1", kv(1)),
@@ -97,9 +89,7 @@ CASES = (
     Case("copy_kv 8 slots, 32 layers", copies(8, 32)),
     Case("copy_kv 256 slots, 32 layers", copies(256, 32)),
     Case("copy_kv 2048 slots, 8 layers", copies(2048, 8)),
-    Case("pad_queries 64 requests", lambda s: moves.pad(s, DRAFTS, LLAMA, 0), compiled=True),
-    Case("unpad_queries 64 requests", lambda s: moves.unpad(s, DRAFTS, LLAMA, 0), compiled=True),
-    *(Case(f"{op} 64", tables(op), compiled=True) for op in ("page_table", "kv_indices", "num_kv_splits")),
+    Case("kv_indices 64", tables("kv_indices"), compiled=True),
 )
 
 
@@ -113,11 +103,6 @@ def moved_bytes(call: Call) -> int:
         return sum(x.numel() * x.itemsize for x in new) + sum(tokens * x[0, 0].numel() * x.itemsize for x in pages)
     if call.op == "copy_kv":
         return sum(2 * t["source"].shape[0] * x[:, 0, 0].numel() * x.itemsize for x in (t["k_pages"], t["v_pages"]))
-    if call.op == "pad_queries":
-        query = t["query"]
-        return (query.shape[0] + (t["cu_seqlens_q"].shape[0] - 1) * t["max_seqlen_q"]) * query[0].numel() * query.itemsize
-    if call.op == "unpad_queries":
-        return 2 * t["num_tokens"] * t["padded"][0, 0].numel() * t["padded"].itemsize
     return 0
 
 

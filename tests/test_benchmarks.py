@@ -261,7 +261,7 @@ def test_data_is_measured(suites, monkeypatch):
     want = {
         "write_kv 4096": 4 * 4096 * row, "write_kv 4096 float8": 3 * 4096 * row, "write_latent 4096": 2 * 4096 * 576 * 2,
         "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv 8 slots, 32 layers": 4 * 8 * 32 * row,
-        "pad_queries 64 requests": (160 + 256) * 4 * row, "unpad_queries 64 requests": 2 * 160 * 4 * row, "kv_indices 64": 0,
+        "kv_indices 64": 0,
     }  # fmt: skip
     assert {n: data.moved_bytes(calls[n]) for n in want} == want
     monkeypatch.setattr(data, "device_kernels", lambda run: [type(run()).__name__])
@@ -272,12 +272,12 @@ def test_data_is_measured(suites, monkeypatch):
                 run()
             return {name: [10.0, 10.0, 12.0, 10.0] if name == "copy" else [20.0] * 4 for name in runs}
 
-    for name in ("write_kv 64", "page_table 64", "copy_kv 8 slots, 32 layers"):
+    for name in ("write_kv 64", "kv_indices 64", "copy_kv 8 slots, 32 layers"):
         case = replace(next(c for c in data.CASES if c.name == name), compiled=True)
         found = data.measure(case, Clock(), ("triton", "reference", "compiled"), True, device="cpu")
         assert "target" in found["left_out"]["triton"] and not found["differs"]
-        assert set(found["gpu"]) == {"eager", "compiled", *(["copy"] if "table" not in name else [])}
-        assert "table" in name or found["gpu"]["eager"]["of_copy"] == 0.5
+        assert set(found["gpu"]) == {"eager", "compiled", *(["copy"] if "indices" not in name else [])}
+        assert "indices" in name or found["gpu"]["eager"]["of_copy"] == 0.5
 
 
 def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):

@@ -86,8 +86,6 @@ _BASES: dict[str, tuple[Change, ...]] = {
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "copy_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(64)},),
-    "pad_queries": ({**_HEADS, **_DECODE, "batch": Extent.of(8)},),
-    "unpad_queries": ({**_HEADS, **_DECODE, "batch": Extent.of(8)},),
     "vertical_slash_attention": (_PREFILL,),
     "merge_states": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
     "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),

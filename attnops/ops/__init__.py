@@ -8,14 +8,10 @@ from attnops.ops.merge import merge_state as merge_state
 from attnops.ops.merge import merge_states as merge_states
 from attnops.ops.metadata import cu_seqlens as cu_seqlens
 from attnops.ops.metadata import kv_indices as kv_indices
-from attnops.ops.metadata import num_kv_splits as num_kv_splits
-from attnops.ops.metadata import page_table as page_table
 from attnops.ops.metadata import slot_mapping as slot_mapping
 from attnops.ops.metadata import token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.moves import copy_kv as copy_kv
-from attnops.ops.moves import pad_queries as pad_queries
-from attnops.ops.moves import unpad_queries as unpad_queries
 from attnops.ops.op import OPS as OPS
 from attnops.ops.op import Op as Op
 from attnops.ops.paged import paged_attention as paged_attention

@@ -12,7 +12,6 @@ from attnops.ops.op import Op, define
 from attnops.reference import data
 from attnops.select import active_policy
 
-SPLIT_RULES = ("static", "deterministic", "balanced")
 INT = INT32[0]
 
 
@@ -82,31 +81,6 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     return out
 
 
-@record("page_table", Result("", "B, (N + page_size - 1) // page_size", INT), problem={"tokens": "R", "batch": "0"})
-class PageTable(Call):
-    """A page table from a table of tokens."""
-
-    token_table: Tensor = arg("R, N", INDEX)
-    rows: Tensor = arg("B", INDEX)
-    seq_lens: Tensor = arg("B", INDEX)
-    _: KW_ONLY
-    page_size: int = arg(least=1)
-    policy: str = ""
-
-
-PAGE_TABLE = define(Op(PageTable, data.page_table, about="token table to page table"))
-
-
-def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int) -> Tensor:
-    """int32 `[B, ceil(N / page_size)]`: the page table of a batch from a table of token slots.
-
-    token_table: `[R, N]` slot of every token of every known request; each page's slots are contiguous and start at a multiple of
-    page_size. rows: `[B]` the requests of the batch. seq_lens: `[B]` tokens. Entries past a request's end are 0. Raises InvalidInput.
-    """
-    out: Tensor = PAGE_TABLE(PageTable(token_table, rows, seq_lens, page_size=page_size, policy=active_policy()))
-    return out
-
-
 @record(
     "kv_indices",
     Result("indptr", "B + 1", INT),
@@ -134,38 +108,4 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple
     empty request. No host synchronisation: the length of `indices` is an upper bound. Raises InvalidInput.
     """
     out: tuple[Tensor, Tensor, Tensor] = KV_INDICES(KVIndices(page_table, seq_lens, page_size=page_size, policy=active_policy()))
-    return out
-
-
-@record("num_kv_splits", Result("", "B", INT), problem={"tokens": "B", "batch": "0", "q_heads": "0", "kv_heads": "0"})
-class NumKVSplits(Call):
-    """The number of parts of each request's keys."""
-
-    seq_lens: Tensor = arg("B", INDEX)
-    _: KW_ONLY
-    rule: str = arg(choices=SPLIT_RULES)
-    max_splits: int = arg(least=1)
-    tile: int = arg(default=256, least=1)
-    q_heads: int = arg(default=1, least=1)
-    kv_heads: int = arg(default=1, least=1)
-    num_sms: int = arg(default=1, least=1)
-    policy: str = ""
-
-
-NUM_KV_SPLITS = define(Op(NumKVSplits, data.num_kv_splits, about="how many parts a request's keys are split into"))
-
-
-def num_kv_splits(
-    seq_lens: Tensor, *, rule: str, max_splits: int, tile: int = 256, q_heads: int = 1, kv_heads: int = 1, num_sms: int = 1
-) -> Tensor:
-    """int32 `[B]`: into how many parts a split-KV decode cuts each request's keys. seq_lens: `[B]` tokens.
-
-    rule "static": max_splits for every request. "deterministic": ceil(length / tile), a function of the request's own length, so
-    that results do not depend on batch mates. "balanced": about two blocks an SM in all, shared in proportion to length; a block
-    serves 16 query heads of one key head. The last two give at least 1 and at most max_splits. Raises InvalidInput.
-    """
-    out: Tensor = NUM_KV_SPLITS(NumKVSplits(
-        seq_lens, rule=rule, max_splits=max_splits, tile=tile, q_heads=q_heads, kv_heads=kv_heads, num_sms=num_sms,
-        policy=active_policy(),
-    ))  # fmt: skip
     return out

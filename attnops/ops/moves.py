@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import INDEX, INT32, KW_ONLY, QUERY, STORED, Call, Result, Sizes, arg, need, record
+from attnops.call import INDEX, KW_ONLY, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
 from attnops.reference import moves
@@ -68,72 +68,3 @@ def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Ten
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     COPY_KV(CopyKV(k_pages, v_pages, source, target, policy=key_for("copy_kv", kernel)))
-
-
-def _starts(call: Any, sizes: Sizes) -> None:
-    need(sizes["starts"] >= 1, "cu_seqlens_q.shape[0]", sizes["starts"], ">= 1")
-
-
-@record(
-    "pad_queries",
-    Result("", "starts - 1, max_seqlen_q, H, D", "query"),
-    rules=_starts,
-    problem={"q_heads": "H", "batch": "starts - 1"},
-)
-class PadQueries(Call):
-    """Ragged queries to a rectangle."""
-
-    query: Tensor = arg("T, H, D", QUERY, unit_stride=True)
-    cu_seqlens_q: Tensor = arg("starts", INT32)
-    _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    policy: str = ""
-
-
-PAD = define(Op(PadQueries, moves.pad_queries, about="ragged queries to a rectangle"))
-
-
-def pad_queries(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, kernel: str | None = None) -> Tensor:
-    """`[B, max_seqlen_q, H, D]`, the query's dtype: ragged queries as a rectangle, for kernels that want one (draft extend). No gradient.
-
-    Args:
-        query: `[T, H, D]`, float or float8_e4m3fn, the tokens of all requests one after the other.
-        cu_seqlens_q: int32 `[B + 1]`; request b owns tokens `cu[b]:cu[b + 1]`. Tokens past `cu[B]` are dropped.
-        max_seqlen_q: tokens a request has room for, a host int. What a request has beyond it is dropped; what is left over is 0.
-
-    Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
-    """
-    out: Tensor = PAD(PadQueries(query, cu_seqlens_q, max_seqlen_q=max_seqlen_q, policy=key_for("pad_queries", kernel)))
-    return out
-
-
-@record("unpad_queries", Result("", "num_tokens, H, D", "padded"), problem={"q_heads": "H", "tokens": "num_tokens", "queries": "S"})
-class UnpadQueries(Call):
-    """A rectangle of queries or results back to ragged tokens."""
-
-    padded: Tensor = arg("B, S, H, D", QUERY, unit_stride=True)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
-    _: KW_ONLY
-    num_tokens: int = arg(least=0, symbolic=True)
-    policy: str = ""
-
-
-UNPAD = define(Op(UnpadQueries, moves.unpad_queries, about="a rectangle of queries or results back to ragged tokens"))
-
-
-def unpad_queries(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, kernel: str | None = None) -> Tensor:
-    """`[num_tokens, H, D]`, dtype of `padded`: the way back from `pad_queries`. No gradient.
-
-    Args:
-        padded: `[B, max_seqlen_q, H, D]`, float or float8_e4m3fn; what lies past a request's end is not read.
-        cu_seqlens_q: int32 `[B + 1]`, as in `pad_queries`.
-        num_tokens: T, a host int. Tokens past `cu[B]`, and those past max_seqlen_q of a request, are 0.
-
-    Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
-    """
-    out: Tensor = UNPAD(UnpadQueries(padded, cu_seqlens_q, num_tokens=num_tokens, policy=key_for("unpad_queries", kernel)))
-    return out

@@ -125,13 +125,6 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     return compact(torch.where(real & (page >= 0), page * page_size + at % page_size, -1))
 
 
-def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> Tensor:
-    """`[B, ceil(N / page_size)]` int32."""
-    first = token_table[:, ::page_size][rows.long()]
-    used = torch.arange(first.shape[1], device=first.device)[None] * page_size < seq_lens[:, None]
-    return compact(torch.where(used, torch.div(first, page_size, rounding_mode="floor"), 0).to(torch.int32))
-
-
 def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> tuple[Tensor, Tensor, Tensor]:
     """(indptr `[B + 1]`, indices `[B * M]`, last_page_len `[B]`), all int32."""
     batch, width = page_table.shape
@@ -222,31 +215,6 @@ def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
     """A plan of zeros, which is none: kernels that plan refuse it, the others do not read it."""
     plan.zero_()
-
-
-def num_kv_splits(
-    seq_lens: Tensor,
-    *,
-    rule: str,
-    max_splits: int,
-    tile: int = 256,
-    q_heads: int = 1,
-    kv_heads: int = 1,
-    num_sms: int = 1,
-    policy: str = "",
-) -> Tensor:
-    """`[B]` int32; the three rules are told in `attnops.num_kv_splits`."""
-    lens = seq_lens.long()
-    if rule == "static":
-        return torch.full(lens.shape, max_splits, dtype=torch.int32, device=lens.device)
-    tiles = torch.div(lens + tile - 1, tile, rounding_mode="floor").clamp(min=1)
-    if rule == "deterministic":
-        return compact(tiles.clamp(max=max_splits).to(torch.int32))
-    # As many blocks as the GPU holds, shared among requests in proportion to their lengths: long requests get more splits.
-    blocks_per_split = kv_heads * -(-q_heads // kv_heads // 16)
-    total = lens.sum().clamp(min=1)
-    share = torch.div(lens * num_sms * 2 + total * blocks_per_split - 1, total * blocks_per_split, rounding_mode="floor")
-    return compact(torch.minimum(share.clamp(min=1, max=max_splits), tiles).to(torch.int32))
 
 
 def schedule_words(batch: int) -> int:

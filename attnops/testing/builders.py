@@ -229,11 +229,3 @@ def merge_states(
         "lses": source.normal(tokens, parts, heads, spread=4.0).masked_fill(hidden, float("-inf")),
     }
     return _fresh("merge_states", arguments, {"outputs": hidden[..., None]}, stale)
-
-
-def token_table(source: Source, rows: int, width: int, page_size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """`[rows, width]` slots of every token; a page's slots are contiguous and start at a multiple of page_size."""
-    columns = -(-width // page_size)
-    pages = torch.tensor(source.permutation(rows * columns + 3)[: rows * columns], dtype=torch.int64).reshape(rows, columns)
-    slots = pages[:, :, None] * page_size + torch.arange(page_size)
-    return slots.reshape(rows, columns * page_size)[:, :width].to(dtype).to(source.device)

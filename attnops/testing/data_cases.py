@@ -105,11 +105,6 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         table = source.ints((5, 2, -1, 0, 7, 3, 1, -1, 6)).reshape(3, 3)
         return {"positions": source.ints(positions, dtype), "rows": source.ints(rows, dtype), "page_table": table, "page_size": page}
 
-    def pages(source: Source, page: int, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        table = builders.token_table(source, len(lens) + 2, 7, page, dtype)
-        rows = source.ints(source.permutation(len(lens) + 2)[: len(lens)], dtype)
-        return {"token_table": table, "rows": rows, "seq_lens": source.ints(lens, dtype), "page_size": page}
-
     def indices(source: Source, page: int, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         table = source.ints(source.permutation(len(lens) * 5)).reshape(len(lens), 5)
         return {"page_table": table, "seq_lens": source.ints(lens, dtype), "page_size": page}
@@ -129,10 +124,6 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         table = source.ints(ids).reshape(batch, width)
         tables = {"page_table": table, "seq_lens": source.ints(lengths), "cu_seqlens_q": source.cumulative(q_lens)}
         return {**tables, "num_pages": batch * width, "page_size": page, **more}
-
-    def splits(source: Source, rule: str, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        more = {"tile": 64, "q_heads": 40, "kv_heads": 2, "num_sms": 13} if rule == "balanced" else {}
-        return {"seq_lens": source.ints([100 * n for n in lens], dtype), "rule": rule, "max_splits": 8, **more}
 
     def schedule(source: Source, lens: tuple[int, ...], flags: dict[str, Any]) -> dict[str, Any]:
         sizes = {"page_size": 16, "q_heads": 8, "kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "max_pages": 9, "max_seqlen_q": 5}
@@ -160,12 +151,10 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "cu_seqlens": grid("cu_seqlens", lambda s, lens, dtype: {"lengths": s.ints(lens, dtype)}, lens=lengths, dtype=ints),
         "token_rows": grid("token_rows", rows, lens=lengths, more=(0, 3)),
         "slot_mapping": grid("slot_mapping", slots, page=(1, 3, 16), dtype=ints),
-        "page_table": grid("page_table", pages, lens=lengths, page=(1, 3, 16), dtype=ints),
         "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
         "fa3_schedule": grid("fa3_schedule", schedule, lens=lengths, flags=flags),
         "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False), heads=heads),
         "named_pages": grid("named_pages", named, holes=places, q_lens=queries, more=ways),
-        "num_kv_splits": grid("num_kv_splits", splits, rule=("static", "deterministic", "balanced"), lens=lengths, dtype=ints),
     }
 
 

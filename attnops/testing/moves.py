@@ -1,4 +1,4 @@
-"""Builders and problem grid of the ops that move rows: `copy_kv`, `pad_queries`, `unpad_queries`."""
+"""Builder and problem grid of `copy_kv`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from attnops.testing.builders import past
 from attnops.testing.inputs import Call, Case, Features, Source
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -41,30 +40,6 @@ def _stored(source: Source, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype == U8:
         return source.stored(*shape, dtype=INT8).view(U8)
     return source.stored(*shape, dtype=dtype)
-
-
-def pad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, slack: int = 0) -> Call:
-    """`pad_queries`. padding: tokens past the last request, free. slack: room past the longest request."""
-    tokens = sum(q_lens) + padding
-    arguments = {
-        "query": source.stored(tokens, f.q_heads, f.head_dim, dtype=f.dtype),
-        "cu_seqlens_q": source.cumulative(q_lens),
-        "max_seqlen_q": max(0, max(q_lens, default=0) + slack),
-    }
-    return Call("pad_queries", arguments, {"query": past(source, sum(q_lens), tokens, 3)})
-
-
-def unpad(source: Source, q_lens: Sequence[int], f: Features, padding: int = 2, slack: int = 0) -> Call:
-    """`unpad_queries`, as `pad`; rows past a request's end are free."""
-    # opcheck cannot copy a tensor with two sizes of 0.
-    width = max(0, max(q_lens, default=1) + slack)
-    beyond = torch.arange(width, device=source.device)[None] >= source.ints(q_lens)[:, None]
-    arguments = {
-        "padded": source.stored(len(q_lens), width, f.q_heads, f.head_dim, dtype=f.dtype),
-        "cu_seqlens_q": source.cumulative(q_lens),
-        "num_tokens": sum(q_lens) + padding,
-    }
-    return Call("unpad_queries", arguments, {"padded": beyond[..., None, None]})
 
 
 # Slots of 4 pages of 3: moved up, turned about, one to many, some of them skipped.
@@ -104,26 +79,6 @@ def _copies() -> tuple[Case, ...]:
     return tuple(Case("copy_kv", n, build) for n, build in (plain | more).items())
 
 
-LENGTHS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": (), "even": (2, 2, 2)}
-
-
-def _rows(op: str, build: Callable[..., Call]) -> tuple[Case, ...]:
-    def bound(*given: Any) -> Build:
-        return lambda source: build(source, *given)
-
-    points = {f"{n}-{padding}": bound(lens, Features(), padding) for n, lens in LENGTHS.items() for padding in (0, 3)}
-    ragged = LENGTHS["ragged"]
-    for name, f in {
-        "float16": Features(dtype=F16), "bfloat16_d128": Features(dtype=BF16, head_dim=128, q_heads=16), "float64": Features(dtype=F64),
-        "float8": Features(dtype=E4M3), "latent": Features(dtype=BF16, head_dim=576, q_heads=16), "odd": Features(head_dim=17, q_heads=3),
-    }.items():  # fmt: skip
-        points[name] = bound(ragged, f)
-    points |= {"wider": bound(ragged, Features(dtype=BF16), 2, 3), "cut": bound(ragged, Features(dtype=BF16), 2, -2)}
-    return tuple(Case(op, n, point) for n, point in points.items())
-
-
 MOVE_CASES: dict[str, tuple[Case, ...]] = {
     "copy_kv": _copies(),
-    "pad_queries": _rows("pad_queries", pad),
-    "unpad_queries": _rows("unpad_queries", unpad),
 }

@@ -41,16 +41,10 @@ def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = Fal
 def table(op: str, batch: int, width: int, page: int) -> Call:
     s = source()
     lens = s.ints([(i * 7919) % (width * page + 1) for i in range(batch)])
-    if op == "num_kv_splits":
-        return Call(op, {"seq_lens": lens, "rule": "balanced", "max_splits": 32, "q_heads": 32, "kv_heads": 8, "num_sms": 132})
-    if op == "kv_indices":
-        return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
-    tokens = builders.token_table(s, batch + 2, width * page, page)
-    return Call(op, {"token_table": tokens, "rows": s.ints(s.permutation(batch + 2)[:batch]), "seq_lens": lens, "page_size": page})
+    return Call(op, {"page_table": s.ints(s.permutation(batch * width)).reshape(batch, width), "seq_lens": lens, "page_size": page})
 
 
-TABLES = ("page_table", "kv_indices", "num_kv_splits")
-Q_LENS = tuple((i * 5) % 9 for i in range(700))
+TABLES = ("kv_indices",)
 CALLS: dict[str, Callable[[], Call]] = {
     **{f"write_kv_{n}": lambda n=n: write(LLAMA, n) for n in (1, 3, 64, 512, 4096, 30000)},
     **{f"write_kv_page_{n}": lambda n=n: write(LLAMA, 1000, n) for n in (1, 48, 64, 256)},
@@ -67,9 +61,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "copy_kv_float8": lambda: copy(100, 8, replace(LLAMA, kv_dtype=E4M3)),
     "copy_kv_latents": lambda: copy(33, 8, Features(dtype=BF16, head_dim=576), True),
     "copy_kv_latents_packed": lambda: copy(300, 8, Features(kv_dtype=torch.uint8, head_dim=656), True),
-    "pad_queries": lambda: moves.pad(source(), Q_LENS, LLAMA),
-    "unpad_queries": lambda: moves.unpad(source(), Q_LENS, LLAMA),
-    "unpad_queries_latent": lambda: moves.unpad(source(), Q_LENS[:90], Features(dtype=BF16, head_dim=512, q_heads=128)),
     **{f"{op}_{b}": lambda op=op, b=b: table(op, b, 512, 16) for op in TABLES for b in (1, 64, 2000)},
 }
 
@@ -129,8 +120,7 @@ FIRST_USES = {
     name: CALLS[name]
     for name in (
         "write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000", "pad_queries",
-        "unpad_queries", "page_table_64", "kv_indices_64", "num_kv_splits_64",
-    )
+        )
 }  # fmt: skip
 
 

@@ -174,12 +174,6 @@ def copy(draw):
 
 
 @st.composite
-def rows(draw, build):
-    slack = draw(st.sampled_from([0, 0, 1, -1]))
-    return build(source(draw), draw(LENGTHS), draw(features()), draw(st.integers(0, 2)), slack)
-
-
-@st.composite
 def metadata(draw, op):
     return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
 
@@ -223,16 +217,12 @@ CALLS = {
             "cu_seqlens",
             "token_rows",
             "slot_mapping",
-            "page_table",
             "kv_indices",
             "decode_rows",
-            "num_kv_splits",
             "named_pages",
         )
     },
     "copy_kv": copy(),
-    "pad_queries": rows(moves.pad),
-    "unpad_queries": rows(moves.unpad),
     "fa3_schedule": metadata("fa3_schedule"),
     **{op: metadata(op) for op in ("plan_paged_attention", "plan_mla_attention")},
 }

@@ -179,14 +179,10 @@ DIMS = {
     "cu_seqlens": {"lengths": "B"},
     "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
     "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},
-    "page_table": {"token_table": "RN", "rows": "B", "seq_lens": "B"},
     "kv_indices": {"page_table": "BW", "seq_lens": "B"},
     "named_pages": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_pages": "P"},
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
-    "num_kv_splits": {"seq_lens": "B"},
     "copy_kv": {"k_pages": "LP...", "v_pages": "LP...", "source": "N", "target": "N"},
-    "pad_queries": {"query": "T..", "cu_seqlens_q": "C", "max_seqlen_q": "Q"},
-    "unpad_queries": {"padded": "BQ..", "cu_seqlens_q": "+", "num_tokens": "T"},
     "fa3_schedule": {"seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q", "max_pages": "W"},
     **{
         f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}

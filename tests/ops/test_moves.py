@@ -1,6 +1,4 @@
-"""`copy_kv`, `pad_queries` and `unpad_queries` against loops that know nothing of the reference."""
-
-from itertools import pairwise
+"""`copy_kv` against loops that know nothing of the reference."""
 
 import pytest
 import torch
@@ -54,52 +52,5 @@ def test_one_layer_and_latents():
     assert torch.equal(pages, want)
 
 
-@given(data=st.data())
-@settings(max_examples=40)
-def test_pads(data):
-    t = data.draw(CALLS["pad_queries"]).arguments
-    query, cu, width = t["query"], t["cu_seqlens_q"], t["max_seqlen_q"]
-    padded = ops.pad_queries(query, cu, max_seqlen_q=width)
-    assert padded.shape == (cu.shape[0] - 1, width, *query.shape[1:]) and padded.dtype == query.dtype
-    for b, (first, end) in enumerate(pairwise(cu.tolist())):
-        n = min(end - first, width)
-        assert torch.equal(raw(padded[b, :n]), raw(query[first : first + n]))
-        assert not raw(padded[b, n:]).any()
-
-
-@given(data=st.data())
-@settings(max_examples=40)
-def test_unpads(data):
-    t = data.draw(CALLS["unpad_queries"]).arguments
-    padded, cu, tokens = t["padded"], t["cu_seqlens_q"], t["num_tokens"]
-    rows = ops.unpad_queries(padded, cu, num_tokens=tokens)
-    assert rows.shape == (tokens, *padded.shape[2:]) and rows.dtype == padded.dtype
-    for b, (first, end) in enumerate(pairwise(cu.tolist())):
-        n = min(end - first, padded.shape[1])
-        assert torch.equal(raw(rows[first : first + n]), raw(padded[b, :n]))
-        assert not raw(rows[first + n : end]).any()
-    assert not raw(rows[int(cu[-1]) :]).any()
-
-
-def test_there_and_back():
-    query, cu = torch.randn(9, 2, 4).to(torch.bfloat16), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-    padded = ops.pad_queries(query, cu, max_seqlen_q=5)
-    assert torch.equal(ops.unpad_queries(padded, cu, num_tokens=9), query)
-    assert torch.equal(ops.unpad_queries(padded, cu, num_tokens=11)[:9], query)
-
-
-def test_padding_is_fused_by_the_compiler():
-    """Plain torch ops lowered in place: one loop with what stands around them, and no call."""
-    from torch._inductor.utils import run_and_get_code
-
-    def step(query, cu):
-        return ops.pad_queries(query * 2, cu, max_seqlen_q=5) + 1
-
-    query, cu = torch.randn(9, 2, 4), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-    got, codes = run_and_get_code(torch.compile(step, fullgraph=True), query, cu)
-    assert torch.equal(got, step(query, cu))
-    assert "attnops.pad_queries" not in codes[0] and codes[0].count("async_compile.cpp_pybinding") == 1
-
-
-def test_where_they_are_told_of():
-    assert all(op in (ROOT / "docs" / "triton.md").read_text() for op in ("copy_kv", "pad_queries", "unpad_queries"))
+def test_where_it_is_told_of():
+    assert "copy_kv" in (ROOT / "docs" / "triton.md").read_text()

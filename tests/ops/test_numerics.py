@@ -484,21 +484,6 @@ def test_slot_mapping(data, dtype, page):
 
 @given(st.data(), DTYPES, PAGES)
 @settings(max_examples=40)
-def test_page_table(data, dtype, page):
-    width, known = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 4))
-    table = builders.token_table(Source(data.draw(st.integers(0, 99))), known, width, page, dtype)
-    rows = data.draw(st.lists(st.integers(0, known - 1), max_size=4))
-    lens = [data.draw(st.integers(0, width)) for _ in rows]
-    want = [
-        [int(table[r, p * page]) // page if p * page < n else 0 for p in range(-(-width // page))] for r, n in zip(rows, lens, strict=True)
-    ]
-    got = ops.page_table(table, torch.tensor(rows, dtype=dtype), torch.tensor(lens, dtype=dtype), page_size=page)
-    assert (got.dtype, got.shape) == (torch.int32, (len(rows), -(-width // page)))
-    assert got.tolist() == want
-
-
-@given(st.data(), DTYPES, PAGES)
-@settings(max_examples=40)
 def test_kv_indices(data, dtype, page):
     batch, width = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
     table = [[data.draw(st.integers(0, 99)) for _ in range(width)] for _ in range(batch)]
@@ -512,35 +497,6 @@ def test_kv_indices(data, dtype, page):
     assert indices.tolist() == used + [0] * (batch * width - len(used))
     assert last.tolist() == [(n - 1) % page + 1 if n else 0 for n in lens]
     assert {t.dtype for t in (indptr, indices, last)} == {torch.int32}
-
-
-@given(st.lists(st.integers(0, 100_000), max_size=6), st.integers(1, 16), st.sampled_from([64, 256]), DTYPES)
-@settings(max_examples=40)
-def test_num_kv_splits(lens, most, tile, dtype):
-    seq_lens = torch.tensor(lens, dtype=dtype)
-
-    def splits(rule, **more):
-        got = ops.num_kv_splits(seq_lens, rule=rule, max_splits=most, tile=tile, **more)
-        assert got.dtype == torch.int32
-        return got.tolist()
-
-    tiles = [min(most, max(1, -(-n // tile))) for n in lens]
-    assert splits("static") == [most] * len(lens)
-    assert splits("deterministic") == tiles
-    # Balanced: a request's share of twice the SMs, in blocks of 16 query heads of one key head, never more than one split a tile.
-    q_heads, kv_heads, sms = 40, 2, 132
-    blocks = kv_heads * math.ceil(q_heads / kv_heads / 16)
-    total = max(1, sum(lens))
-    want = [min(t, max(1, math.ceil(n * sms * 2 / (total * blocks)))) for n, t in zip(lens, tiles, strict=True)]
-    assert splits("balanced", q_heads=q_heads, kv_heads=kv_heads, num_sms=sms) == want
-
-
-@given(st.lists(st.integers(1, 5000), min_size=2, max_size=6), st.integers(1, 16))
-@settings(max_examples=20)
-def test_deterministic_splits_do_not_depend_on_batch_mates(lens, most):
-    together = ops.num_kv_splits(torch.tensor(lens), rule="deterministic", max_splits=most).tolist()
-    alone = [ops.num_kv_splits(torch.tensor([n]), rule="deterministic", max_splits=most).item() for n in lens]
-    assert together == alone
 
 
 # Other promises of the public functions -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import package as _sgl
-from attnops.ops import LatentSpec, mla_attention, pad_queries, unpad_queries
+from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent
 from attnops.testing.latent import DEEPSEEK, SMALL
@@ -116,6 +116,20 @@ def run(name: str, given: Call) -> torch.Tensor:
     made = equip(KERNELS[name], given)
     getattr(torch.ops.attnops.mla_attention, name)(*made.args, **made.kwargs)
     return made.arguments["output"]
+
+
+def pad_queries(query: torch.Tensor, cu: torch.Tensor, *, max_seqlen_q: int) -> torch.Tensor:
+    """Ragged `[T, H, D]` as a rectangle `[B, max_seqlen_q, H, D]`, 0 past a request's end."""
+    at = cu[:-1, None] + torch.arange(max_seqlen_q)
+    real = at < cu[1:, None]
+    return torch.where(real[..., None, None], query[torch.where(real, at, 0)], 0)
+
+
+def unpad_queries(padded: torch.Tensor, cu: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
+    """The way back."""
+    rows = token_rows(cu, num_tokens)
+    real, rows = rows >= 0, rows.clamp(min=0)
+    return torch.where(real[:, None, None], padded[rows, torch.where(real, torch.arange(num_tokens) - cu[rows], 0)], 0)
 
 
 def extend(name: str, accepted: tuple[int, ...]) -> None:

@@ -26,8 +26,8 @@ SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
-MOVES = ("copy_kv", "pad_queries", "unpad_queries")
-TABLES = ("page_table", "kv_indices", "num_kv_splits", "decode_rows", "named_pages")
+MOVES = ("copy_kv",)
+TABLES = ("kv_indices", "decode_rows", "named_pages")
 DATA = (*WRITES, *MOVES, *TABLES)
 
 
@@ -167,8 +167,6 @@ def spread(source):
         "write_latent": latent.write_latent(source, (7, -1, 0, 11), 4, 3, small),
         "write_latent_packed": sparse.write_packed(source, (7, -1, 0, 11), 4, 3, sparse.PACKABLE),
         "copy_kv": moves.copy(source, moves.PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
-        "pad_queries": moves.pad(source, (3, 0, 2), Features(dtype=F16)),
-        "unpad_queries": moves.unpad(source, (3, 0, 2), Features(dtype=F16)),
         **{op: CASES[op][0].call() for op in TABLES},
     }
 
@@ -216,35 +214,16 @@ def test_copies_that_overlap(entries):
 
 
 @interpreted
-def test_many_rows():
-    for lens in ((300, 0, 1, 77), (1,) * 50, (0,) * 9 + (4,)):
-        f = Features(dtype=BF16, head_dim=128, q_heads=6)
-        for build in (moves.pad, moves.unpad):
-            check(build(Source(4), lens, f))
-            check_bits(build(Source(4), lens, f, 0))
-
-
-@interpreted
 def test_long_tables():
     source = Source(5)
     for batch, width, page in ((1, 3000, 1), (70, 5, 16), (520, 2, 4), (3, 1025, 64)):
         lens = source.ints([(i * 37) % (width * page + 1) for i in range(batch)])
         table = source.ints(source.permutation(batch * width)).reshape(batch, width)
-        tokens = builders.token_table(source, 4, width * page, page)
+        call = OPS["kv_indices"].call(table, lens, page_size=page)
         with pretend(SM90):
-            for name, given in {
-                "kv_indices": ((table, lens), {"page_size": page}),
-                "page_table": ((tokens, source.ints([i % 4 for i in range(batch)]), lens), {"page_size": page}),
-                **{rule: ((lens,), {"rule": rule, "max_splits": 16, "q_heads": 32, "kv_heads": 8, "num_sms": 132}) for rule in RULES},
-            }.items():
-                op = name if name in OPS else "num_kv_splits"
-                call = OPS[op].call(*given[0], **given[1])
-                ours, theirs = (kernels_of(op)[k].run(call) for k in ("triton", "reference"))
-                for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, theirs)), strict=True):
-                    assert torch.equal(a, b), name
+            ours, theirs = (kernels_of("kv_indices")[k].run(call) for k in ("triton", "reference"))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
-
-RULES = ("static", "deterministic", "balanced")
 
 # In graphs ------------------------------------------------------------------------------------------------------------
 
@@ -264,19 +243,17 @@ def test_opcheck(op):
 @interpreted
 def test_a_compiled_function_calls_them():
     pages, source, target = torch.randn(2, 4, 3, 2, 8), torch.tensor([0, 1, 5]), torch.tensor([1, 2, 0])
-    query, cu = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
 
-    def step(k, v, query, cu):
+    def step(k, v):
         ops.copy_kv(k, v, source, target)
-        padded = ops.pad_queries(query * 2, cu, max_seqlen_q=3)
-        return ops.unpad_queries(padded + 1, cu, num_tokens=5)
+        return k + v
 
     with torch.no_grad():
-        want_k, want_v = pages.clone(), -pages
-        want = step(want_k, want_v, query, cu)
-        with pretend(SM90), attnops.use(dict.fromkeys(MOVES, "triton")):
-            k, v = pages.clone(), -pages
-            got = torch.compile(step, fullgraph=True)(k, v, query, cu)
+        want_k, want_v = pages.clone(), -2 * pages
+        want = step(want_k, want_v)
+        with pretend(SM90), attnops.use({"copy_kv": "triton"}):
+            k, v = pages.clone(), -2 * pages
+            got = torch.compile(step, fullgraph=True)(k, v)
     for a, b in ((got, want), (k, want_k), (v, want_v)):
         assert torch.equal(a, b)
 
@@ -289,7 +266,7 @@ def test_a_generate_run_compiles_few_kernels():
     """Every number of tokens of one model. The bounds are in docs/triton.md."""
     from attnops.kernels.triton.launch import data as host
 
-    seen = {"store": set(), "pad": set(), "unpad": set()}
+    seen = {"store": set()}
 
     class Recorded:
         def __init__(self, name):
@@ -311,17 +288,14 @@ def test_a_generate_run_compiles_few_kernels():
     try:
         pages = torch.empty(1, 16, 8, 128, dtype=BF16)
         for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
-            slots, cu = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens + 1, dtype=torch.int32)
+            slots = torch.empty(tokens, dtype=torch.int64)
             new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
             ran("write_kv", new, new, pages, pages, slots)
-            ran("pad_queries", new, cu, max_seqlen_q=4)
-            padded = new[:, None].expand(-1, 4, -1, -1)
-            ran("unpad_queries", padded, cu, num_tokens=3 * tokens)
     finally:
         for n, value in before.items():
             setattr(host, n, value)
     print({n: len(found) for n, found in seen.items()})
-    assert {n: len(found) for n, found in seen.items()} == {"store": 3, "pad": 3, "unpad": 3}
+    assert {n: len(found) for n, found in seen.items()} == {"store": 3}
 
 
 VARYING = ("tokens", "rows", "width", "requests", "steps")

@@ -15,7 +15,7 @@ from tests.triton.test_compile import MEMORY, TYPES, compile_for, spilled
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 TYPES |= {torch.int16: "i16", torch.int64: "i64"}
-NAMES = ("store", "pack", "copy", "through", "pad", "unpad", "page_table", "kv_indices", "num_kv_splits")
+NAMES = ("store", "pack", "copy", "through", "kv_indices")
 
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 
@@ -28,26 +28,14 @@ def stored(dtype, tokens=4096):
     return write(Features(dtype=BF16, head_dim=128, kv_heads=8, kv_dtype=dtype), tokens)
 
 
-def rows(build, f=LLAMA):
-    return lambda: build(Source(), (4, 3, 4, 1) * 16, f)
-
-
 def copy(entries, f=LLAMA, latents=False):
     return lambda: moves.copy(Source(), tuple((i, entries - 1 - i) for i in range(entries)), 2, -(-entries // 16), 16, f, latents=latents)
 
 
-def tables(op):
-    def make():
-        source, batch, width = Source(), 64, 256
-        lens = source.ints([17 * i for i in range(batch)])
-        table = source.ints(range(batch * width)).reshape(batch, width)
-        return {
-            "page_table": lambda: (builders.token_table(source, batch, width * 16, 16), source.ints(range(batch)), lens),
-            "kv_indices": lambda: (table, lens),
-            "num_kv_splits": lambda: (lens,),
-        }[op]()
-
-    return lambda: (op, make(), {"rule": "balanced", "max_splits": 16, "num_sms": 132} if op == "num_kv_splits" else {"page_size": 16})
+def indices():
+    source, batch, width = Source(), 64, 256
+    table = source.ints(range(batch * width)).reshape(batch, width)
+    return "kv_indices", (table, source.ints([17 * i for i in range(batch)])), {"page_size": 16}
 
 
 # What is called, and the widest accesses that there are to be, in bits: (load, store).
@@ -73,13 +61,11 @@ CALLS = {
     "copy_kv_256": (copy(256), (128, 128)),
     "copy_kv_1000": (copy(1000), (128, 128)),
     "copy_kv_latents": (copy(64, Features(dtype=BF16, head_dim=576), True), (128, 128)),
-    "pad_queries": (rows(moves.pad), (128, 128)),
-    "unpad_queries": (rows(moves.unpad), (128, 128)),
-    **{op: (tables(op), (32, 32)) for op in ("page_table", "kv_indices", "num_kv_splits")},
+    "kv_indices": (indices, (32, 32)),
 }
 ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
 ELSEWHERE += [(80, "write_latent_quantised")]
-ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64"), (100, "unpad_queries")]
+ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_64")]
 
 
 def launched(made, arch):

@@ -55,33 +55,6 @@ def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Ten
     copy_slots(tuple(p if p.dim() == 5 else p[:, :, :, None] for p in given), source, target)
 
 
-def pad_queries(query: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, policy: str = "") -> Tensor:
-    """See `attnops.ops.pad_queries`."""
-    from attnops.kernels.triton.launch.data import pad_rows
-
-    padded = query.new_empty((cu_seqlens_q.shape[0] - 1, max_seqlen_q, *query.shape[1:]))
-    pad_rows(query, cu_seqlens_q, padded)
-    return padded
-
-
-def unpad_queries(padded: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, policy: str = "") -> Tensor:
-    """See `attnops.ops.unpad_queries`."""
-    from attnops.kernels.triton.launch.data import unpad_rows
-
-    rows = padded.new_empty((num_tokens, *padded.shape[2:]))
-    unpad_rows(padded, cu_seqlens_q, rows)
-    return rows
-
-
-def page_table(token_table: Tensor, rows: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> Tensor:
-    """See `attnops.ops.page_table`."""
-    from attnops.kernels.triton.launch.data import make_page_table
-
-    out = token_table.new_empty((rows.shape[0], -(-token_table.shape[1] // page_size)), dtype=torch.int32)
-    make_page_table(token_table, rows, seq_lens, page_size, out)
-    return out
-
-
 def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> tuple[Tensor, Tensor, Tensor]:
     """See `attnops.ops.kv_indices`."""
     from attnops.kernels.triton.launch.data import make_kv_indices
@@ -133,26 +106,6 @@ def named_pages(
     return table, lengths
 
 
-def num_kv_splits(
-    seq_lens: Tensor,
-    *,
-    rule: str,
-    max_splits: int,
-    tile: int = 256,
-    q_heads: int = 1,
-    kv_heads: int = 1,
-    num_sms: int = 1,
-    policy: str = "",
-) -> Tensor:
-    """See `attnops.ops.num_kv_splits`."""
-    from attnops.kernels.triton.launch.data import make_num_kv_splits
-
-    out = seq_lens.new_empty(seq_lens.shape[0], dtype=torch.int32)
-    blocks = kv_heads * -(-q_heads // kv_heads // 16)
-    make_num_kv_splits(seq_lens, rule, max_splits, tile, 2 * num_sms, blocks, out)
-    return out
-
-
 def _gpu(p: Problem) -> Refusal | None:
     ok = p.target.device == "cuda" and p.target.arch >= 80
     return None if ok else Refusal("target", p.target, "CUDA, sm80 or newer")
@@ -160,7 +113,7 @@ def _gpu(p: Problem) -> Refusal | None:
 
 def _cost_us(p: Problem) -> float:
     """A launch, then bytes over a bandwidth. Tables that Inductor makes as fast, amid what stands around them, are left to it."""
-    if p.op in ("page_table", "num_kv_splits", "named_pages"):
+    if p.op in ("named_pages",):
         return 5.0
     numbers = p.head_dim if p.rope_dim else max(p.kv_heads, p.q_heads, 1) * (p.head_dim + p.v_head_dim)
     return 3.0 + max(p.tokens.hint, 1) * numbers * (p.dtype.itemsize + p.kv_dtype.itemsize) / 3.4e6
@@ -174,12 +127,8 @@ for _op, _run, _needs, _about in (
     ("write_latent", write_latent, (_gpu, one_of("dtype", *FLOATS, *STORED)), "one launch, both parts"),
     ("write_latent_packed", write_latent_packed, WRITES, "one launch, scales and all"),
     ("copy_kv", copy_kv, (_gpu,), "one launch up to 256 slots, then two through a scratch"),
-    ("pad_queries", pad_queries, (_gpu,), "one launch"),
-    ("unpad_queries", unpad_queries, (_gpu,), "one launch"),
-    ("page_table", page_table, (_gpu,), "one launch"),
     ("kv_indices", kv_indices, (_gpu,), "one launch"),
     ("decode_rows", decode_rows, (_gpu, one_of("q_heads", 0)), "one launch, without a schedule"),
-    ("num_kv_splits", num_kv_splits, (_gpu,), "one launch"),
     ("named_pages", named_pages, (_gpu,), "one launch"),
 ):
     register(Kernel("triton", _op, _run, needs=_needs, packages=(PACKAGE,), cost_us=_cost_us, invariant=Invariant(), about=_about))

@@ -1,4 +1,4 @@
-"""Device functions: rows moved as they are, as integers: a copy between slots of all layers, ragged rows to a rectangle and back."""
+"""Device functions: rows moved as integers: a copy between slots of all layers, and the fill of padding rows."""
 
 import triton
 import triton.language as tl
@@ -64,52 +64,6 @@ def through(
         tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
     else:
         tl.store(pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
-
-
-@triton.jit
-def move_rows(row, rows, offset, real, from_ptr, to_ptr, h, d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Row `row` of `to` `[rows, HEADS * D]` is what lies at `offset`, or 0."""
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (column < HEADS * D)[None, :]
-    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
-    x = tl.load(from_ptr + offset[:, None] + at, mask=real[:, None] & inside, other=0)
-    tl.store(to_ptr + (row * (HEADS * D))[:, None] + column[None, :], x, mask=(row < rows)[:, None] & inside)
-
-
-@triton.jit(do_not_specialize=["rows", "width"])
-def pad(
-    starts_ptr, starts_b, from_ptr, to_ptr, rows, width, t, h, d,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (cdiv(rows, BLOCK_R), tiles of a row). from: `[T, HEADS, D]`; to: `[rows = B * width, HEADS * D]`."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = row < rows
-    request = row // width
-    i = row % width
-    begin = tl.load(starts_ptr + request * starts_b, mask=here, other=0)
-    end = tl.load(starts_ptr + (request + 1) * starts_b, mask=here, other=0)
-    real = here & (i < end - begin)
-    move_rows(row, rows, (begin + i) * t, real, from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
-
-
-@triton.jit(do_not_specialize=["rows", "width", "requests", "steps"])
-def unpad(
-    starts_ptr, starts_b, from_ptr, to_ptr, rows, width, requests, steps, b, t, h, d,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (cdiv(rows, BLOCK_R), tiles of a row). from: `[B, width, HEADS, D]`; to: `[rows, HEADS * D]`."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    # How many requests end at or before this token: the one it belongs to.
-    low = tl.zeros([BLOCK_R], tl.int32)
-    high = low + requests
-    for _ in range(steps):
-        middle = (low + high) // 2
-        ended = (tl.load(starts_ptr + (middle + 1) * starts_b, mask=middle < requests, other=2147483647) <= row) & (low < high)
-        low = tl.where(ended, middle + 1, low)
-        high = tl.where(ended, high, middle)
-    owned = (row < rows) & (low < requests)
-    i = row - tl.load(starts_ptr + low * starts_b, mask=owned, other=0)
-    move_rows(row, rows, low.to(tl.int64) * b + i * t, owned & (i < width), from_ptr, to_ptr, h, d, HEADS, D, BLOCK)
 
 
 @triton.jit

@@ -5,24 +5,6 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["batch", "width"])
-def page_table(
-    tokens_ptr, rows_ptr, lengths_ptr, out_ptr, batch, width, tokens_r, tokens_n, rows_b, lengths_b,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (batch, cdiv(width, BLOCK)). tokens: `[R, N]` slots; out: int32 `[batch, width]`, contiguous."""
-    request = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    row = tl.load(rows_ptr + request * rows_b).to(tl.int64)
-    first = column.to(tl.int64) * PAGE
-    used = inside & (first < tl.load(lengths_ptr + request * lengths_b))
-    slot = tl.load(tokens_ptr + row * tokens_r + first * tokens_n, mask=used, other=0)
-    # Rounded down, as the reference divides.
-    page = tl.where(slot < 0, (slot - (PAGE - 1)) // PAGE, slot // PAGE)
-    tl.store(out_ptr + request * width + column, page.to(tl.int32), mask=inside)
-
-
-@triton.jit(do_not_specialize=["batch", "width"])
 def kv_indices(
     table_ptr, lengths_ptr, indptr_ptr, indices_ptr, last_ptr, batch, width, table_b, table_m, lengths_b,
     PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
@@ -148,23 +130,3 @@ def lists(
     if LENGTHS:
         real = real & (column < tl.load(lengths_ptr + token * lengths_t))
     tl.store(out_ptr + token * width + column, tl.where(real, at, -1), mask=column < width)
-
-
-@triton.jit(do_not_specialize=["batch", "most", "tile", "fill", "blocks"])
-def num_kv_splits(
-    lengths_ptr, out_ptr, lengths_b, batch, most, tile, fill, blocks, RULE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: cdiv(batch, BLOCK). fill: blocks the GPU shall be given; blocks: those of one split. See `attnops.ops.num_kv_splits`."""
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(lengths_ptr + b.to(tl.int64) * lengths_b, mask=b < batch, other=0).to(tl.int64)
-    splits = tl.zeros([BLOCK], tl.int64) + most
-    if RULE != "static":
-        splits = tl.minimum(tl.maximum((length + tile - 1) // tile, 1), splits)
-    if RULE == "balanced":
-        sums = tl.zeros([BLOCK], tl.int64)
-        for at in range(0, batch, BLOCK):
-            other = at + tl.arange(0, BLOCK)
-            sums += tl.load(lengths_ptr + other.to(tl.int64) * lengths_b, mask=other < batch, other=0).to(tl.int64)
-        of = tl.maximum(tl.sum(sums, 0), 1) * blocks
-        splits = tl.minimum(tl.maximum((length * fill + of - 1) // of, 1), splits)
-    tl.store(out_ptr + b, splits.to(tl.int32), mask=b < batch)

@@ -18,13 +18,9 @@ store: Any = _store
 pack: Any = _pack
 copy: Any = move.copy
 through: Any = move.through
-pad: Any = move.pad
-unpad: Any = move.unpad
 clear: Any = move.clear
-page_table: Any = tables.page_table
 kv_indices: Any = tables.kv_indices
 by_token: Any = tables.by_token
-num_kv_splits: Any = tables.num_kv_splits
 named_pages: Any = tables.named_pages
 lists: Any = tables.lists
 
@@ -144,45 +140,6 @@ def _copy_through(pool: Tensor, index: dict[str, Any]) -> None:
             )  # fmt: skip
 
 
-def pad_rows(query: Tensor, starts: Tensor, padded: Tensor) -> None:
-    """Write ragged `[T, H, D]` into `[B, width, H, D]`, contiguous; 0 where there is no token."""
-    batch, width, heads, dim = padded.shape
-    if padded.numel() == 0:
-        return
-    tile = tiles.store_tile(batch * width, [heads * dim], query.dtype.itemsize, _gpu(query)[0])
-    with torch.cuda.device_of(query):
-        pad[(-(-batch * width // tile.rows), -(-heads * dim // tile.columns))](
-            starts, starts.stride(0), _bits(query), _bits(padded), batch * width, width, *query.stride(),
-            HEADS=heads, D=dim, BLOCK_R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
-
-
-def unpad_rows(padded: Tensor, starts: Tensor, rows: Tensor) -> None:
-    """Write `[B, width, H, D]` into ragged `[T, H, D]`, contiguous; 0 where there is no request."""
-    (batch, width), (tokens, heads, dim) = padded.shape[:2], rows.shape
-    if rows.numel() == 0:
-        return
-    tile = tiles.store_tile(tokens, [heads * dim], rows.dtype.itemsize, _gpu(rows)[0])
-    with torch.cuda.device_of(rows):
-        unpad[(-(-tokens // tile.rows), -(-heads * dim // tile.columns))](
-            starts, starts.stride(0), _bits(padded), _bits(rows), tokens, width, batch, batch.bit_length(), *padded.stride(),
-            HEADS=heads, D=dim, BLOCK_R=tile.rows, BLOCK=tile.columns, num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
-
-
-def make_page_table(token_table: Tensor, rows: Tensor, lengths: Tensor, page: int, out: Tensor) -> None:
-    """Write `[B, W]` pages of requests from `[R, N]` slots."""
-    batch, width = out.shape
-    if out.numel() == 0:
-        return
-    block = max(64, min(COLUMNS, tiles.power(width)))
-    with torch.cuda.device_of(out):
-        page_table[(batch, -(-width // block))](
-            token_table, rows, lengths, out, batch, width, *token_table.stride(), rows.stride(0), lengths.stride(0),
-            PAGE=page, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
-
-
 def make_kv_indices(table: Tensor, lengths: Tensor, page: int, indptr: Tensor, indices: Tensor, last: Tensor) -> None:
     """Write the compressed rows of page table `[B, M]`."""
     batch, width = table.shape
@@ -232,17 +189,6 @@ def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor)
         lists[(tokens, -(-width // block))](
             indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0),
             LENGTHS=lengths is not None, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
-
-
-def make_num_kv_splits(lengths: Tensor, rule: str, most: int, tile: int, fill: int, blocks: int, out: Tensor) -> None:
-    """Write `[B]` splits. fill: programs the GPU shall be given; blocks: those of one split."""
-    batch = lengths.shape[0]
-    if batch == 0:
-        return
-    with torch.cuda.device_of(lengths):
-        num_kv_splits[(-(-batch // REQUESTS),)](
-            lengths, out, lengths.stride(0), batch, most, tile, fill, blocks, RULE=rule, BLOCK=REQUESTS, num_warps=tiles.WARPS, **OPTIONS
         )  # fmt: skip
 
 
