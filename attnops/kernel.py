@@ -131,7 +131,7 @@ class Kernel:
         """What of `problem` the kernel does not take, wherever it is."""
         out = self._asked("needs", self.needs, problem)
         unknown = [f for f in features(problem) if self.takes.isdisjoint(f.arguments)]
-        reasons = [Refusal(f.field, f.got, f"{f.want}, for the kernel lists no {' or '.join(f.arguments)}") for f in unknown]
+        reasons = [Refusal(f.field, f.got, f.want) for f in unknown]
         reasons += [Refusal(a, "asked for", f"not, for the kernel does not list {a}") for a in sorted(problem.asks - self.takes)]
         reasons += [*self._foreign_dtypes(problem)]
         return out + tuple(r for r in reasons if r.field not in [other.field for other in out])

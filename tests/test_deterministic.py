@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 import torch
 
+from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
 from attnops.kernels.torch import aten_flash, aten_flash_cuda
 from attnops.measured import Table, in_force
+from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target
-from attnops.reference.attention import attention as dense_reference
-from attnops.reference.packed import varlen_attention as varlen_reference
 from attnops.select import Policy, select, select_by, without_sizes
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
@@ -109,18 +109,19 @@ def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
     """Its packed form splits no keys. A window reaches past no request's keys, and so keeps its tiles."""
     longest_keys = []
 
-    def packed(query, key, value, static, cu, longest):
-        longest_keys.append(longest[1])
-        rules = dict(zip(("scale", "causal", "window_left", "window_right"), static, strict=True))
-        most = {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
-        output, lse = varlen_reference(query, key, value, *cu, **most, **rules, return_lse=True)
-        return output, lse.transpose(0, 1)
+    def packed(call, lengths):
+        longest_keys.append(lengths.max_k)
+        given = OPS["varlen_attention"].call(
+            call.query, call.key, call.value, lengths.cu_q, lengths.cu_k, max_seqlen_q=lengths.max_q, max_seqlen_k=lengths.max_k,
+            scale=call.scale, causal=call.causal, window_left=call.window_left, window_right=lengths.right, return_lse=True,
+        )  # fmt: skip
+        return OPS["varlen_attention"].reference(given)
 
     monkeypatch.setattr(aten_flash_cuda, "forward", packed)
     monkeypatch.setattr(aten_flash, "on_cpu", lambda x: False)
     call = builders.dense(Source(1), 3, 5, 9, replace(PLAIN, dtype=F32, window=(window, -1)))
-    found = aten_flash.attention(*call.args, **call.kwargs, policy=POLICY)
-    for got, want in zip(found, dense_reference(*call.args, **call.kwargs), strict=True):
+    found = aten_flash.attention(changed(call.record, policy=POLICY))
+    for got, want in zip(found, OPS["attention"].reference(call.record), strict=True):
         assert got.stride() == want.stride()
         torch.testing.assert_close(got, want)
     assert longest_keys[0] > window + 1

@@ -70,7 +70,7 @@ for line, count in kernel_lines(set()).items():
 @pytest.mark.slow
 def test_readme_blocks_run_and_compile_to_the_lines_shown():
     printed = ready_process("\n".join(blocks(README)) + GRAPH)
-    assert "not plain: causal=True (wants False, for the kernel lists no causal)" in printed
+    assert "not plain: causal=True (wants False)" in printed
     assert printed.split("compiled to\n")[1].strip() == part(README, "graph").strip()
 
 

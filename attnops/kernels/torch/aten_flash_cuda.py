@@ -6,79 +6,99 @@ flash_api.cpp: lse comes heads first, natural, +inf for a query that sees no key
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
+from attnops.call import changed
+from attnops.kernel import deterministic
 from attnops.measured import Roofline
 from attnops.package import _installed
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import compact
+from attnops.reference.attention import compact, no_lse
 
-Static = tuple[float, bool, int, int]
-"""scale, causal, and the window's left and right."""
+if TYPE_CHECKING:
+    from attnops.ops.dense import Attention, AttentionBackward
+    from attnops.ops.varlen import VarlenAttention, VarlenAttentionBackward
 
-Pair = tuple[Tensor, Tensor]
 INF = float("inf")
 PACK, HALVES = 16, 8
 """Bytes that are moved at a time, and numbers."""
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, static: Static, cu: Pair | None = None, longest: tuple[int, int] = (0, 0)
-) -> tuple[Tensor, Tensor]:
-    """(output contiguous, lse heads first). Dense `[B, S, H, D]`, or packed `[T, H, D]` with `cu` and the `longest` request."""
-    scale, causal, left, right = static
-    cu_q, cu_k, max_q, max_k, right = _lengths(query, key, static, cu, longest)
-    q, k, v = (_in_packs(x) for x in (query, key, value))
+class Lengths(NamedTuple):
+    """The lengths of a call as aten takes them.
+
+    cu_q, cu_k: cumulative lengths of packed requests, None for a dense call. max_q, max_k: queries and keys of the longest request.
+    right: the window's right side.
+    """
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    max_q: int
+    max_k: int
+    right: int
+
+
+def dense(call: Attention | AttentionBackward) -> Lengths:
+    """Of `[B, S, H, D]`."""
+    return Lengths(None, None, call.query.shape[1], call.key.shape[1], call.window_right)
+
+
+def varlen(call: VarlenAttention | VarlenAttentionBackward) -> Lengths:
+    """Of `[T, H, D]`."""
+    return _packed(call, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
+
+
+def _packed(call: Attention | VarlenAttention | VarlenAttentionBackward, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Lengths:
+    left, right = call.window_left, call.window_right
+    if deterministic(call.policy):
+        max_k = max(max_k, left + 2)  # a window that reaches past all keys is none to the kernel, which has other tiles then
+    if right >= 0 and not call.causal:
+        # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
+        right = -1 if right >= max_q + max_k else right
+        max_k = max(max_k, right + 1)
+    if left >= 0 and right < 0 and not call.causal:
+        # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
+        max_k += max_q
+    # With one query a request aten counts the requests instead of the tokens, and some may have none.
+    return Lengths(cu_q.contiguous(), cu_k.contiguous(), max(max_q, 2), max_k, right)
+
+
+def attention(call: Attention) -> tuple[Tensor, Tensor]:
+    """See `attnops.attention`.
+
+    A deterministic call goes as packed requests, whose keys are never split; the splits of a dense call follow from its rows.
+    """
+    if not deterministic(call.policy):
+        return forward(call, dense(call))
+    query, key = call.query, call.key
+    at = torch.arange(query.shape[0] + 1, device=query.device, dtype=torch.int32)
+    lengths = _packed(call, at * query.shape[1], at * key.shape[1], query.shape[1], key.shape[1])
+    flat = changed(call, query=query.flatten(0, 1), key=key.flatten(0, 1), value=call.value.flatten(0, 1))
+    output, lse = forward(flat, lengths)
+    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3]) if call.return_lse else lse
+
+
+def forward(call: Attention | VarlenAttention, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """(output, lse), contiguous."""
+    q, k, v = _in_packs(call.query), _in_packs(call.key), _in_packs(call.value)
     output, lse = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale, window_size_left=left, window_size_right=right
-    )[:2]
-    return _plain(output), lse
+        q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
+        window_size_right=lengths.right,
+    )[:2]  # fmt: skip
+    return _plain(output), _turned(lse, -INF) if call.return_lse else no_lse(call.query)
 
 
-def row_by_row(query: Tensor, key: Tensor, value: Tensor, static: Static) -> tuple[Tensor, Tensor]:
-    """`forward` of dense calls, as packed ones: those never split their keys, where a dense call's splits follow from its rows."""
-    batch, queries, heads, _ = query.shape
-    at = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
-    longest = queries, keys_of(key.shape[1], static)
-    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    output, lse = forward(q, k, v, static, (at * queries, at * key.shape[1]), longest)
-    return output.view(batch, queries, heads, -1), lse.view(heads, batch, queries).transpose(0, 1)
-
-
-def keys_of(longest: int, static: Static) -> int:
-    """The longest request's keys as a deterministic policy has it: a window that reaches past all of them is none to the kernel."""
-    return max(longest, static[2] + 2)
-
-
-def steady(p: Problem) -> Refusal | None:
-    """Under a deterministic policy: tiles do not follow from the longest request."""
-    if p.target.device != "cuda":
-        return Refusal("device", p.target.device, "cuda (policy.deterministic)")
-    return Refusal("window", p.window, "none, or causal (policy.deterministic)") if p.windowed and not p.causal else None
-
-
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    static: Static,
-    cu: Pair | None = None,
-    longest: tuple[int, int] = (0, 0),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous. lse as the op keeps it."""
-    scale, causal, left, right = static
-    cu_q, cu_k, max_q, max_k, right = _lengths(query, key, static, cu, longest)
-    g, q, k, v, o = (_in_packs(x) for x in (grad_output.to(query.dtype), query, key, value, output))
-    turned = lse.transpose(-1, -2)
-    z = torch.nan_to_num(turned, nan=float("nan"), posinf=INF, neginf=INF, out=lse.new_empty(turned.shape))
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout is on
+def backward(call: AttentionBackward | VarlenAttentionBackward, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous."""
+    given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
+    seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward.default(
-        g, q, k, v, o, z, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, seed, scale=scale, window_size_left=left, window_size_right=right
-    )
+        *map(_in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
+        window_size_left=call.window_left, window_size_right=lengths.right,
+    )  # fmt: skip
     return _plain(grad_q), _plain(grad_k), _plain(grad_v)
 
 
@@ -87,10 +107,10 @@ def _plain(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
 
 
-def tokens_first(lse: Tensor) -> Tensor:
-    """`[..., Hq, S]` of the kernel -> `[..., S, Hq]` contiguous, -inf where no key is seen."""
+def _turned(lse: Tensor, unseen: float) -> Tensor:
+    """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
     turned = lse.transpose(-1, -2)
-    return torch.nan_to_num(turned, nan=float("nan"), posinf=-INF, neginf=-INF, out=lse.new_empty(turned.shape))
+    return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
 
 
 def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
@@ -105,25 +125,6 @@ def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
         x.masked_fill_(past.view(-1, *[1] * (x.dim() - 1)), fill)
 
 
-def _lengths(
-    query: Tensor, key: Tensor, static: Static, cu: Pair | None, longest: tuple[int, int]
-) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-    """(cu_q, cu_k, most queries, most keys, window's right) as aten takes them."""
-    _, causal, left, right = static
-    if cu is None:
-        return None, None, query.shape[1], key.shape[1], right
-    max_q, max_k = longest
-    if right >= 0 and not causal:
-        # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
-        right = -1 if right >= max_q + max_k else right
-        max_k = max(max_k, right + 1)
-    if left >= 0 and right < 0 and not causal:
-        # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
-        max_k += max_q
-    # With one query a request aten counts the requests instead of the tokens, and some may have none.
-    return cu[0].contiguous(), cu[1].contiguous(), max(max_q, 2), max_k, right
-
-
 def _in_packs(x: Tensor) -> Tensor:
     """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
     if x.is_contiguous():  # the head dim is a multiple of 8
@@ -132,6 +133,13 @@ def _in_packs(x: Tensor) -> Tensor:
         *steps, last = x.stride()
         odd = last != 1 or x.data_ptr() % PACK or any(n % HALVES for n in steps)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
+
+
+def steady(p: Problem) -> Refusal | None:
+    """Under a deterministic policy: tiles do not follow from the longest request."""
+    if p.target.device != "cuda":
+        return Refusal("device", p.target.device, "cuda (policy.deterministic)")
+    return Refusal("window", p.window, "none, or causal (policy.deterministic)") if p.windowed and not p.causal else None
 
 
 def limits(p: Problem) -> Refusal | None:

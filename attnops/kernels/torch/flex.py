@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, deterministic, device, dtypes, register, without
+from attnops.kernel import Invariant, Kernel, Need, deterministic, device, register
+from attnops.kernels.torch.sdpa import drop_unseen
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, no_lse, same_chunk
@@ -24,105 +25,64 @@ from attnops.reference.packed import lengths_of, rows_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from attnops.ops.dense import Attention
+    from attnops.ops.varlen import VarlenAttention
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    return_lse: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+BLOCK = 128
+WARP_GROUPS = (90, 100, 103, 110)
+Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attention(call: Attention) -> tuple[Tensor, Tensor]:
     """See `attnops.attention`."""
+    query, key, value, mask, rules = call.query, call.key, call.value, call.mask, Rules.of(call)
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     full = torch.full((batch,), keys, device=query.device, dtype=torch.int64)
-    end = full if kv_end is None else kv_end.long()
-    start = torch.zeros_like(full) if kv_start is None else kv_start.long()
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
+    end = full if call.kv_end is None else call.kv_end.long()
+    start = torch.zeros_like(full) if call.kv_start is None else call.kv_start.long()
     if mask is not None:
         mask = mask.detach().expand(batch, query.shape[2], queries, keys)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= start[b]) & (j < end[b]) & _near(i + end[b] - queries, j, rules)
 
-    ranged = kv_start is not None or kv_end is not None
-    value = value.masked_fill(_outside(keys, start, end), 0.0) if ranged else value
-    key = key.masked_fill(_outside(keys, start, end), 0.0) if ranged else key
-    heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    if call.kv_start is not None or call.kv_end is not None:
+        key, value = drop_unseen(key, start, end), drop_unseen(value, start, end)
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
-    output, lse = _flex(*heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None, deterministic(policy))
-    output, lse = _with_sinks(output, lse, sinks)
-    lse = compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
+    heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    score = _score(rules, mask, visible, query.device)
+    output, lse = _flex(*heads_first, score, blocks, call.sinks, mask is not None, deterministic(call.policy))
+    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    return_lse: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     """See `attnops.varlen_attention`: one long sequence in which a query sees the keys of its own request only."""
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    batch = cu_seqlens_q.shape[0] - 1
-    row_q, row_k = rows_of(cu_seqlens_q, query.shape[0]), rows_of(cu_seqlens_k, key.shape[0])
-    starts_k = cu_seqlens_k[:-1].long()
-    shift = lengths_of(cu_seqlens_k) - lengths_of(cu_seqlens_q) - cu_seqlens_q[:-1].long()
+    query, key, value, cu_q, cu_k, rules = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k, Rules.of(call)
+    batch = cu_q.shape[0] - 1
+    row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
+    starts_k = cu_k[:-1].long()
+    shift = lengths_of(cu_k) - lengths_of(cu_q) - cu_q[:-1].long()
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         row = row_q[i]
         safe = torch.clamp(row, max=batch - 1)
         return (row == row_k[j]) & (row < batch) & _near(i + shift[safe], j - starts_k[safe], rules)
 
-    value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and nobody's keys may hold anything
+    value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
     if batch == 0:
         key, value = key[:0], value[:0]
-    heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
     blocks = None
     if query.device.type != "cpu" and batch and query.shape[0] and key.shape[0]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
-        blocks = _block_mask(starts_k[first][None], cu_seqlens_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
-    output, lse = _flex(*heads_first, _score(rules, None, visible, query.device), blocks)
-    output, lse = _with_sinks(output, lse, sinks)
+        blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
+    heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+    output, lse = _flex(*heads_first, _score(rules, None, visible, query.device), blocks, call.sinks)
     padding = (row_q >= batch)[None, None]
-    output = output.masked_fill(padding[..., None], 0.0)
-    lse = lse.masked_fill(padding, float("-inf"))
-    packed_lse = compact(lse[0].transpose(0, 1).float()) if return_lse else no_lse(query)
-    return compact(output[0].transpose(0, 1).to(query.dtype)), packed_lse
-
-
-BLOCK = 128
-WARP_GROUPS = (90, 100, 103, 110)
-Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    output = output.masked_fill(padding[..., None], 0.0)[0]
+    lse = compact(lse.masked_fill(padding, float("-inf"))[0].transpose(0, 1).float()) if call.return_lse else no_lse(query)
+    return compact(output.transpose(0, 1).to(query.dtype)), lse
 
 
 def _near(position: Tensor, j: Tensor, rules: Rules) -> Tensor:
@@ -201,28 +161,33 @@ def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j == j
 
 
-def _outside(keys: int, start: Tensor, end: Tensor) -> Tensor:
-    j = torch.arange(keys, device=start.device)[None]
-    return ((j < start[:, None]) | (j >= end[:, None]))[..., None, None]
-
-
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, masked: bool = False, steady: bool = False
-) -> tuple[Tensor, Tensor]:
-    """output `[B, H, S, Dv]` and lse `[B, H, S]`, 0 and -inf for a query that sees nothing."""
+    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, sinks: Tensor | None, masked: bool = False,
+    steady: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink."""
     if query.numel() == 0 or key.numel() == 0:
-        return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
-    # Detached: on CPU it refuses inputs that require grad, in no_grad mode too.
-    query, key, value, group = query.detach(), key.detach(), value.detach(), query.shape[1] != key.shape[1]
-    with warnings.catch_warnings(), _dispatch_keys():
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        output, aux = _call(query.device.type)(
-            query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=group, return_aux=_aux(),
-            **_options(query, value, masked, BLOCK if steady else key.shape[2]),
-        )  # fmt: skip
-    lse = aux.lse
-    seen = torch.isfinite(lse)
-    return torch.where(seen[..., None], output, torch.zeros_like(output)), torch.where(seen, lse, -float("inf"))
+        output = query.new_zeros((*query.shape[:3], value.shape[3]))
+        lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
+    else:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        # Detached: on CPU it refuses inputs that require grad, in no_grad mode too.
+        tensors = (query.detach(), key.detach(), value.detach())
+        with warnings.catch_warnings(), _dispatch_keys():
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            output, aux = _call(query.device.type)(
+                *tensors, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
+                return_aux=AuxRequest(lse=True), **_options(query, value, masked, BLOCK if steady else key.shape[2]),
+            )  # fmt: skip
+        lse = aux.lse
+        seen = torch.isfinite(lse)
+        output, lse = torch.where(seen[..., None], output, torch.zeros_like(output)), torch.where(seen, lse, -float("inf"))
+    if sinks is None:
+        return output, lse
+    # The sink's logit joins the denominator: output shrinks by exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+    return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 
 @functools.cache
@@ -322,27 +287,12 @@ def shared_limit(arch: int) -> int:
     """Bytes of shared memory that a program may have on a GPU of compute capability `arch` (CUDA C++ programming guide)."""
     if arch < 80:
         return 64 * 1024
-    return (227 if arch in (90, 100, 103, 110) else 163 if arch in (80, 87) else 99) * 1024
+    return (227 if arch in WARP_GROUPS else 163 if arch in (80, 87) else 99) * 1024
 
 
 def padded(n: int) -> int:
     """The next power of two, at least 16: what a matrix product takes."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-@functools.cache
-def _aux() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
-
-
-def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sink's logit joins the denominator: output shrinks by exp(lse - lse'), lse' = log(exp(lse) + exp(sink))."""
-    if sinks is None:
-        return output, lse
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
-    return output * torch.exp(lse - joined)[..., None].to(output.dtype), joined
 
 
 DENSE = Roofline(62.5, 0.079, 0.19, 0.066, 2800)
@@ -380,19 +330,23 @@ def _whole_keys(p: Problem) -> Refusal | None:
     return Refusal("kv_range", True, "no (policy.deterministic)") if p.kv_range else None
 
 
-SINGLE_AND_HALF = (torch.float16, torch.bfloat16, torch.float32)
-COMMON: tuple[Need, ...] = (dtypes(*SINGLE_AND_HALF), *without("kv_scales"), _power_of_two_group, _wide_heads, _fitting)
-ABOUT = "torch flex_attention, a kernel compiled for the call's mask"
-register(
-    Kernel(
-        "flex",
-        "attention",
-        attention,
-        needs=COMMON,
-        cost_us=_cost_us,
-        # Uncompiled it multiplies the whole batch.
-        invariant=Invariant((device("cuda"), _whole_keys)),
-        about=ABOUT,
+TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap", "attention_chunk", "return_lse"})
+NEEDS: tuple[Need, ...] = (_power_of_two_group, _wide_heads, _fitting)
+for _op, _run, _more, _steady in (
+    # Uncompiled it multiplies the whole batch.
+    ("attention", attention, ("mask", "kv_start", "kv_end"), Invariant((device("cuda"), _whole_keys))),
+    ("varlen_attention", varlen_attention, (), None),
+):
+    register(
+        Kernel(
+            "flex",
+            _op,
+            _run,
+            takes=TAKES.union(_more),
+            dtypes=(torch.float16, torch.bfloat16, torch.float32),
+            needs=NEEDS,
+            cost_us=_cost_us,
+            invariant=_steady,
+            about="torch flex_attention, a kernel compiled for the call's mask",
+        )
     )
-)
-register(Kernel("flex", "varlen_attention", varlen_attention, needs=(*COMMON, *without("mask")), cost_us=_cost_us, about=ABOUT))

@@ -1,43 +1,61 @@
 """`sdpa`: torch.nn.functional.scaled_dot_product_attention, for dense, packed and paged calls.
 
 Masks other than plain causal are written out, and packed or paged requests are padded to a rectangle first, so this is the
-kernel of a laptop and of shapes nobody else takes. SDPA's own `is_causal` is top-left aligned; it is used for square calls only.
+kernel of a laptop and of shapes that no other kernel takes. SDPA's own `is_causal` is top-left aligned; it is used for square calls only.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnops.kernel import Inline, Kernel, Need, dtypes, register, without
+from attnops.kernel import Inline, Kernel, register
 from attnops.measured import Roofline
 from attnops.problem import Problem, surely
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
+if TYPE_CHECKING:
+    from attnops.ops.dense import Attention
+    from attnops.ops.paged import PagedAttention
+    from attnops.ops.varlen import VarlenAttention
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """`[B, S, H, D]` in and out."""
+MANY = 4
+"""Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, see: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """`[B, S, H, D]` in and out; see: `[B, S, K]`, mask: `[B, H, S, K]`."""
     if surely(query.numel() == 0) or surely(key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+    if see is not None or mask is not None:
+        mask = _join(see, mask, query.dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cpu = query.device.type == "cpu"
+    if cpu and surely(query.shape[1] == 1):
+        return _one_token(q, k, v, mask, scale)
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
-    one = cpu and surely(query.shape[1] == 1)
-    out = _turned(q, k, v, mask, scale, causal, one).to(query.dtype)
-    return out if one else compact(out)
+    grouped = int(q.shape[1]) != int(k.shape[1])
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    out = compact(out.transpose(1, 2).to(query.dtype))
+    if mask is None or cpu:
+        return out
+    # SDPA's backends differ in what a query that sees no key gives; those of the CPU give 0 by themselves.
+    blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
+    return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
 
 
-def _turned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, one: bool) -> Tensor:
-    """`[B, H, S, D]` in, `[B, S, H, D]` out, contiguous if `one`: a query of one token on a CPU."""
-    group = int(q.shape[1]) // int(k.shape[1])
-    if not one:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group != 1)
-        return out.transpose(1, 2)
+def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """A query of one token on a CPU: `[B, H, 1, D]` in, `[B, 1, H, D]` out, contiguous."""
     b, hq, _, d = q.shape
+    group = int(hq) // int(k.shape[1])
     if group < MANY:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group != 1)
     else:
@@ -46,10 +64,6 @@ def _turned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
             mask = mask.reshape(mask.shape[0], k.shape[1], group, mask.shape[3])
         out = scaled_dot_product_attention(q.reshape(b, k.shape[1], group, d), k, v, attn_mask=mask, scale=scale)
     return out.reshape(b, 1, hq, v.shape[3])
-
-
-MANY = 4
-"""Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""
 
 
 def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -66,50 +80,8 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
     return mask.masked_fill(~see[:, None], float("-inf"))
 
 
-def _silence(output: Tensor, mask: Tensor | None) -> Tensor:
-    """A query that sees no key gives 0; SDPA's backends differ there. output `[B, S, H, D]`, mask `[B, H, S, K]`."""
-    if mask is None or output.device.type == "cpu":  # whose two backends give 0 by themselves
-        return output
-    blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
-    return output.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    return_lse: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`."""
-    windowed = window_left >= 0 or (window_right >= 0 and not causal) or attention_chunk > 0
-    ranged = kv_start is not None or kv_end is not None
-    if causal and not windowed and not ranged and surely(query.shape[1] == 1):
-        causal = False  # one query at the last key sees them all
-    if mask is None and not windowed and not ranged and (not causal or surely(query.shape[1] == key.shape[1])):
-        return _sdpa(query, key, value, None, scale, causal), no_lse(query)
-    see = dense_visible(query, key, kv_start, kv_end, Rules(scale, causal, window_left, window_right, softcap, attention_chunk))
-    joined = _join(see, mask, query.dtype)
-    if kv_start is not None or kv_end is not None:
-        value = _drop_unseen(value, kv_start, kv_end)
-        key = _drop_unseen(key, kv_start, kv_end)
-    return _silence(_sdpa(query, key, value, joined, scale, False), joined), no_lse(query)
-
-
-def _drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+def drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+    """`x` `[B, K, H, D]` with 0 for keys outside of `[start, end)`, which may hold anything: a weight of 0 does not silence NaN."""
     j = torch.arange(x.shape[1], device=x.device)[None]
     outside = torch.zeros_like(j, dtype=torch.bool)
     if start is not None:
@@ -119,81 +91,51 @@ def _drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
     return x.masked_fill(outside[..., None, None], 0.0)
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    return_lse: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+def attention(call: Attention) -> tuple[Tensor, Tensor]:
+    """See `attnops.attention`."""
+    query, key, value, start, end, causal = call.query, call.key, call.value, call.kv_start, call.kv_end, call.causal
+    windowed = call.window_left >= 0 or (call.window_right >= 0 and not causal) or call.attention_chunk > 0
+    free = not windowed and start is None and end is None
+    if free and causal and surely(query.shape[1] == 1):
+        causal = False  # one query at the last key sees them all
+    if free and call.mask is None and (not causal or surely(query.shape[1] == key.shape[1])):
+        return _sdpa(query, key, value, call.scale, causal=causal), no_lse(query)
+    see = dense_visible(query, key, start, end, Rules.of(call)._replace(causal=causal))
+    if start is not None or end is not None:
+        value, key = drop_unseen(value, start, end), drop_unseen(key, start, end)
+    return _sdpa(query, key, value, call.scale, see, call.mask), no_lse(query)
+
+
+def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     """See `attnops.varlen_attention`."""
-    ends = lengths_of(cu_seqlens_k)
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
-    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k), query.dtype)
-    padded = (pad(query, cu_seqlens_q, max_seqlen_q), pad(key, cu_seqlens_k, max_seqlen_k), pad(value, cu_seqlens_k, max_seqlen_k))
-    out = _silence(_sdpa(*padded, joined, scale, False), joined)
-    return compact(unpad(out, cu_seqlens_q, query.shape[0])), no_lse(query)
+    cu_q, cu_k, queries, keys = call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
+    ends = lengths_of(cu_k)
+    see = visible(queries, keys, ends - lengths_of(cu_q), None, ends, Rules.of(call))
+    mask = padded_mask(call.mask, cu_q, queries, keys)
+    out = _sdpa(pad(call.query, cu_q, queries), pad(call.key, cu_k, keys), pad(call.value, cu_k, keys), call.scale, see, mask)
+    return compact(unpad(out, cu_q, call.query.shape[0])), no_lse(call.query)
 
 
-def paged_attention(
-    query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
+def paged_attention(call: PagedAttention) -> None:
     """See `attnops.paged_attention`."""
-    ends = seq_lens.long()
-    keys = page_table.shape[1] * k_pages.shape[1]
+    query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
+    ends, rules = call.seq_lens.long(), Rules.of(call)
+    keys = table.shape[1] * call.k_pages.shape[1]
     # One token of each request: nothing is padded, and the token sees what is there.
-    alone = not padded and surely(max_seqlen_q == 1) and surely(query.shape[0] == page_table.shape[0])
-    before = ends - 1 if alone else ends - lengths_of(cu_seqlens_q)
-    rules = Rules(scale, causal and not alone, window_left, window_right, softcap, attention_chunk)
-    see = visible(max_seqlen_q, keys, before, None, ends, rules)
-    key = _drop_unseen(gather_pages(k_pages, page_table), None, ends)
-    value = _drop_unseen(gather_pages(v_pages, page_table), None, ends)
+    alone = not call.padded and surely(queries == 1) and surely(query.shape[0] == table.shape[0])
     if alone:
-        joined = _join(see, None if mask is None else mask[:, None, None, :keys], query.dtype)
-        output.copy_(_silence(_sdpa(query[:, None], key, value, joined, scale, False), joined)[:, 0])
-        return
-    joined = _join(see, padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys), query.dtype)
-    out = _silence(_sdpa(pad(query, cu_seqlens_q, max_seqlen_q), key, value, joined, scale, False), joined)
-    output.copy_(unpad(out, cu_seqlens_q, query.shape[0]))
+        rules, before = rules._replace(causal=False), ends - 1
+    else:
+        before = ends - lengths_of(cu_seqlens)
+    see = visible(queries, keys, before, None, ends, rules)
+    key, value = (drop_unseen(gather_pages(x, table), None, ends) for x in (call.k_pages, call.v_pages))
+    if alone:
+        mask = None if mask is None else mask[:, None, None, :keys]
+        out = _sdpa(query[:, None], key, value, call.scale, see, mask)[:, 0]
+    else:
+        out = _sdpa(pad(query, cu_seqlens, queries), key, value, call.scale, see, padded_mask(mask, cu_seqlens, queries, keys))
+        out = unpad(out, cu_seqlens, query.shape[0])
+    call.output.copy_(out)
 
 
 PLAIN = Roofline(11.4, 0.91, 0.68, 0.0007, 1700)
@@ -209,10 +151,6 @@ def _cost_us(p: Problem) -> float:
     return (MASKED if p.mask != "none" or p.windowed or p.attention_chunk or p.kv_range or unequal else PLAIN)(p)
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COMMON: tuple[Need, ...] = (dtypes(*FLOATS), *without("softcap", "sinks", "kv_scales", "lse"))
-
-
 def _on_cpu(p: Problem) -> bool:
     return p.target.device == "cpu"
 
@@ -221,10 +159,21 @@ def _one_token_on_cpu(p: Problem) -> bool:
     return p.target.device == "cpu" and p.queries.hi == 1 and not p.padded
 
 
-ABOUT = "torch scaled_dot_product_attention"
-for _op, _run, _where, _more in (
-    ("attention", attention, _on_cpu, ""),
-    ("varlen_attention", varlen_attention, None, ", requests padded"),
-    ("paged_attention", paged_attention, _one_token_on_cpu, ", pages gathered"),
+TAKES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
+for _op, _run, _more, _inline, _how in (
+    ("attention", attention, ("kv_start", "kv_end"), Inline(_on_cpu), ""),
+    ("varlen_attention", varlen_attention, (), None, ", requests padded"),
+    ("paged_attention", paged_attention, (), Inline(_one_token_on_cpu), ", pages gathered"),
 ):
-    register(Kernel("sdpa", _op, _run, needs=COMMON, cost_us=_cost_us, inline=Inline(_where) if _where else None, about=ABOUT + _more))
+    register(
+        Kernel(
+            "sdpa",
+            _op,
+            _run,
+            takes=TAKES.union(_more),
+            dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+            cost_us=_cost_us,
+            inline=_inline,
+            about=f"torch scaled_dot_product_attention{_how}",
+        )
+    )
