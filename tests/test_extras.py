@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from attnops.kernel import all_kernels
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.problem import Target
 from tests.helpers import ROOT
 
@@ -19,7 +19,7 @@ BUILT = {"2.11": ("0.4.2", "0.4.3", "0.4.6"), "2.13": ("0.4.6.post1", "0.4.7", "
 @pytest.mark.parametrize("torch_version", ["2.11.0+cu130", "2.13.0+cpu", "2.14.1", "2.14.0a0+git1"])
 def test_the_hint_goes_with_torch(torch_version):
     minor = torch_version[:4]
-    text = _sgl.hint(torch_version)
+    text = wheel.hint(torch_version)
     command, _, requirement = text.partition(" '")
     assert command == "pip install --no-deps"
     wanted = Requirement(requirement.rstrip("'"))
@@ -40,7 +40,7 @@ def test_the_hint_goes_with_torch(torch_version):
     ],
 )
 def test_the_hint_keeps_the_bounds_of_the_op(torch_version, bounds, text):
-    assert _sgl.hint(torch_version, *bounds) == text
+    assert wheel.hint(torch_version, *bounds) == text
 
 
 def test_every_kernel_of_the_wheel_gives_the_hint():

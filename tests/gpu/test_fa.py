@@ -11,9 +11,9 @@ import torch
 import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
-from attnops.kernels.flash_attn4 import fa4_op as _fa4
-from attnops.kernels.sgl import fa3_op as _fa3
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.flash_attn4 import fa4_op
+from attnops.kernels.sgl import fa3_op, wheel
+from attnops.kernels.sgl.fa3_schedule import schedule_size
 from attnops.problem import Target
 from attnops.testing import CASES, Call, Features, Source, builders, check_kernel, refusals
 from tests.standins.test_fa3 import half, schedule_of
@@ -85,7 +85,7 @@ RULES = (
 
 @needs_fa3
 def test_the_size_of_a_schedule_is_the_vendors() -> None:
-    _sgl.load("get_scheduler_metadata", _fa3.LIBRARY)
+    wheel.load("get_scheduler_metadata", fa3_op.LIBRARY)
     lens, cu = torch.full((5,), 40, dtype=torch.int32, device="cuda"), torch.arange(6, dtype=torch.int32, device="cuda")
     for queries in (1, 2, 300):
         for d in (64, 128, 256):
@@ -94,7 +94,7 @@ def test_the_size_of_a_schedule_is_the_vendors() -> None:
                 raw = torch.ops.sgl_kernel.get_scheduler_metadata(
                     5, queries, 640, 8, 2, d, d, BF16, lens, cu, none, none, none, none, 16, 0, *rules, False, 0, none, 0
                 )
-                assert raw.shape == (_fa3.schedule_size(5, queries, 640, d, rules),), (queries, d, rules)
+                assert raw.shape == (schedule_size(5, queries, 640, d, rules),), (queries, d, rules)
 
 
 @needs_fa3
@@ -137,7 +137,7 @@ def test_a_captured_schedule_follows_the_lengths() -> None:
 
 def raw_call(call: Call) -> Callable[[], Any]:
     """The wheel's op called directly for a paged call."""
-    t, (fwd, tail), none = call.arguments, _fa3.raw_op(), None
+    t, (fwd, tail), none = call.arguments, fa3_op.raw_op(), None
     args = (
         t["query"], t["k_pages"], t["v_pages"], none, none, none, t["output"], t["cu_seqlens_q"], none, none, none, t["seq_lens"],
         t["max_seqlen_q"], none, t["page_table"], none, none, none, none, none, none, none, none, t["scale"], True, -1, -1, 0, 0.0, False,
@@ -271,7 +271,7 @@ def test_fa4_says_what_a_capture_wants_and_runs_after_it() -> None:
     kernel = kernels_of("paged_attention")["fa4"]
     f = replace(LLAMA, head_dim=112)  # of no other test, so not compiled yet
     call = paged((1, 1), (300, 20), f=f)
-    _fa4._kinds().clear()
+    fa4_op._kinds().clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
         kernel.run(call.record)

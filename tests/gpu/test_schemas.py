@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.problem import Target
 from tests.standins.schemas import COMMON, OPS, READ_IN, Foreign
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_ker
 
 @pytest.mark.parametrize("foreign", OPS, ids=lambda f: f.name)
 def test_the_loaded_op_has_the_pinned_schema(foreign: Foreign, found: dict[str, Any]) -> None:
-    version = _sgl.package().version()
+    version = wheel.package().version()
     if version not in (None, READ_IN):
         pytest.skip(f"sgl_kernel {version}; the schemas were read in {READ_IN}")
-    library = _sgl.common_ops(Target.of(torch.device("cuda", 0))) if foreign.library == COMMON else foreign.library
-    if _sgl.library(library) is None:
+    library = wheel.common_ops(Target.of(torch.device("cuda", 0))) if foreign.library == COMMON else foreign.library
+    if wheel.library(library) is None:
         pytest.skip(f"this wheel was cut down: no {library}")
-    _sgl.load(foreign.name, library)
+    wheel.load(foreign.name, library)
     loaded = str(getattr(torch.ops.sgl_kernel, foreign.name).default._schema)
     found.setdefault("schemas", {})[foreign.name] = loaded
     assert loaded == str(torch._C.parse_schema(f"sgl_kernel::{foreign.schema}"))

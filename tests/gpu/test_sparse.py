@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnops.kernel import kernels_of
 from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target
 from attnops.reference.latent_format import pack, unpack
@@ -22,14 +22,14 @@ VENDOR = ("sparse_attn_fwd", "splitkv_mla", "mla_combine", "mla_metadata", "sche
 
 
 @pytest.fixture(autouse=True)
-def wheel() -> None:
+def installed_wheel() -> None:
     target = Target.of(torch.device("cuda"))
     if absent := KERNEL.absences(target):
         pytest.skip("; ".join(map(str, absent)))
     if target.arch not in (90, 100):
         pytest.skip(f"FlashMLA has no sparse kernel for {target}")
     for op in ("sparse_prefill_fwd", "sparse_decode_fwd"):
-        _sgl.load(op, _flashmla_sparse.LIBRARY)
+        wheel.load(op, _flashmla_sparse.LIBRARY)
 
 
 def made(tokens: int, slots: int, topk: int, heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,7 @@ Called = list[dict[str, Any]]
 @contextmanager
 def installed(schema: str = SCHEMA) -> Iterator[Called]:
     """Register the stand-in within the block; yields the arguments of every call by name."""
-    from attnops.kernels.sgl import fa3_op as _fa3
+    from attnops.kernels.sgl import fa3_op
 
     calls: Called = []
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
@@ -46,14 +46,14 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
     library.impl("fwd", fwd, "CPU")
     library.define(METADATA)
     library.impl("get_scheduler_metadata", _schedule, "CPU")
-    _fa3.raw_op.cache_clear()
+    fa3_op.raw_op.cache_clear()
     try:
         yield calls
     finally:
         library._destroy()
         for name in {"fwd", "get_scheduler_metadata"} & vars(torch.ops.sgl_kernel).keys():
             delattr(torch.ops.sgl_kernel, name)
-        _fa3.raw_op.cache_clear()
+        fa3_op.raw_op.cache_clear()
 
 
 def architecture() -> int:

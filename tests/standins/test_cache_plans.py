@@ -12,7 +12,7 @@ from torch import nn
 
 from attnops.cache import LatentCache, Planner
 from attnops.graphs import Buckets, breakable, piecewise
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.nn import LatentAttention
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend
@@ -28,7 +28,7 @@ SM90 = Target("cuda", 90, assume=("sgl_kernel",))
 @pytest.fixture(autouse=True)
 def record(monkeypatch):
     """What the stand-ins were called for since, by name. fa3 has none here."""
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     with torch.no_grad(), pretend(SM90), use(deny=("fa3",)):
         sgl.CALLS.clear()
         yield lambda: Counter(sgl.CALLS)

@@ -12,8 +12,7 @@ from attnops import ops
 from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import fa3_op as _fa3
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import fa3_op, wheel
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, active_policy, select
@@ -382,9 +381,9 @@ def test_taken(change):
 
 
 def test_a_package_without_the_library_is_named(monkeypatch):
-    monkeypatch.setattr(_sgl, "library", lambda pattern: None)
-    assert _fa3.missing(SM90) is None, "what is assumed is not looked for"
-    assert "without flash_ops.abi3.so" in str(_fa3.missing(Target("cuda", 90)))
+    monkeypatch.setattr(wheel, "library", lambda pattern: None)
+    assert fa3_op.missing(SM90) is None, "what is assumed is not looked for"
+    assert "without flash_ops.abi3.so" in str(fa3_op.missing(Target("cuda", 90)))
 
 
 @pytest.mark.gpu
@@ -392,7 +391,7 @@ def test_a_package_without_the_library_is_named(monkeypatch):
 def test_the_stand_in_has_the_wheels_schema():
     if refused := fa3("paged_attention").absences(Target.of(torch.device("cuda", 0))):
         pytest.skip("; ".join(map(str, refused)))
-    fwd, tail = _fa3.raw_op()
+    fwd, tail = fa3_op.raw_op()
     with_tail = SCHEMA_37 if tail else SCHEMA
     assert str(fwd._schema) == str(torch._C.parse_schema(f"sgl_kernel::{with_tail}"))
 

@@ -9,9 +9,8 @@ import torch
 from attnops.errors import InvalidInput, NoKernel
 from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla
+from attnops.kernels.sgl import flashmla, wheel
 from attnops.kernels.sgl import flashmla_schedule as _flashmla_schedule
-from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.shared import decode as _decode
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
@@ -32,7 +31,7 @@ SCALE = 192**-0.5
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     standin.CALLS.clear()
     with pretend(SM90), torch.no_grad():
         yield

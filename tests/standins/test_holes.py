@@ -13,7 +13,7 @@ import attnops
 from attnops.errors import InvalidInput
 from attnops.inputs import plan_call, planned
 from attnops.kernel import Kernel, Plan, kernels_of, register
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
 from attnops.reference.holes import UNKNOWN
@@ -39,7 +39,7 @@ FLOAT8 = replace(DEEPSEEK, kv_dtype=E4M3)
 @contextmanager
 def sgl_mla():
     assert sgl_kernel_mla
-    with patch.object(_sgl, "load", lambda op, pattern: None):
+    with patch.object(wheel, "load", lambda op, pattern: None):
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 
 from attnops.cache import LatentCache, Planner
 from attnops.errors import NoKernel
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.plan import MAGIC
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend
@@ -33,7 +33,7 @@ RUNS = {
 @pytest.fixture(autouse=True)
 def record(monkeypatch):
     """What the stand-ins were called for since, by name."""
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     # The package holds both kinds of kernels, each faked by a stand-in that puts its own modules in place.
     with flashinfer_mla.installed() as planned, flashinfer_trtllm_mla.installed() as generated, torch.no_grad():
         sgl.CALLS.clear()

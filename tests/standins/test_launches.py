@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.problem import Target, pretend
 from attnops.testing import Features, Source, builders, equip, with_device_plan
 from tests.standins import sgl_kernel_fa3, sgl_kernel_small, test_speculative
@@ -95,7 +95,7 @@ def test_a_wrap_launches_its_kernel_and_what_is_listed(op, name, planned):
             stack.enter_context(test_speculative.ready(name))
         else:
             stack.enter_context(pretend(Target("cuda", 90, assume=("flashinfer", "sgl_kernel"))))
-            stack.enter_context(patch.object(_sgl, "load", lambda op, pattern: None))
+            stack.enter_context(patch.object(wheel, "load", lambda op, pattern: None))
             stack.enter_context((sgl_kernel_fa3 if name == "fa3" else sgl_kernel_small).installed())
         call = equip(kernel, a_call(op, name))
         call = with_device_plan(kernel, call) if planned else call

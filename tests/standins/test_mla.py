@@ -9,9 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
-from attnops.kernels.sgl import cutlass_mla, flashmla, flashmla_fp8
+from attnops.kernels.sgl import cutlass_mla, flashmla, flashmla_fp8, wheel
 from attnops.kernels.sgl import flashmla_schedule as _flashmla_schedule
-from attnops.kernels.sgl import package as _sgl
 from attnops.kernels.shared import workspace as _workspace
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -36,7 +35,7 @@ F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
     """The library is taken to be loaded, and the stand-ins' record is empty."""
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     standin.CALLS.clear()
 
 
@@ -88,7 +87,7 @@ def test_schemas_are_the_wheels():
     ],
 )
 def test_an_installed_wheel_holds_these_schemas(pattern, schema):
-    path = _sgl.library(pattern)
+    path = wheel.library(pattern)
     if path is None:
         pytest.skip(f"no sgl_kernel with {pattern}")
     # Schemas lie in a library as they were written; reading them loads nothing.
@@ -297,8 +296,8 @@ def test_a_forced_kernel_says_why_not():
 def test_absent_wheels_are_named(monkeypatch, tmp_path):
     for name in NAMES:
         assert "sgl_kernel missing" in str(KERNELS[name].absences(Target("cuda", 90, assume=()))[0])
-    monkeypatch.setattr(_sgl, "library", lambda pattern: None)
-    assert str(flashmla._sgl.lacks(Target("cuda", 90), flashmla.LIBRARY)) == (
+    monkeypatch.setattr(wheel, "library", lambda pattern: None)
+    assert str(flashmla.wheel.lacks(Target("cuda", 90), flashmla.LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
     monkeypatch.setattr("attnops.package._installed", lambda module: True)

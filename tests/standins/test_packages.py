@@ -5,14 +5,14 @@ import torch
 
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import package as _flashinfer_pkg
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.problem import Target
 
 
 def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = Target("cuda", 90, assume=())
     kernel = kernels_of("mla_attention")["flashmla"]
-    assert [str(r) for r in kernel.absences(nowhere)] == [f"package=sgl_kernel missing (wants {_sgl.hint(torch.__version__, '0.4.3')})"]
+    assert [str(r) for r in kernel.absences(nowhere)] == [f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.3')})"]
     package = _flashinfer_pkg.package()
     assert package.has("0.7.2.post1") and not package.has("0.6.13") and package.versions() == ">= 0.7.2"
     monkeypatch.setattr(_flashinfer_pkg, "find_spec", lambda name: None)
@@ -21,5 +21,5 @@ def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_gpu_has_its_build():
-    assert _sgl.common_ops(Target("cuda", 90)) == "sm90/common_ops.*"
-    assert {_sgl.common_ops(Target("cuda", a)) for a in (80, 89, 100, 120)} == {"sm100/common_ops.*"}
+    assert wheel.common_ops(Target("cuda", 90)) == "sm90/common_ops.*"
+    assert {wheel.common_ops(Target("cuda", a)) for a in (80, 89, 100, 120)} == {"sm100/common_ops.*"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnops.kernel import all_kernels
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from tests.helpers import ROOT
 from tests.standins import schemas
 from tests.standins.schemas import BY_NAME, OPS
@@ -94,10 +94,10 @@ def squeezed(raw: bytes) -> bytes:
 @pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_kernel is not installed, so that its libraries cannot be read")
 @pytest.mark.parametrize("foreign", [f for f in OPS if f.name != "cutlass_mla_get_workspace_size"], ids=lambda f: f.name)
 def test_an_installed_wheel_holds_these_schemas(foreign):
-    version = _sgl.package().version() or schemas.READ_IN
+    version = wheel.package().version() or schemas.READ_IN
     if version != schemas.READ_IN:
         pytest.skip(f"sgl_kernel {version}; these were read in {schemas.READ_IN}")
-    path = _sgl.library(foreign.library)
+    path = wheel.library(foreign.library)
     if path is None:
         pytest.skip(f"this wheel was cut down: no {foreign.library}")
     # Schemas lie in a library as they were written; reading them loads nothing.
@@ -107,10 +107,10 @@ def test_an_installed_wheel_holds_these_schemas(foreign):
 def test_both_names_of_the_wheel_are_known(monkeypatch):
     from attnops import package
 
-    for dist in _sgl.DISTS:
+    for dist in wheel.DISTS:
         monkeypatch.setattr(package, "_version", {dist: "0.3.21"}.get)
         monkeypatch.setattr(package, "_installed", lambda module: True)
-        assert _sgl.package().version() == "0.3.21"
-        refusal = _sgl.package("0.4.3", holds="dense_decode_fwd").missing(package.Target())
+        assert wheel.package().version() == "0.3.21"
+        refusal = wheel.package("0.4.3", holds="dense_decode_fwd").missing(package.Target())
         assert str(refusal) == "package=sgl_kernel 0.3.21 (wants >= 0.4.3 (holds dense_decode_fwd))"
-    assert SimpleNamespace(**_sgl.package(below="0.4.7").__dict__).below == "0.4.7"
+    assert SimpleNamespace(**wheel.package(below="0.4.7").__dict__).below == "0.4.7"

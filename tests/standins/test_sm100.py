@@ -16,8 +16,7 @@ from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
 from attnops.kernels.flashinfer import package as _flashinfer_pkg
 from attnops.kernels.flashinfer import trtllm_mla
-from attnops.kernels.sgl import cutlass_mla
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import cutlass_mla, wheel
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
@@ -94,7 +93,7 @@ def machine(way: Way) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
     if way.package == "sgl_kernel":
         sgl.CALLS.clear()
-        with pretend(way.target), patch.object(_sgl, "load", lambda op, pattern: None):
+        with pretend(way.target), patch.object(wheel, "load", lambda op, pattern: None):
             yield calls
             calls.update(sgl.CALLS)
         return

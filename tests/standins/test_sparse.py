@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse
@@ -31,7 +31,7 @@ LSE = replace(DEEPSEEK, lse=True)
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
     """The library is taken to be loaded, and the stand-ins' record is empty."""
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     standin.CALLS.clear()
 
 
@@ -78,7 +78,7 @@ def test_schemas_are_the_wheels():
 
 @pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
-    path = _sgl.library(_flashmla_sparse.LIBRARY)
+    path = wheel.library(_flashmla_sparse.LIBRARY)
     if path is None:
         pytest.skip(f"no sgl_kernel with {_flashmla_sparse.LIBRARY}")
     assert schema.encode() in path.read_bytes()

@@ -16,7 +16,7 @@ from attnops.cache import PagedBatch, Planner
 from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
 from attnops.kernels.flashinfer import trtllm
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent
@@ -59,7 +59,7 @@ def ready(name: str) -> Iterator[None]:
         if name == "fa3":
             stack.enter_context(sgl_kernel_fa3.installed())
         elif "sgl_kernel" in (TARGETS[name].assume or ()):
-            stack.enter_context(patch.object(_sgl, "load", lambda op, pattern: None))
+            stack.enter_context(patch.object(wheel, "load", lambda op, pattern: None))
         stack.enter_context(pretend(TARGETS[name]))
         yield
 

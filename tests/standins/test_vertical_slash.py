@@ -12,7 +12,7 @@ import attnops
 from attnops import ops
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import select
@@ -31,7 +31,7 @@ def standin(monkeypatch):
     """As on an SM90 machine with the wheel; yields the names of the foreign ops called."""
     if find_spec("sgl_kernel"):
         pytest.skip("sgl_kernel is installed, and a stand-in under its name would hide it")
-    monkeypatch.setattr(_sgl, "load", lambda op, pattern: None)
+    monkeypatch.setattr(wheel, "load", lambda op, pattern: None)
     with sgl_kernel_small.installed() as calls, pretend(SM90):
         yield calls
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.kernel import Kernel, Plan, arch, at_most, dtypes, extent_at_most, one_of, register, without
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.shared import workspace as _workspace
 from attnops.kernels.shared.decode import batch_by_token, rows
 from attnops.measured import Roofline
@@ -62,7 +62,7 @@ def mla_attention(
     if not (output.numel() and page_table.numel() and latent_pages.numel()):
         output.zero_()
         return
-    _sgl.load("cutlass_mla_decode", LIBRARY)
+    wheel.load("cutlass_mla_decode", LIBRARY)
     tokens, page = q_nope.shape[0], latent_pages.shape[1]
     tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
@@ -79,7 +79,7 @@ def mla_attention(
 
 def workspace_size(keys: int, tokens: int) -> int:
     """Bytes of scratch for `tokens` queries over page tables of `keys` keys on device 0. Its function asks the device."""
-    _sgl.load("cutlass_mla_decode", LIBRARY)
+    wheel.load("cutlass_mla_decode", LIBRARY)
     return int(torch.ops.sgl_kernel.cutlass_mla_get_workspace_size(keys, tokens, 0, KV_SPLITS))
 
 
@@ -117,8 +117,8 @@ register(
             one_of("pages_packed", True),
             *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
-        packages=(_sgl.package(below=_sgl.DROPPED, holds="cutlass_mla_decode"),),
-        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        packages=(wheel.package(below=wheel.DROPPED, holds="cutlass_mla_decode"),),
+        probe=lambda target: wheel.lacks(target, LIBRARY),
         cost_us=_cost_us,
         plan=Plan(device=rows),
         about="CUTLASS MLA decode (sgl_kernel)",

@@ -1,210 +1,168 @@
 """`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed, paged and latent calls (https://arxiv.org/abs/2407.08608).
 
-The raw op `sgl_kernel::fwd` is called, in the 35-argument form of wheels 0.4.2 to 0.4.3 and the 37-argument form of 0.4.4 and later.
 Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks for lse must bring them in it.
 A float8 query's weights are rounded to float8 before they meet the value. With `fa3_schedule`'s plan a paged call starts no kernel
 but its own: it counts tiles in the plan's last word and leaves 0 there, as it found it.
 Data pointers must be 16-byte aligned, as torch allocates them: a view that starts elsewhere makes the kernel raise.
+
+Latents are absorbed: the rotated part is query and key, the latent is value and, through `q_v`, key as well. Key and value are strided
+views of the same rows, so nothing is copied. Their tiles are 64 x 64 (hopper/tile_size.h).
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, arch, at_most, deterministic, multiple_of, one_of, register, without
-from attnops.kernels.sgl import fa3_mla as _fa3_mla
-from attnops.kernels.sgl.fa3_op import (
-    PACKAGE,
-    bfloat16_sinks,
-    call,
-    chunk_rules,
-    dtype_rules,
-    left_padding,
-    longest_keys,
-    longest_query,
-    missing,
-    packed_lse,
-    part_of_plan,
-    past,
-    plan_rules,
-    steady_tiles,
-    value_dim,
-    with_sinks,
-)
+from attnops.kernel import Invariant, Kernel, arch, deterministic, one_of, register
+from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, plan_rules, steady_tiles
+from attnops.kernels.sgl.fa3_op import PACKAGE, forward, left_padding, longest_query, missing
+from attnops.kernels.sgl.fa3_schedule import part_of_plan
+from attnops.kernels.shared.flash import packed_lse, past, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype
 
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`. With `kv_end` and more than a few queries the value is copied once."""
-    if query.numel() == 0 or key.numel() == 0:
-        output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=result_dtype(query, q_scale))
-        lse = query.new_full((query.shape[0], query.shape[2], query.shape[1]), float("-inf"), dtype=torch.float32)
-    else:
-        table = None
-        few = query.shape[1] * (query.shape[2] // key.shape[2]) <= FEW
-        if few and kv_end is None and deterministic(policy) and not attention_chunk:
-            # The other way has other tiles, and whether a call says where keys end is its most padded row's doing.
-            kv_end = torch.full((query.shape[0],), key.shape[1], dtype=torch.int32, device=query.device)
-        if kv_end is not None:
-            kv_start = kv_start if kv_start is None else torch.minimum(kv_start, kv_end)
-            if few:
-                # Each row is a page: the way pages are read for few queries zeroes what lies past the end.
-                table = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)[:, None]
-            else:
-                # Whole tiles are loaded and a weight of 0 does not silence NaN. Those of the key are masked after the product.
-                value = _silent(value, torch.arange(key.shape[1], device=key.device) >= kv_end[:, None])
-        starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (kv_start, kv_end))
-        rules = (causal, window_left, window_right, softcap, attention_chunk)
-        scales = None if q_scale is None else (q_scale, k_scale, v_scale)
-        output, lse = call(query, key, value, sinks, policy, scale, rules, scales, ends=ends, starts=starts, table=table)
-    return output, compact(with_sinks(lse.transpose(1, 2), sinks)) if return_lse else no_lse(query)
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
-    """See `attnops.varlen_attention`. The value is copied once and the output cleared, unless nothing is padding."""
-    shape, dtype = (*query.shape[:2], value.shape[2]), result_dtype(query, q_scale)
-    runs = query.numel() and key.numel() and max_seqlen_q and max_seqlen_k and cu_seqlens_q.shape[0] > 1
-    # Rows of no request are not written by the kernel, and how many there are only the device knows: one memset of the output
-    # costs less than finding them. Nor may what stands in the value's be read; see `attention`.
-    output = query.new_zeros(shape, dtype=dtype) if padded or not runs else query.new_empty(shape, dtype=dtype)
-    if runs:
-        value = _silent(value, past(cu_seqlens_k, value.shape[0])[:, 0, 0]) if padded else value
-        rules = (causal, window_left, window_right, softcap, attention_chunk)
-        scales = None if q_scale is None else (q_scale, k_scale, v_scale)
-        cu = (cu_seqlens_q, cu_seqlens_k)
-        longest = (longest_query(policy, max_seqlen_q, window_right), longest_keys(policy, max_seqlen_k, window_left))
-        lse = call(query, key, value, sinks, policy, scale, rules, scales, output, cu, longest)[1]
-    else:
-        lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)
-    return output, compact(packed_lse(lse, sinks, cu_seqlens_q, padded)) if return_lse else no_lse(query)
-
-
-def paged_attention(
-    query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """See `attnops.paged_attention`. The kernel writes into `output` itself, which is cleared first unless nothing is padding."""
-    if not (query.numel() and k_pages.numel() and page_table.numel() and max_seqlen_q):
-        output.zero_()
-        if lse is not None:
-            lse.copy_(packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), sinks, cu_seqlens_q, padded))
-        return
-    if padded:
-        output.zero_()  # as in varlen_attention
-    max_seqlen_q = longest_query(policy, max_seqlen_q, window_right)
-    _, page_size, kv_heads, head_dim = k_pages.shape
-    starts = left_padding(page_size, max_seqlen_q * (query.size(1) // kv_heads), policy, seq_lens)
-    rules = (causal, window_left, window_right, softcap, attention_chunk)
-    if v_pages.shape[3] != head_dim:
-        plan = None  # a schedule is made for one head dim; with two the tiles differ
-    if plan is not None:
-        (batch, width), static = page_table.shape, (causal, window_left, window_right, attention_chunk)
-        plan = part_of_plan(plan, batch, max_seqlen_q, width * page_size, head_dim, static)
-    out = output if output.stride(2) == 1 else None
-    found, raw = call(
-        query, k_pages, v_pages, sinks, policy, scale, rules, None if q_scale is None else (q_scale, k_scale, v_scale), out,
-        (cu_seqlens_q, None), (max_seqlen_q, None), seq_lens.contiguous(), starts,
-        page_table if page_table.stride(1) == 1 else page_table.contiguous(), plan,
-    )  # fmt: skip
-    if out is None:
-        output.copy_(found.masked_fill(past(cu_seqlens_q, found.shape[0]), 0.0) if padded else found)
-    if lse is not None:
-        lse.copy_(packed_lse(raw, sinks, cu_seqlens_q, padded))
-
+if TYPE_CHECKING:
+    from attnops.ops.dense import Attention
+    from attnops.ops.mla import MlaAttention
+    from attnops.ops.paged import PagedAttention
+    from attnops.ops.varlen import VarlenAttention
 
 FEW = 64
-"""Query rows of a key head and request up to which the kernel reads pages without TMA: no tile of its is smaller."""
+"""Query rows of a key head and request up to which the kernel reads pages without TMA: none of its tiles is smaller."""
+LATENT, ROPE, TILE = 512, 64, 64
 
 
-def _silent(value: Tensor, past: Tensor) -> Tensor:
-    """A copy of the value, 0 where `past`, a bool of its first dims."""
-    past = past[..., None, None]
-    # float8 has no masked_fill; a byte of 0 is its 0.
-    return value.view(torch.uint8).masked_fill(past, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(past, 0.0)
+def attention(call: Attention) -> tuple[Tensor, Tensor]:
+    """With `kv_end` and more than a few queries the value is copied once."""
+    query, key, value, ends, starts, table = call.query, call.key, call.value, call.kv_end, call.kv_start, None
+    batch, queries, heads, _ = query.shape
+    if query.numel() == 0 or key.numel() == 0:
+        output = query.new_zeros((batch, queries, heads, value.shape[3]), dtype=result_dtype(query, call.q_scale))
+        lse = query.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
+    else:
+        steady, few = deterministic(call.policy), queries * (heads // key.shape[2]) <= FEW
+        if steady and few and ends is None and not call.attention_chunk:
+            # The other way has other tiles, and whether a call says where keys end is its most padded row's doing.
+            ends = torch.full((batch,), key.shape[1], dtype=torch.int32, device=query.device)
+        if ends is not None:
+            starts = starts if starts is None else torch.minimum(starts, ends)
+            if few:
+                # Each row is a page: the way pages are read for few queries zeroes the keys past the end.
+                table = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None]
+            else:
+                # Keys past the end are masked after the product.
+                value = zeroed(value, torch.arange(key.shape[1], device=key.device) >= ends[:, None])
+        starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (starts, ends))
+        output, lse = forward(call, (query, key, value), (None, None, None, None, starts, ends, table), steady)
+    return output, compact(with_sinks(lse.transpose(1, 2), call.sinks)) if call.return_lse else no_lse(query)
+
+
+def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
+    """The value is copied once and the output cleared, unless nothing is padding."""
+    query, value, cu_q, cu_k = call.query, call.value, call.cu_seqlens_q, call.cu_seqlens_k
+    tokens, heads, _ = query.shape
+    runs = query.numel() and call.key.numel() and call.max_seqlen_q and call.max_seqlen_k and cu_q.shape[0] > 1
+    # The kernel does not write rows of no request, and how many there are only the device knows: one memset of the output costs less
+    # than finding them. Nor may it read such rows of the value.
+    new = query.new_zeros if call.padded or not runs else query.new_empty
+    output = new((tokens, heads, value.shape[2]), dtype=result_dtype(query, call.q_scale))
+    if runs:
+        value = zeroed(value, past(cu_k, value.shape[0])) if call.padded else value
+        steady = deterministic(call.policy)
+        # A window that reaches past all keys is none to the kernel, see longest_query.
+        longest = max(call.max_seqlen_k, call.window_left + 2) if steady else call.max_seqlen_k
+        max_q = longest_query(steady, call.max_seqlen_q, call.window_right)
+        requests = (cu_q.contiguous(), max_q, cu_k.contiguous(), longest, None, None, None)
+        lse = forward(call, (query, call.key, value), requests, steady, output)[1]
+    else:
+        lse = query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
+    return output, compact(packed_lse(lse, call.sinks, cu_q, call.padded)) if call.return_lse else no_lse(query)
+
+
+def paged_attention(call: PagedAttention) -> None:
+    """The kernel writes into `output` itself, which is cleared first unless nothing is padding."""
+    query, k_pages, padded, plan = call.query, call.k_pages, call.padded, call.plan
+    if not (query.numel() and k_pages.numel() and call.page_table.numel() and call.max_seqlen_q):
+        return _blank(call, padded)
+    if padded:
+        call.output.zero_()  # as in varlen_attention
+    steady, (_, page_size, kv_heads, _) = deterministic(call.policy), k_pages.shape
+    queries = longest_query(steady, call.max_seqlen_q, call.window_right)
+    if plan is not None:
+        plan = part_of_plan(plan, call, queries)
+    starts = left_padding(page_size, queries * (query.shape[1] // kv_heads), steady, call.seq_lens)
+    _write(call, (query, k_pages, call.v_pages), queries, starts, steady, padded, plan)
+
+
+def mla_attention(call: MlaAttention) -> None:
+    """The kernel writes into `output` itself."""
+    latents(call)
+
+
+def latents(call: MlaAttention, used: Tensor | None = None) -> None:
+    """As `mla_attention`. used: as in `forward`; rows of requests that are not served become 0."""
+    q_v, pages = call.q_nope, call.latent_pages[:, :, None]
+    if not (q_v.numel() and pages.numel() and call.page_table.numel() and call.max_seqlen_q):
+        return _blank(call)
+    call.output.zero_()  # as in varlen_attention
+    steady, (_, heads, latent) = deterministic(call.policy), q_v.shape
+    queries = longest_query(steady, call.max_seqlen_q)
+    starts = left_padding(pages.shape[1], queries * heads, steady, call.seq_lens, TILE)
+    _write(call, (call.q_pe, pages[..., latent:], pages[..., :latent]), queries, starts, steady, q_v=q_v, used=used)
+
+
+def _write(
+    call: PagedAttention | MlaAttention,
+    given: tuple[Tensor, Tensor, Tensor],
+    queries: int,
+    starts: Tensor | None,
+    steady: bool,
+    padded: bool = True,
+    plan: Tensor | None = None,
+    q_v: Tensor | None = None,
+    used: Tensor | None = None,
+) -> None:
+    """Write output and lse of a call over pages. given: query, keys and values. queries: of the longest request."""
+    output, lse, table, cu_q = call.output, call.lse, call.page_table, call.cu_seqlens_q
+    table = table if table.stride(1) == 1 else table.contiguous()
+    out = output if output.stride(2) == 1 else None
+    requests = (cu_q.contiguous(), queries, None, None, starts, call.seq_lens.contiguous(), table)
+    found, raw = forward(call, given, requests, steady, out, plan, q_v, used)
+    if out is None:
+        output.copy_(found.masked_fill(past(cu_q, found.shape[0])[:, None, None], 0.0) if padded else found)
+    if lse is not None:
+        lse.copy_(packed_lse(raw, call.sinks, cu_q, padded))
+
+
+def _blank(call: PagedAttention | MlaAttention, padded: bool = True) -> None:
+    """Write the results of a call without keys or queries."""
+    lse = call.lse
+    call.output.zero_()
+    if lse is not None:
+        lse.copy_(packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), call.sinks, call.cu_seqlens_q, padded))
 
 
 DENSE = phases(Roofline(12.3, 0.98, 0.5, 0.00097, 14_000), Roofline(12.6, 0.6, 0.86, 0.0092, 510))
 PACKED = Roofline(14.0, 0.97, 0.68, 0.0052, 2100)
 PAGED = phases(Roofline(14.6, 1.0, 0.6, 0.00096, 11_000), Roofline(14.0, 0.78, 0.76, 0.0041, 2200))
+LATENTS = phases(Roofline(18.3, 1.1, 0.86, 0.0057, 1800), Roofline(14.6, 0.41, 0.87, 0.028, 520))
+
+
+def _value_us(p: Problem) -> float:
+    """The time of a copy of the values without those of no request."""
+    return copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
 
 
 def _dense_us(p: Problem) -> float:
-    """What lies outside of a request's keys is cleared in a copy of the values first."""
-    copies = p.kv_range and p.queries.hint * p.group_size > FEW
-    return DENSE(p) + copies * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
+    return DENSE(p) + (p.kv_range and p.queries.hint * p.group_size > FEW) * _value_us(p)
 
 
 def _packed_us(p: Problem) -> float:
-    return PACKED(p) + p.padded * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
+    return PACKED(p) + p.padded * _value_us(p)
 
 
 def _unsplit_us(p: Problem) -> float:
@@ -213,34 +171,46 @@ def _unsplit_us(p: Problem) -> float:
     return max(PAGED(p), 8.0 + context * (p.head_dim + p.v_head_dim) * p.kv_dtype.itemsize / 4.7e4)
 
 
-NEEDS: tuple[Need, ...] = (
-    arch(80, 86, 87, 89, 90),
-    dtype_rules,
-    multiple_of("head_dim", 8),
-    at_most("head_dim", 256),
-    multiple_of("v_head_dim", 8),
-    value_dim,
-    bfloat16_sinks,
-    chunk_rules,
-    plan_rules,
-    one_of("last_dim_contiguous", True),
-    *without("mask"),
-)
-ABOUT = "FlashAttention-3 of sgl-kernel"
-for _op, _run, _us in (
-    ("attention", attention, _dense_us), ("varlen_attention", varlen_attention, _packed_us), ("paged_attention", paged_attention, PAGED)
-):  # fmt: skip
+def _unsplit_latents_us(p: Problem) -> float:
+    """Under a deterministic policy one block works through all keys of a request and 64 rows, full or not."""
+    return max(LATENTS(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
+
+
+RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks", "q_scale", "k_scale", "v_scale"})
+for _run, _more, _us, _steady_us in (
+    (attention, {"kv_start", "kv_end", "return_lse"}, _dense_us, None),
+    (varlen_attention, {"return_lse"}, _packed_us, None),
+    (paged_attention, {"lse"}, PAGED, _unsplit_us),
+):
     register(
         Kernel(
             "fa3",
-            _op,
+            _run.__name__,
             _run,
-            needs=NEEDS,
+            takes=RULES | _more,
+            dtypes=(*HALF, FLOAT8),
+            needs=(
+                arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, plan_rules, one_of("last_dim_contiguous", True),
+            ),
             packages=(PACKAGE,),
             probe=missing,
             cost_us=_us,
-            invariant=Invariant((steady_tiles,), _unsplit_us if _op == "paged_attention" else None),
-            about=ABOUT,
+            invariant=Invariant((steady_tiles,), _steady_us),
+            about="FlashAttention-3 of sgl-kernel",
         )
+    )  # fmt: skip
+LATENT_KERNEL = register(
+    Kernel(
+        "fa3",
+        "mla_attention",
+        mla_attention,
+        takes=frozenset({"causal", "window_left", "softcap", "sinks", "lse"}),
+        dtypes=HALF,
+        needs=(arch(90), one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), bfloat16_sinks, one_of("last_dim_contiguous", True)),
+        packages=(PACKAGE,),
+        probe=missing,
+        cost_us=LATENTS,
+        invariant=Invariant(cost_us=_unsplit_latents_us),
+        about="FlashAttention-3 of sgl-kernel, absorbed latents",
     )
-register(_fa3_mla.KERNEL)
+)

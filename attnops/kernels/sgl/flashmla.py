@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, arch, at_most, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels.sgl import flashmla_schedule as _schedule
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.flashmla_sparse import HEADS, LATENT, ROPE, sparse_mla_attention
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY as LIBRARY
 from attnops.kernels.shared.decode import adjoin, batch_by_token, whole
@@ -67,7 +67,7 @@ def mla_attention(
 def _core(
     q_nope: Tensor, q_pe: Tensor | None, latent_pages: Tensor, tables: Tensor, lengths: Tensor, schedule: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    _sgl.load("dense_decode_fwd", LIBRARY)
+    wheel.load("dense_decode_fwd", LIBRARY)
     parts, splits = (None, None) if schedule is None else _schedule.split(schedule, *q_nope.shape[:2])
     # A single query at the last key it sees sees every key, causal or not.
     out, z, _, _ = torch.ops.sgl_kernel.dense_decode_fwd(
@@ -119,8 +119,8 @@ register(
             one_of("last_dim_contiguous", True),
             *without("mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
-        packages=(_sgl.package("0.4.3"),),
-        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        packages=(wheel.package("0.4.3"),),
+        probe=lambda target: wheel.lacks(target, LIBRARY),
         cost_us=_cost_us,
         plan=Plan(device=_schedule.plan),
         inline=Inline(
@@ -150,8 +150,8 @@ register(
             one_of("pages_packed", True),
             *without("kv_scales"),
         ),
-        packages=(_sgl.package("0.4.3"),),
-        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        packages=(wheel.package("0.4.3"),),
+        probe=lambda target: wheel.lacks(target, LIBRARY),
         cost_us=_sparse_cost_us,
         invariant=Invariant((_unsplit,)),
         about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",

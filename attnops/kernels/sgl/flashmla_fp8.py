@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnops.kernel import Core, Inline, Kernel, Plan, Tolerance, arch, dtypes, extent_at_most, one_of, register, without
 from attnops.kernels.sgl import flashmla_schedule as _schedule
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY as LIBRARY
 from attnops.kernels.shared.decode import adjoin, batch_by_token, whole
 from attnops.measured import Roofline
@@ -74,7 +74,7 @@ def _core(
     kv_scale: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    _sgl.load("fwd_kvcache_mla_fp8", LIBRARY)
+    wheel.load("fwd_kvcache_mla_fp8", LIBRARY)
     tokens, heads = q_nope.shape[:2]
     parts, splits = _schedule.made(lengths, heads, True) if schedule is None else _schedule.split(schedule, tokens, heads)
     out, z = torch.ops.sgl_kernel.fwd_kvcache_mla_fp8(
@@ -112,8 +112,8 @@ register(
             one_of("last_dim_contiguous", True),
             *without("mask", "sinks", "softcap", "windowed"),
         ),
-        packages=(_sgl.package("0.4.3"),),
-        probe=lambda target: _sgl.lacks(target, LIBRARY),
+        packages=(wheel.package("0.4.3"),),
+        probe=lambda target: wheel.lacks(target, LIBRARY),
         cost_us=_cost_us,
         tolerance=Tolerance(16.0, rounded_sums=True),
         plan=Plan(device=_schedule.plan),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY
 from attnops.problem import Problem, Refusal
 from attnops.reference.data import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedule_parts
@@ -27,10 +27,10 @@ def made(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tensor]:
     """(parts, splits) as the kernels take them. lengths: int32 `[T]`, T at least 1; for float8 each at least 1."""
     if not float8:
         # As dense_decode_fwd makes it: the same kernel, blocks of keys, overhead and number of parts.
-        _sgl.load("get_mla_decoding_metadata", LIBRARY)
+        wheel.load("get_mla_decoding_metadata", LIBRARY)
         parts, splits = torch.ops.sgl_kernel.get_mla_decoding_metadata(lengths, q_heads, 1, q_heads, False, None)
     else:
-        _sgl.load("get_mla_decoding_metadata_dense_fp8", LIBRARY)
+        wheel.load("get_mla_decoding_metadata_dense_fp8", LIBRARY)
         if lengths.shape[0] > MOST_FLOAT8_TOKENS:
             raise InvalidInput("q_nope.shape[0]", lengths.shape[0], f"<= {MOST_FLOAT8_TOKENS} tokens (flashmla_fp8)")
         parts, splits = torch.ops.sgl_kernel.get_mla_decoding_metadata_dense_fp8(lengths, q_heads, 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 
 LIBRARY = "flashmla_ops.*"
 LATENT, ROPE = 512, 64
@@ -105,7 +105,7 @@ def _packed(
     query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
 ) -> tuple[Tensor, Tensor]:
     """(output `[T, heads, Dc]`, lse `[T, heads]`, +inf for none, without sinks). Every token is a request of one query."""
-    _sgl.load("sparse_decode_fwd", LIBRARY)
+    wheel.load("sparse_decode_fwd", LIBRARY)
     # The kernel asserts that it is given no lengths for this format: what lies past them is named none.
     lists = _lists(indices, length, pages, PACKED_TILE, holes)
     out, z, _, _ = torch.ops.sgl_kernel.sparse_decode_fwd(
@@ -118,7 +118,7 @@ def _plain(
     query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
 ) -> tuple[Tensor, Tensor]:
     """As `_packed`, but lse is to PREFILL_LSE_BASE."""
-    _sgl.load("sparse_prefill_fwd", LIBRARY)
+    wheel.load("sparse_prefill_fwd", LIBRARY)
     length = None if length is None else length.contiguous()
     keys, lists = pages.flatten(0, 1)[:, None], _lists(indices, None, pages, PLAIN_TILE, holes)
     out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, lists[:, None], scale, LATENT, sinks, length)

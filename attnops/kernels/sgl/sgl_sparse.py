@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, arch, dtypes, one_of, register
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.rows import aligned
 from attnops.problem import Problem, Target
 from attnops.reference.packed import unpad
@@ -43,7 +43,7 @@ def vertical_slash_indexes(
     out = tuple(torch.zeros(size, dtype=torch.int32, device=q_lens.device) for size in sizes)
     if out[0].numel():
         name = "convert_vertical_slash_indexes" + ("" if vertical_counts is None else "_mergehead")
-        _sgl.load(name, _sgl.common_ops(Target.of(q_lens.device)))
+        wheel.load(name, wheel.common_ops(Target.of(q_lens.device)))
         given = (x.contiguous() for x in (q_lens, k_lens, vertical, slash, vertical_counts, slash_counts) if x is not None)
         getattr(torch.ops.sgl_kernel, name)(*out, *given, max_seqlen_q, BLOCK, BLOCK, True)
     return out[0], out[1], out[2], out[3]
@@ -78,7 +78,7 @@ def vertical_slash_attention(
     if padded or not runs:
         output.zero_()  # how many rows are of no request only the device knows
     if runs:
-        _sgl.load("varlen_fwd_sparse", _sgl.common_ops(Target.of(query.device)))
+        wheel.load("varlen_fwd_sparse", wheel.common_ops(Target.of(query.device)))
         # Its lse has room for `tokens` rows a head, and each request takes `longest` of them.
         longest = min(max_seqlen_q, tokens)
         fit, rows = tokens // longest, -(-longest // BLOCK)
@@ -114,7 +114,7 @@ def _attention_us(p: Problem) -> float:
     return 15.0 + 0.1 * flops / 3e8
 
 
-PACKAGES = (_sgl.package(below=_sgl.DROPPED, holds="vertical-slash attention"),)
+PACKAGES = (wheel.package(below=wheel.DROPPED, holds="vertical-slash attention"),)
 register(
     Kernel(
         "sgl_sparse",
@@ -122,7 +122,7 @@ register(
         vertical_slash_indexes,
         needs=(arch(*ARCHS),),
         packages=PACKAGES,
-        probe=_sgl.lacks_common_ops,
+        probe=wheel.lacks_common_ops,
         cost_us=_index_us,
         invariant=Invariant(),
         about="convert_vertical_slash_indexes (sgl_kernel)",
@@ -141,7 +141,7 @@ register(
             one_of("last_dim_contiguous", True),
         ),
         packages=PACKAGES,
-        probe=_sgl.lacks_common_ops,
+        probe=wheel.lacks_common_ops,
         cost_us=_attention_us,
         # One block of threads a row of the index, whatever else is in the batch.
         invariant=Invariant(),

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Core, Inline, Invariant, Kernel, arch, register
-from attnops.kernels.sgl import package as _sgl
+from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.flashmla_schedule import few_tokens, written
 from attnops.kernels.sgl.flashmla_sparse import LIBRARY
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference import data
 
-PACKAGE = _sgl.package("0.4.3")
+PACKAGE = wheel.package("0.4.3")
 
 
 def decode_rows(
@@ -41,7 +41,7 @@ def _fake_core(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
 
 
 def _missing(target: Target) -> Refusal | None:
-    return _sgl.lacks(target, LIBRARY)
+    return wheel.lacks(target, LIBRARY)
 
 
 def _unread(p: Problem) -> Refusal | None:

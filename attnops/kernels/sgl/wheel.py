@@ -17,26 +17,24 @@ from attnops.versions import Version, parse
 
 DISTS = ("sglang-kernel", "sgl-kernel")
 
-
 OLDEST = "0.3.18"
 """The oldest wheel that was looked into. Up to 0.3.21 it is called sgl-kernel."""
 
 DROPPED = "0.4.7"
 """The first wheel without CUTLASS MLA and without vertical-slash attention."""
 
-
-def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
-    """The wheel in the versions that have the op `holds`. It bears one of two names."""
-    return Package("sgl_kernel", DISTS, at_least, install=hint(torch.__version__, at_least, below), below=below, holds=holds)
-
-
 WHEELS = (("2.11", "0.4.2", "0.4.6.post1"), ("2.13", "0.4.6.post1", "0.4.9"), ("2.14", "0.4.9", ""))
 """By minor version of torch, the first wheel built for it and the first that no longer is. From 0.4.7 on a wheel pins its torch exactly,
 and pip would replace the one that is installed."""
 
 
+def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
+    """The wheel in the versions that have the op `holds`, under either of its names."""
+    return Package("sgl_kernel", DISTS, at_least, install=hint(torch.__version__, at_least, below), below=below, holds=holds)
+
+
 def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
-    """What to type for a wheel within the bounds that goes with a torch, and leaves it as it is."""
+    """The command that installs a wheel within the bounds for this torch, and leaves torch as it is."""
     known = parse(torch_version)
     minor = ".".join(map(str, (*known.release, 0)[:2])) if known is not None else torch_version
     found = next(((first, end) for version, first, end in WHEELS if version == minor), None)
@@ -56,7 +54,7 @@ def _order(version: str) -> Version:
 
 
 def common_ops(target: Target) -> str:
-    """Which file the ops that are no library of their own lie in: the wheel has one build for SM90 and one for every other GPU."""
+    """The file of the ops that have no library of their own: the wheel has one build for SM90 and one for every other GPU."""
     return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
 
 
@@ -76,7 +74,7 @@ def library(pattern: str) -> Path | None:
 
 
 def lacks(target: Target, pattern: str) -> Refusal | None:
-    """Is the library not in the installed wheel? A target that assumes its packages has it."""
+    """A refusal where the installed wheel has no such library. A target that assumes its packages has it."""
     if target.assume is not None or library(pattern) is not None:
         return None
     return Refusal("package", f"sgl_kernel without {pattern}", f"a wheel that holds {pattern}")
@@ -84,7 +82,7 @@ def lacks(target: Target, pattern: str) -> Refusal | None:
 
 @functools.cache
 def load(op: str, pattern: str) -> None:
-    """Make `torch.ops.sgl_kernel.<op>` exist. Raises OSError when the library does not load, its cause told by the loader."""
+    """Make `torch.ops.sgl_kernel.<op>` exist. Raises OSError, with the loader's cause, when the library does not load."""
     if hasattr(torch.ops.sgl_kernel, op):
         return
     path = library(pattern)
