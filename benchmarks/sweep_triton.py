@@ -1,4 +1,4 @@
-"""Times launch configurations of our Triton kernels, the vendors' kernels beside them, to fill the table of `_triton/plan.py`. CUDA only.
+"""Times launch configurations of our Triton kernels, vendors' kernels beside them, to fill the table of `launch/plan.py`. CUDA only.
 
     python benchmarks/sweep_triton.py [--budget-s 200] [--case decode_1x8192,...] [--top 10]
 
@@ -91,28 +91,26 @@ def choices_of(name: str) -> list[Choice]:
 
 def chosen(call: Call, choice: Choice) -> Kernel:
     """`triton`, launched with `choice`."""
+    from attnops.kernels.triton.launch.attention import attention
+
     kernel = kernels_of(call.op)["triton"]
-    return kernel if choice == OURS else replace(kernel, run=partial(kernel.run.of_arguments, choice=choice))
+    return kernel if choice == OURS else replace(kernel, run=lambda call: attention(call, choice))
 
 
 @contextlib.contextmanager
 def recorded(found: list[Any]) -> Iterator[None]:
     """Let the kernels' `run` compile without launching."""
-    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import attention as host
+    from attnops.kernels.triton.launch.gpu import OPTIONS
 
-    class Compiled:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+    def compiled(kernel: Any, grid: Any, given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
+        found.append(kernel.warmup(*args, grid=grid, **given, num_warps=warps, **OPTIONS))
 
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda **given: found.append(self.kernel.warmup(grid=grid, **given))
-
-    before = host.attend, host.combine
-    host.attend, host.combine = (Compiled(k) for k in before)
+    before, host.launch = host.launch, compiled
     try:
         yield
     finally:
-        host.attend, host.combine = before
+        host.launch = before
 
 
 def compile_choice(call: Call, choice: Choice) -> list[Any]:

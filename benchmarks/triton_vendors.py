@@ -259,7 +259,7 @@ def variants(cache: str) -> dict[str, int]:
     """The number of variants that one layer compiles over prompts, batches and contexts of many lengths."""
     os.environ["TRITON_CACHE_DIR"] = cache
     from attnops.kernels.triton.device.attend import attend
-    from attnops.kernels.triton.device.combine import combine
+    from attnops.kernels.triton.device.merge import combine
 
     f = Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
     for queries in (1, 2, 7, 8, 33, 65, 300):

@@ -38,7 +38,7 @@ def first_use(module: str, cache: Path) -> dict[str, Use]:
 def main(module: str) -> None:
     calls, cache = import_module(module).FIRST_USES, Path(os.environ["TRITON_CACHE_DIR"])
     torch.zeros(1, device="cuda")
-    for name in ("call", "data"):
+    for name in ("attention", "data"):
         import_module(f"attnops.kernels.triton.launch.{name}")  # what is imported once is no part of a kernel's first use
     for name, make in calls.items():
         call = make()

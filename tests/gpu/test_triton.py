@@ -36,11 +36,6 @@ LONG = {
 }
 
 
-def tuned(kernel):
-    """The kernel's body, which takes a `choice` beside the op's arguments."""
-    return kernel.run.of_arguments
-
-
 @pytest.mark.parametrize("name", LONG)
 def test_long(name: str, found: dict[str, Any]) -> None:
     call = LONG[name](Source(1, "cuda"))
@@ -52,22 +47,23 @@ def test_long(name: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("op", ["paged_attention", "mla_attention"])
 def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
     """Stage two is launched while stage one runs and must wait for it: bit for bit, time and again, in a captured graph too."""
+    from attnops.kernels.triton.launch.attention import attention
+
     call = {
         "paged_attention": lambda: builders.paged(Source(2, "cuda"), (1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA),
         "mla_attention": lambda: latent.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
     }[op]()
-    kernel = kernels_of(op)["triton"]
     for splits in (2, 7, 40):
-        tile = plan.Tile(16, 32, 4, 2)
-        tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits, overlap=False))
+        choice = plan.Choice(plan.Tile(16, 32, 4, 2), splits)
+        attention(call.record, choice._replace(overlap=False))
         want = {n: call.arguments[n].clone() for n in ("output", "lse")}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+            attention(call.record, choice)
         for step in range(50):
             for n in want:
                 call.arguments[n].fill_(float("nan"))
-            graph.replay() if step % 2 else tuned(kernel)(*call.args, **call.kwargs, choice=plan.Choice(tile, splits))
+            graph.replay() if step % 2 else attention(call.record, choice)
             for n, x in want.items():
                 how = "replayed" if step % 2 else "launched"
                 assert torch.equal(call.arguments[n], x), f"{splits} splits, {how}, time {step}: {n} differs"
@@ -86,7 +82,7 @@ def test_first_use_compiles_no_more_than_it_launches(found: dict[str, Any], tmp_
 
 def test_a_generate_run_compiles_few_kernels(found: dict[str, Any]) -> None:
     from attnops.kernels.triton.device.attend import attend
-    from attnops.kernels.triton.device.combine import combine
+    from attnops.kernels.triton.device.merge import combine
 
     device = torch.cuda.current_device()
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -70,29 +71,34 @@ def launches_overlap():
 
 def launched(call, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import attention as host
+    from attnops.kernels.triton.launch import gpu
+
+    with recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
+        before, host._overlaps = host._overlaps, lambda device: arch >= 90 and launches_overlap()
+        try:
+            kernels_of(call.op)["triton"].run(call.record)
+        finally:
+            host._overlaps = before
+    return found
+
+
+@contextmanager
+def recorded(host, on):
+    """(device function, arguments) of what the module `host` launches in the block, as on a GPU. Nothing is launched."""
+    from attnops.kernels.triton.launch import gpu
 
     found = []
 
-    class Recorded:
-        def __init__(self, kernel):
-            self.kernel = kernel
+    def launch(kernel, grid, given, args=(), warps=4):
+        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | given | {"num_warps": warps} | gpu.OPTIONS))
 
-        def __getitem__(self, grid):
-            return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
-
-    names = ("attend", "combine", "merge", "merge_all")
-    before = {n: getattr(host, n) for n in (*names, "INTERPRETED", "_overlaps")}
-    for n in names:
-        setattr(host, n, Recorded(before[n]))
-    host.INTERPRETED = (132, MEMORY[arch], arch == 90)
-    host._overlaps = lambda device: arch >= 90 and launches_overlap()
+    before = host.launch, gpu.INTERPRETED
+    host.launch, gpu.INTERPRETED = launch, on
     try:
-        kernels_of(call.op)["triton"].run(call.record)
+        yield found
     finally:
-        for n, value in before.items():
-            setattr(host, n, value)
-    return found
+        host.launch, gpu.INTERPRETED = before
 
 
 def compile_for(arch, kernel, given, dtype):

@@ -36,7 +36,7 @@ def ran(op, *args, **kwargs):
     return kernels_of(op)["triton"].run(OPS[op].call(*args, **kwargs))
 
 
-def check(call, refused=("dtype", "q_heads")):
+def check(call, refused=("dtype", "kv_dtype", "q_heads")):
     with pretend(SM90):
         figures = check_kernel(kernels_of(call.op)["triton"], call)
     assert {r.field for r in figures.refused} <= set(refused), figures
@@ -265,26 +265,18 @@ def test_a_compiled_function_calls_them():
 def test_a_generate_run_compiles_few_kernels():
     """Every number of tokens of one model. The bounds are in docs/triton.md."""
     from attnops.kernels.triton.launch import data as host
+    from attnops.kernels.triton.launch import gpu
 
-    seen = {"store": set()}
+    seen = set()
 
-    class Recorded:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(host, name)
-            self.varying = {p.name for p in self.kernel.params if p.do_not_specialize} if hasattr(self.kernel, "params") else VARYING
+    def recorded(kernel, grid, given, args=(), warps=4):
+        varying = {p.name for p in kernel.params if p.do_not_specialize} if hasattr(kernel, "params") else VARYING
+        given = given | dict(zip(kernel.arg_names, args, strict=False)) | {"num_warps": warps}
+        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
+        seen.add(tuple(sorted(key.items(), key=lambda item: item[0])))
 
-        def __getitem__(self, grid):
-            def run(*args, **given):
-                given |= dict(zip(self.kernel.arg_names, args, strict=False))
-                key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in self.varying) for n, x in given.items()}
-                seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
-
-            return run
-
-    before = {n: getattr(host, n) for n in (*seen, "INTERPRETED")}
-    for n in seen:
-        setattr(host, n, Recorded(n))
-    host.INTERPRETED = (132, 90)
+    before = host.launch, gpu.INTERPRETED
+    host.launch, gpu.INTERPRETED = recorded, gpu.Gpu(132, 227 * 1024, True, True)
     try:
         pages = torch.empty(1, 16, 8, 128, dtype=BF16)
         for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
@@ -292,10 +284,8 @@ def test_a_generate_run_compiles_few_kernels():
             new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
             ran("write_kv", new, new, pages, pages, slots)
     finally:
-        for n, value in before.items():
-            setattr(host, n, value)
-    print({n: len(found) for n, found in seen.items()})
-    assert {n: len(found) for n, found in seen.items()} == {"store": 3}
+        host.launch, gpu.INTERPRETED = before
+    assert len(seen) == 3
 
 
 VARYING = ("tokens", "rows", "width", "requests", "steps")

@@ -10,12 +10,11 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.testing import Features, Source, builders, latent, moves, sparse
 from tests.triton.process import compiled
-from tests.triton.test_compile import MEMORY, TYPES, compile_for, spilled
+from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 TYPES |= {torch.int16: "i16", torch.int64: "i64"}
-NAMES = ("store", "pack", "copy", "through", "kv_indices")
 
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 
@@ -71,26 +70,11 @@ ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "c
 def launched(made, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
     from attnops.kernels.triton.launch import data as host
-
-    found = []
-
-    class Recorded:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **kw: found.append((self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | kw))
+    from attnops.kernels.triton.launch.gpu import Gpu
 
     op, record = (made[0], OPS[made[0]].call(*made[1], **made[2])) if isinstance(made, tuple) else (made.op, made.record)
-    before = {n: getattr(host, n) for n in (*NAMES, "INTERPRETED")}
-    for n in NAMES:
-        setattr(host, n, Recorded(before[n]))
-    host.INTERPRETED = (132, arch)
-    try:
+    with recorded(host, Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
         kernels_of(op)["triton"].run(record)
-    finally:
-        for n, value in before.items():
-            setattr(host, n, value)
     return found
 
 

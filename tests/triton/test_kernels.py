@@ -35,7 +35,7 @@ def triton(op):
 @pytest.mark.parametrize("op", OURS[:2])
 @interpreted
 def test_a_request_does_not_see_its_mates(op):
-    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import attention as host
     from attnops.kernels.triton.launch import plan
 
     plan.SPLIT_KEYS, before = 128, plan.SPLIT_KEYS
@@ -60,7 +60,7 @@ def test_a_request_does_not_see_its_mates(op):
 @interpreted
 def test_parts_are_bounded(op):
     """Requests that take turns give the bits of requests served at once, padding tokens too."""
-    from attnops.kernels.triton.launch import call as host
+    from attnops.kernels.triton.launch import attention as host
     from attnops.kernels.triton.launch import plan
 
     plan.SPLIT_KEYS, before = 128, (plan.SPLIT_KEYS, host.MOST_PARTS_BYTES)
@@ -210,25 +210,19 @@ def kind_of(x, varying):
 @interpreted
 def test_a_generate_run_compiles_few_kernels():
     """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
-    from attnops.kernels.triton.device import attend, combine
-    from attnops.kernels.triton.launch import call
+    from attnops.kernels.triton.device import attend, merge
+    from attnops.kernels.triton.launch import attention as host
+    from attnops.kernels.triton.launch import gpu
 
     seen = {"attend": set(), "combine": set()}
 
-    class Recorded:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(call, name)
+    def recorded(kernel, grid, given, args=(), warps=4):
+        name, module = ("attend", attend) if kernel is host.attend else ("combine", merge)
+        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in module.VARYING) for n, x in (given | {"num_warps": warps}).items()}
+        seen[name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
 
-        def __getitem__(self, grid):
-            def run(**given):
-                varying = {"attend": attend.VARYING, "combine": combine.VARYING}[self.name]
-                key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
-                seen[self.name].add(tuple(sorted(key.items(), key=lambda item: item[0])))
-
-            return run
-
-    before = call.attend, call.combine, call.INTERPRETED
-    call.attend, call.combine, call.INTERPRETED = Recorded("attend"), Recorded("combine"), (132, 227 * 1024, True)
+    before = host.launch, gpu.INTERPRETED
+    host.launch, gpu.INTERPRETED = recorded, gpu.Gpu(132, 227 * 1024, True, True)
     try:
         for batch in (1, 2, 3, 8, 17, 64):
             for queries in (1, 2, 5, 8, 17, 64, 100, 1000, 4097):
@@ -238,9 +232,9 @@ def test_a_generate_run_compiles_few_kernels():
                     kv = torch.empty(16 * 8 * 128, dtype=BF16).view(1, 16, 8, 128)
                     table = torch.empty(batch, pages, dtype=torch.int32)
                     lens, cu = torch.empty(batch, dtype=torch.int32), torch.empty(batch + 1, dtype=torch.int32)
-                    triton("paged_attention").run.of_arguments(q, kv, kv, table, lens, cu, max_seqlen_q=queries, scale=0.1, output=q)
+                    host.attention(OPS["paged_attention"].call(q, kv, kv, table, lens, cu, max_seqlen_q=queries, scale=0.1, output=q))
     finally:
-        call.attend, call.combine, call.INTERPRETED = before
+        host.launch, gpu.INTERPRETED = before
     print({n: len(found) for n, found in seen.items()})
     assert len(seen["attend"]) <= 12
     assert len(seen["combine"]) <= 2

@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 
 def mla_attention(call: MlaAttention) -> None:
     """FlashAttention-3 first: it clears the output."""
-    call, most = changed(call, policy="deterministic"), 0
-    if min(call.max_seqlen_q, call.q_nope.shape[0]) > DECODE_QUERIES:
-        most, queries = DECODE_QUERIES, call.cu_seqlens_q.diff()
-        fa3.latents(call, torch.where(queries > DECODE_QUERIES, queries, 0))
-    triton.mla_attention(
-        call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.seq_lens, call.cu_seqlens_q, None, call.sinks, policy=call.policy,
-        max_seqlen_q=call.max_seqlen_q, scale=call.scale, causal=call.causal, window_left=call.window_left, softcap=call.softcap,
-        output=call.output, lse=call.lse, most=most,
-    )  # fmt: skip
+    call = changed(call, policy="deterministic")
+    if min(call.max_seqlen_q, call.q_nope.shape[0]) <= DECODE_QUERIES:
+        triton.attention(call)
+        return
+    queries = call.cu_seqlens_q.diff()
+    fa3.latents(call, torch.where(queries > DECODE_QUERIES, queries, 0))
+    triton.few_queries(call)
 
 
 def _cost_us(p: Problem) -> float:

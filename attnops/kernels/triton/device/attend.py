@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits: https://pytor
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, chunk_of, finite, let_next_begin, share, tanh, with_sink
+from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, let_next_begin, sees, share, span, tanh, with_sink
 
 
 @triton.jit
@@ -92,15 +92,7 @@ def attend_tile(
             s = s + bias.to(tl.float32) * LOG2E
     if MASKED:
         visible = (keys < length)[None, :]
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= position[:, None])
-        if LEFT:
-            visible = visible & (keys[None, :] >= position[:, None] - left)
-        if RIGHT:
-            visible = visible & (keys[None, :] <= position[:, None] + right)
-        if CHUNKED:
-            begun = chunk_of(position, chunk)[:, None]
-            visible = visible & (keys[None, :] >= begun) & (keys[None, :] < begun + chunk)
+        visible = sees(visible, position[:, None], keys[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
         s = tl.where(visible, s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1))
     base = finite(higher)
@@ -216,24 +208,8 @@ def attend(
     position = length - queries + i
     lowest = length - queries + first_q
     highest = length - queries + tl.minimum(first_q + BLOCK_Q, queries) - 1
-    low = 0
-    high = length
-    all_low = 0
-    all_high = length
-    if CAUSAL:
-        high = tl.minimum(high, highest + 1)
-        all_high = tl.minimum(all_high, lowest + 1)
-    if RIGHT:
-        high = tl.minimum(high, highest + right + 1)
-        all_high = tl.minimum(all_high, lowest + right + 1)
-    if LEFT:
-        low = tl.maximum(lowest - left, 0)
-        all_low = tl.maximum(highest - left, 0)
-    if CHUNKED:
-        low = tl.maximum(low, chunk_of(lowest, chunk))
-        high = tl.minimum(high, chunk_of(highest, chunk) + chunk)
-        all_low = tl.maximum(all_low, chunk_of(highest, chunk))
-        all_high = tl.minimum(all_high, chunk_of(lowest, chunk) + chunk)
+    low, high = span(lowest, highest, 0, length, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+    all_low, all_high = span(highest, lowest, 0, length, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     if SPLIT:
         high = tl.minimum(high, start + size)
     start = tl.maximum(start, low // TILE_N * TILE_N)
@@ -292,8 +268,7 @@ def attend(
 
     if TILE_M <= LATE_ROWS and not LATENT:
         total = tl.sum(total, 1)
-    factor_v = tl.where(total > 0, 1.0 / total, 0.0)
-    z = finite(top) + tl.log2(total)
+    factor_v, z = closed(top, total)
     if not SPLIT and sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
         factor_v, z = with_sink(factor_v, z, sink)

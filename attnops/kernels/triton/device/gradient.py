@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.08691, section 3.1.2, with the two halves of its loop
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, tanh
+from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, sees, span, tanh
 
 
 @triton.jit
@@ -18,21 +18,18 @@ def rows_at(ptr, at, live, width: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sees(
-    position, key, low, high, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr
-):
-    """Which key each position sees. position and key broadcast."""
-    visible = (key >= low) & (key < high) & (position == position)
-    if CAUSAL:
-        visible = visible & (key <= position)
-    if LEFT:
-        visible = visible & (key >= position - left)
-    if RIGHT:
-        visible = visible & (key <= position + right)
-    if CHUNKED:
-        begun = chunk_of(position, chunk)
-        visible = visible & (key >= begun) & (key < begun + chunk)
-    return visible
+def store_rows(ptr, at, x, live, width: tl.constexpr, BLOCK: tl.constexpr):
+    """Write `[rows, BLOCK]` numbers at the offsets `at`, where live."""
+    dims = tl.arange(0, BLOCK)
+    tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < width)[None, :])
+
+
+@triton.jit
+def bounds_of(bounds_ptr, requests, request):
+    """(first query, queries, row of key 0, first key, end of keys, position of the first query) of a request."""
+    at = bounds_ptr + request
+    begin, base = tl.load(at).to(tl.int64), tl.load(at + 2 * requests).to(tl.int64)
+    return begin, tl.load(at + requests), base, tl.load(at + 3 * requests), tl.load(at + 4 * requests), tl.load(at + 5 * requests)
 
 
 @triton.jit
@@ -69,12 +66,7 @@ def grad_queries(
     head = at % HEADS
     tile = tiles - 1 - at // HEADS % tiles
     request = at // HEADS // tiles
-    begin = tl.load(bounds_ptr + request).to(tl.int64)
-    queries = tl.load(bounds_ptr + requests + request)
-    base = tl.load(bounds_ptr + 2 * requests + request).to(tl.int64)
-    low = tl.load(bounds_ptr + 3 * requests + request)
-    high = tl.load(bounds_ptr + 4 * requests + request)
-    offset = tl.load(bounds_ptr + 5 * requests + request)
+    begin, queries, base, low, high, offset = bounds_of(bounds_ptr, requests, request)
     first = tile * TILE_Q
     if first >= queries:
         return
@@ -99,19 +91,8 @@ def grad_queries(
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         tl.store(sink_parts_ptr + row, -tl.exp2(sink - z) * delta, mask=live)
 
-    lowest = offset + first
-    highest = offset + tl.minimum(first + TILE_Q, queries) - 1
-    start = low
-    end = high
-    if CAUSAL:
-        end = tl.minimum(end, highest + 1)
-    if RIGHT:
-        end = tl.minimum(end, highest + right + 1)
-    if LEFT:
-        start = tl.maximum(start, lowest - left)
-    if CHUNKED:
-        start = tl.maximum(start, chunk_of(lowest, chunk))
-        end = tl.minimum(end, chunk_of(highest, chunk) + chunk)
+    last = offset + tl.minimum(first + TILE_Q, queries) - 1
+    start, end = span(offset + first, last, low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
     # Tiles are counted from the request's first key, wherever the range begins.
     start = low + (start - low) // TILE_K * TILE_K
     kv_head = head // GROUP
@@ -121,15 +102,13 @@ def grad_queries(
         inside = (j >= low) & (j < high)
         k = rows_at(k_ptr, (base + j) * k_t + kv_head * k_h, inside, D, BLOCK_D).to(COMPUTE)
         v = rows_at(v_ptr, (base + j) * v_t + kv_head * v_h, inside, DV, BLOCK_DV).to(COMPUTE)
-        visible = sees(position[:, None], j[None, :], low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+        visible = sees(inside[None, :], position[:, None], j[None, :], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p, slope = weights_of(s, z[:, None], visible, scale, cap, CAP)
         grad_p = tl.dot(g, tl.trans(v), input_precision="ieee")
         grad_s = p * (grad_p - delta[:, None]) * slope
         acc = tl.dot(grad_s.to(COMPUTE), k, acc, input_precision="ieee")
-    dims = tl.arange(0, BLOCK_D)
-    out_at = out_ptr + (row * D)[:, None] + dims[None, :]
-    tl.store(out_at, (acc * factor).to(out_ptr.dtype.element_ty), mask=live[:, None] & (dims < D)[None, :])
+    store_rows(out_ptr, row * D, acc * factor, live, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -146,12 +125,7 @@ def grad_keys(
     kv_head = at % KV_HEADS
     tile = at // KV_HEADS % tiles
     request = at // KV_HEADS // tiles
-    begin = tl.load(bounds_ptr + request).to(tl.int64)
-    queries = tl.load(bounds_ptr + requests + request)
-    base = tl.load(bounds_ptr + 2 * requests + request).to(tl.int64)
-    low = tl.load(bounds_ptr + 3 * requests + request)
-    high = tl.load(bounds_ptr + 4 * requests + request)
-    offset = tl.load(bounds_ptr + 5 * requests + request)
+    begin, queries, base, low, high, offset = bounds_of(bounds_ptr, requests, request)
     first = low + tile * TILE_K
     if first >= high:
         return
@@ -187,7 +161,7 @@ def grad_keys(
             z = tl.where(z == float("-inf"), 0.0, z) * LOG2E
             delta = tl.load(delta_ptr + row, mask=live, other=0.0)
             position = offset + i
-            visible = sees(position[None, :], j[:, None], low, high, left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
+            visible = sees(inside[:, None], position[None, :], j[:, None], left, right, chunk, CAUSAL, LEFT, RIGHT, CHUNKED)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")
             p, slope = weights_of(s, z[None, :], visible, scale, cap, CAP)
             acc_v = tl.dot(p.to(COMPUTE), g, acc_v, input_precision="ieee")
@@ -195,9 +169,5 @@ def grad_keys(
             grad_s = p * (grad_p - delta[None, :]) * slope
             acc_k = tl.dot(grad_s.to(COMPUTE), q, acc_k, input_precision="ieee")
     row = (base + j) * KV_HEADS + kv_head
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    at_k = out_k_ptr + (row * D)[:, None] + dims[None, :]
-    at_v = out_v_ptr + (row * DV)[:, None] + dims_v[None, :]
-    tl.store(at_k, (acc_k * factor).to(out_k_ptr.dtype.element_ty), mask=inside[:, None] & (dims < D)[None, :])
-    tl.store(at_v, acc_v.to(out_v_ptr.dtype.element_ty), mask=inside[:, None] & (dims_v < DV)[None, :])
+    store_rows(out_k_ptr, row * D, acc_k * factor, inside, D, BLOCK_D)
+    store_rows(out_v_ptr, row * DV, acc_v, inside, DV, BLOCK_DV)

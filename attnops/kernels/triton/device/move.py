@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.store import place
+from attnops.kernels.triton.device.store import place, slots_at
+
+
+@triton.jit
+def inner(column, h, d, D: tl.constexpr):
+    """`[1, columns]` int64 offsets of columns of heads of D numbers."""
+    return ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
 
 
 @triton.jit
@@ -14,7 +20,7 @@ def copy_part(
     """BLOCK columns of every entry: all are read before any is written, and no other program touches these columns."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None] & (column < HEADS * D)[None, :]
-    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    at = inner(column, h, d, D)
     x = tl.load(pages_ptr + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0)
     # One thread reads what another writes.
     tl.debug_barrier()
@@ -29,10 +35,8 @@ def copy(
 ):  # fmt: skip
     """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of them in every program."""
     entry = tl.arange(0, BLOCK_N)
-    here = entry < entries
-    source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
-    target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
-    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
+    source = slots_at(source_ptr, entry, source_t, entries, total)
+    target = slots_at(target_ptr, entry, target_t, entries, total)
     A_TILES: tl.constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
     tile = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
@@ -49,16 +53,14 @@ def through(
 ):  # fmt: skip
     """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = entry < entries
-    source = tl.load(source_ptr + entry * source_t, mask=here, other=-1).to(tl.int64)
-    target = tl.load(target_ptr + entry * target_t, mask=here, other=-1).to(tl.int64)
-    source, target = tl.where(source < total, source, -1), tl.where(target < total, target, -1)
+    source = slots_at(source_ptr, entry, source_t, entries, total)
+    target = slots_at(target_ptr, entry, target_t, entries, total)
     at_layer = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None]
     if HEADS * D % BLOCK != 0:
         real = real & (column < HEADS * D)[None, :]
-    at = ((column // D).to(tl.int64) * h + (column % D).to(tl.int64) * d)[None, :]
+    at = inner(column, h, d, D)
     kept_ptr = scratch_ptr + ((at_layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
     if OUT:
         tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)

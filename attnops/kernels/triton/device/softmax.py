@@ -39,6 +39,42 @@ def chunk_of(position, chunk):
 
 
 @triton.jit
+def span(first, last, low, high, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
+    """The range within `[low, high)` of the keys that the positions first..last see, some of them, or all where last <= first."""
+    if CAUSAL:
+        high = tl.minimum(high, last + 1)
+    if RIGHT:
+        high = tl.minimum(high, last + right + 1)
+    if LEFT:
+        low = tl.maximum(low, first - left)
+    if CHUNKED:
+        low = tl.maximum(low, chunk_of(first, chunk))
+        high = tl.minimum(high, chunk_of(last, chunk) + chunk)
+    return low, high
+
+
+@triton.jit
+def sees(visible, position, key, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
+    """Does each position see each key, of those that are `visible`? position and key broadcast."""
+    if CAUSAL:
+        visible = visible & (key <= position)
+    if LEFT:
+        visible = visible & (key >= position - left)
+    if RIGHT:
+        visible = visible & (key <= position + right)
+    if CHUNKED:
+        begun = chunk_of(position, chunk)
+        visible = visible & (key >= begun) & (key < begun + chunk)
+    return visible
+
+
+@triton.jit
+def closed(top, total):
+    """(factor on the sum, log-sum-exp in base 2) of weights that add up to `total * 2^top`: 0 and -inf where there are none."""
+    return tl.where(total > 0, 1.0 / total, 0.0), finite(top) + tl.log2(total)
+
+
+@triton.jit
 def share(length, queries, left, chunk, splits, split_keys, tile, LEFT: tl.constexpr, CHUNKED: tl.constexpr):
     """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: as even a share as `splits` allow."""
     first = 0

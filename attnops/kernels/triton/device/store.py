@@ -3,13 +3,20 @@
 import triton
 import triton.language as tl
 
-from attnops.kernels.triton.device.quantise import stored_bits
+from attnops.kernels.triton.device.quantise import bfloat16_bits, stored_bits
 
 
 @triton.jit
 def place(slot, stride_p, stride_n, PAGE: tl.constexpr):
     """Offsets of slots; int64."""
     return (slot // PAGE) * stride_p + (slot % PAGE) * stride_n
+
+
+@triton.jit
+def slots_at(slots_ptr, entry, stride, entries, total):
+    """int64 slots of entries; -1 for what is none of the `total` slots."""
+    slot = tl.load(slots_ptr + entry * stride, mask=entry < entries, other=-1).to(tl.int64)
+    return tl.where(slot < total, slot, -1)
 
 
 @triton.jit
@@ -52,8 +59,7 @@ def store(
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = token < tokens
-    slot = tl.load(slots_ptr + token * slots_t, mask=here, other=-1).to(tl.int64)
-    slot = tl.where(slot < total, slot, -1)
+    slot = slots_at(slots_ptr, token, slots_t, tokens, total)
     A_TILES: tl.constexpr = (HEADS * A_D + A_BLOCK - 1) // A_BLOCK
     tile = tl.program_id(1)
     if tile < A_TILES:
@@ -66,3 +72,58 @@ def store(
             token, here, slot, tile - A_TILES, b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd, b_scale_h,
             PAGE, HEADS, B_D, B_BLOCK, B_AS, HARDWARE,
         )  # fmt: skip
+
+
+# Latents into packed pages; the format is described in `attnops.reference.latent_format`.
+
+
+@triton.jit
+def pack_group(
+    row_ptr, real, here, latent_ptr, token_at, group, latent_d, d,
+    DC: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The numbers of a group, and its scale."""
+    dims = group * GROUP + tl.arange(0, GROUP)
+    x = tl.load(latent_ptr + token_at + (dims * latent_d)[None, :], mask=here, other=0).to(tl.float32)
+    # By the bits: log2 may be off by one on an edge. The bits of a NaN are larger than any number's.
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum((most >> 23) - 8 + above, 127 + LEAST)
+    finite = most < 0x7F800000
+    scale = tl.where(finite, exponent << 23, 0x7FC00000)
+    inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    tl.store(row_ptr + (dims * d)[None, :], stored_bits(x * inverse[:, None], "float8_e4m3fn", HARDWARE), mask=real)
+    byte = tl.arange(0, 4)
+    word = (scale[:, None] >> (byte * 8)[None, :]) & 0xFF
+    tl.store(row_ptr + ((DC + group * 4 + byte) * d)[None, :], word.to(tl.uint8), mask=real)
+
+
+@triton.jit
+def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.constexpr, DR: tl.constexpr, BLOCK: tl.constexpr):
+    """The rotated key, byte by byte: a row need not begin where a number of two bytes may."""
+    at = tl.arange(0, BLOCK)
+    inside = (at < 2 * DR)[None, :]
+    x = tl.load(rope_ptr + token_at + ((at // 2) * rope_d)[None, :], mask=here & inside, other=0)
+    bits = bfloat16_bits(x.to(tl.float32)).to(tl.int32)
+    byte = (bits >> ((at % 2) * 8)[None, :]) & 0xFF
+    tl.store(row_ptr + ((BEGIN + at) * d)[None, :], byte.to(tl.uint8), mask=real & inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "total"])
+def pack(
+    slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t, rope_d, p, n, d,
+    PAGE: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    LEAST: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(tokens, BLOCK_T), DC // GROUP + 1): a group of the latent a program, and the rotated key. pages: uint8."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    here = (token < tokens)[:, None]
+    slot = slots_at(slots_ptr, token, slots_t, tokens, total)
+    real = (slot >= 0)[:, None]
+    row_ptr = pages_ptr + place(slot, p, n, PAGE)[:, None]
+    GROUPS: tl.constexpr = DC // GROUP
+    group = tl.program_id(1)
+    if group < GROUPS:
+        pack_group(row_ptr, real, here, latent_ptr, (token * latent_t)[:, None], group, latent_d, d, DC, GROUP, LEAST, HARDWARE)
+    else:
+        pack_rope(row_ptr, real, here, rope_ptr, (token * rope_t)[:, None], rope_d, d, DC + GROUPS * 4, DR, BLOCK_R)

@@ -1,4 +1,4 @@
-"""Device functions: a batch's tables and counts, each in one launch."""
+"""Device functions: a batch's tables, each in one launch."""
 
 import triton
 import triton.language as tl
@@ -68,6 +68,16 @@ def by_token(
     tl.store(out_ptr + tokens + token.to(tl.int64) * width + column, tl.maximum(page, 0), mask=column < width)
 
 
+@triton.jit
+def pages_at(row_ptr, at, width, length, pages, table_m, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """(columns, their ids, is each a page of the pool within the length, is it a hole)."""
+    column = at + tl.arange(0, BLOCK)
+    used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
+    page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
+    kept = (page >= 0) & (page < pages)
+    return column, page, kept, used & (kept == 0)
+
+
 @triton.jit(do_not_specialize=["width", "pages", "left"])
 def named_pages(
     table_ptr, lengths_ptr, starts_ptr, out_ptr, out_lengths_ptr, width, pages, left, table_b, table_m, lengths_b, starts_b,
@@ -85,11 +95,7 @@ def named_pages(
     harm = tl.zeros([BLOCK], tl.int32)
     lost = tl.zeros([BLOCK], tl.int32)
     for at in range(0, width, BLOCK):
-        column = at + tl.arange(0, BLOCK)
-        used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
-        page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
-        kept = (page >= 0) & (page < pages)
-        hole = used & ((page < 0) | (page >= pages))
+        column, page, kept, hole = pages_at(row_ptr, at, width, length, pages, table_m, PAGE, BLOCK)
         own_at = tl.minimum(own_at, tl.where(kept, column, width))
         seen = (column + 1) * PAGE > begin
         if SQUEEZE:
@@ -102,10 +108,7 @@ def named_pages(
     tl.store(out_lengths_ptr + request, tl.where(length > width * PAGE, length, shorter).to(tl.int32))
     done = 0
     for at in range(0, width, BLOCK):
-        column = at + tl.arange(0, BLOCK)
-        used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
-        page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
-        kept = (page >= 0) & (page < pages)
+        column, page, kept, hole = pages_at(row_ptr, at, width, length, pages, table_m, PAGE, BLOCK)
         if SQUEEZE:
             here = kept.to(tl.int32)
             tl.store(out_ptr + request * width + done + tl.cumsum(here, 0) - here, page, mask=kept)

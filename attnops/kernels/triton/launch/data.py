@@ -1,182 +1,185 @@
-"""Host side of what moves data: the arguments of the device functions, and their launches. Importing this imports triton."""
+"""Launches of the ops that move data, and of two helpers of other kernels. Importing this module imports triton."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnops.kernels.triton.device import move, tables
-from attnops.kernels.triton.device.pack import pack as _pack
-from attnops.kernels.triton.device.store import store as _store
+from attnops.kernels.triton.device.store import pack, store
 from attnops.kernels.triton.launch import tiles
+from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
 from attnops.reference.latent_format import GROUP, LEAST
 
-store: Any = _store
-pack: Any = _pack
-copy: Any = move.copy
-through: Any = move.through
-clear: Any = move.clear
-kv_indices: Any = tables.kv_indices
-by_token: Any = tables.by_token
-named_pages: Any = tables.named_pages
-lists: Any = tables.lists
-
-INTERPRETED = (4, 0)
-"""Multiprocessors and arch where there is no GPU: float8 is rounded by the device function itself."""
-
-OPTIONS = {"enable_fp_fusion": True}
-"""Said outright, because Triton's default changes from release to release."""
+if TYPE_CHECKING:
+    from attnops.ops.by_token import DecodeRows
+    from attnops.ops.holes import NamedPages
+    from attnops.ops.latent import WriteLatent
+    from attnops.ops.metadata import KVIndices
+    from attnops.ops.moves import CopyKV
+    from attnops.ops.paged import WriteKV
+    from attnops.ops.sparse import WriteLatentPacked
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FLOAT8_ARCH = 89
 COLUMNS = 1024
 """Columns of a table that a program makes, at most; a table's width is the server's, and does not change from step to step."""
 REQUESTS = 512
-"""Requests whose lengths are added up at once: one figure for all batches, so that one kernel serves them."""
-
-
-@functools.cache
-def _device(index: int) -> tuple[int, int]:
-    """(multiprocessors, arch)."""
-    properties: Any = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major * 10 + properties.minor
-
-
-def _gpu(x: Tensor) -> tuple[int, int]:
-    return _device(x.device.index) if x.is_cuda else INTERPRETED
+"""Requests whose lengths are added up at once: one number for all batches, so that one compiled kernel serves them."""
+CLEARED, CLEARED_COLUMNS = 64, 256
+"""Rows that a program of `clear_rows` covers, and columns of one store. Most programs read the last length only, and return."""
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(BITS[x.dtype.itemsize])
 
 
-def write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]) -> None:
+def _columns(width: int) -> int:
+    return max(64, min(COLUMNS, tiles.power(width)))
+
+
+# Writes ---------------------------------------------------------------------------------------------------------------
+
+
+def write_kv(call: WriteKV) -> None:
+    """See `attnops.write_kv`."""
+    _write(call.slots, ((call.key, call.k_pages, call.k_scale), (call.value, call.v_pages, call.v_scale)))
+
+
+def write_latent(call: WriteLatent) -> None:
+    """See `attnops.ops.write_latent`. The two parts of a latent are a key and a value with one head; they are never concatenated."""
+    latent, rope, pages, scale = call.latent, call.k_pe, call.latent_pages[:, :, None], call.kv_scale
+    first, rest = pages.split([latent.shape[1], rope.shape[1]], -1)
+    _write(call.slots, ((latent[:, None], first, scale), (rope[:, None], rest, scale)))
+
+
+def _write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Write two sets of rows: of each (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None)."""
     (a, a_pages, _), (b, *_) = parts
     if slots.shape[0] == 0 or a_pages.shape[0] == 0:
         return
-    sms, arch = _gpu(slots)
-    heads, page = a.shape[1], a_pages.shape[1]
-    columns = heads * a.shape[2], heads * b.shape[2]
-    tile = tiles.store_tile(slots.shape[0], columns, a.dtype.itemsize, sms)
-    blocks = [min(tile.columns, tiles.block(c)) for c in columns]
-    given: dict[str, Any] = {}
-    for name, (rows, pages, scale) in zip("ab", parts, strict=True):
+    gpu, heads, page = gpu_of(slots), a.shape[1], a_pages.shape[1]
+    widths = heads * a.shape[2], heads * b.shape[2]
+    tile = tiles.store_tile(slots.shape[0], widths, a.dtype.itemsize, gpu.multiprocessors)
+    blocks = [min(tile.columns, tiles.block(n)) for n in widths]
+    args: list[Any] = [slots, slots.stride(0), slots.shape[0], a_pages.shape[0] * page]
+    stored = []
+    for rows, pages, scale in parts:
         same = scale is None and pages.dtype == rows.dtype
+        stored.append("same" if same else str(pages.dtype).removeprefix("torch."))
         if same and rows.dtype.itemsize == 1:
-            rows, pages = _bits(rows), _bits(pages)  # Triton knows float8 from SM89 on
-        strides = dict(zip((f"{name}_{s}" for s in ("t", "h", "d")), rows.stride(), strict=True))
-        strides |= dict(zip((f"{name}_{s}" for s in ("p", "n", "ph", "pd")), pages.stride(), strict=True))
-        given |= strides | {
-            f"{name}_ptr": rows, f"{name}_pages_ptr": pages if same else _bits(pages),
-            f"{name}_scale_ptr": None if scale is None else scale.contiguous(),
-            f"{name}_scale_h": 0 if scale is None or scale.numel() == 1 else 1,
-            f"{name.upper()}_AS": "same" if same else str(pages.dtype).removeprefix("torch."),
-        }  # fmt: skip
-    with torch.cuda.device_of(slots):
-        store[(-(-slots.shape[0] // tile.rows), sum(-(-c // w) for c, w in zip(columns, blocks, strict=True)))](
-            slots_ptr=slots, slots_t=slots.stride(0), tokens=slots.shape[0], total=a_pages.shape[0] * page, **given, PAGE=page, HEADS=heads,
-            A_D=a.shape[2], B_D=b.shape[2], BLOCK_T=tile.rows, A_BLOCK=blocks[0], B_BLOCK=blocks[1], HARDWARE=arch >= FLOAT8_ARCH,
-            num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
+            rows = _bits(rows)  # Triton has float8 from SM89 on
+        bits = pages if same and pages.dtype == rows.dtype else _bits(pages)
+        args += [rows, bits, flat(scale), *rows.stride(), *pages.stride(), int(scale is not None and scale.shape[0] > 1)]
+    launch(store, (-(-slots.shape[0] // tile.rows), sum(-(-n // w) for n, w in zip(widths, blocks, strict=True))), {
+        "PAGE": page, "HEADS": heads, "A_D": a.shape[2], "B_D": b.shape[2], "BLOCK_T": tile.rows, "A_BLOCK": blocks[0],
+        "B_BLOCK": blocks[1], "A_AS": stored[0], "B_AS": stored[1], "HARDWARE": gpu.float8,
+    }, tuple(args), tile.warps)  # fmt: skip
 
 
-def write_packed(latent: Tensor, k_pe: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Write `[T, Dc]` and `[T, Dr]` into packed pages `[P, page, bytes]`."""
+def write_latent_packed(call: WriteLatentPacked) -> None:
+    """See `attnops.ops.write_latent_packed`."""
+    latent, rope, pages, slots = call.latent, call.k_pe, call.latent_pages, call.slots
     if slots.shape[0] == 0 or pages.shape[0] == 0:
         return
-    sms, arch = _gpu(slots)
-    (tokens, dims), rope = latent.shape, k_pe.shape[1]
-    rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, sms).rows
-    with torch.cuda.device_of(slots):
-        pack[(-(-tokens // rows), dims // GROUP + 1)](
-            slots, slots.stride(0), tokens, pages.shape[0] * pages.shape[1], latent, k_pe, pages, *latent.stride(), *k_pe.stride(),
-            *pages.stride(), PAGE=pages.shape[1], DC=dims, DR=rope, BLOCK_T=rows, BLOCK_R=tiles.power(2 * rope), GROUP=GROUP, LEAST=LEAST,
-            HARDWARE=arch >= FLOAT8_ARCH, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
+    gpu, (tokens, dims), (count, page, _) = gpu_of(slots), latent.shape, pages.shape
+    rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, gpu.multiprocessors).rows
+    args = (slots, slots.stride(0), tokens, count * page, latent, rope, pages, *latent.stride(), *rope.stride(), *pages.stride())
+    launch(pack, (-(-tokens // rows), dims // GROUP + 1), {
+        "PAGE": page, "DC": dims, "DR": rope.shape[1], "BLOCK_T": rows, "BLOCK_R": tiles.power(2 * rope.shape[1]), "GROUP": GROUP,
+        "LEAST": LEAST, "HARDWARE": gpu.float8,
+    }, args)  # fmt: skip
 
 
-def copy_slots(pools: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copy between slots of every pool `[L, P, page, H, D]`, of one dtype and shape up to D. One or two pools."""
-    filled = [_bits(pool) for pool in pools if pool.numel()]
+# Moves ----------------------------------------------------------------------------------------------------------------
+
+
+def copy_kv(call: CopyKV) -> None:
+    """See `attnops.ops.copy_kv`."""
+    source, target = call.source, call.target
+    given = (x for x in (call.k_pages, call.v_pages) if x is not None and x.numel())
+    pools = [_bits(x if x.dim() == 5 else x[:, :, :, None]) for x in given]
     entries = source.shape[0]
-    if not filled or entries == 0:
+    if not pools or entries == 0:
         return
-    index = {"source_ptr": source, "target_ptr": target, "source_t": source.stride(0), "target_t": target.stride(0), "entries": entries}
-    layers, pages, page, heads, dim = filled[0].shape
-    index["total"] = pages * page
-    with torch.cuda.device_of(source):
-        if entries > tiles.WHOLE:
-            for pool in filled:
-                _copy_through(pool, index)
-            return
-        widths = [heads * pool.shape[4] for pool in filled]
-        tile = tiles.copy_tile(entries, max(widths), filled[0].dtype.itemsize)
-        b = filled[1] if len(filled) > 1 else None
-        strides = [*filled[0].stride(), *(b.stride() if b is not None else (0,) * 5)]
-        names = [f"{part}_{s}" for part in "ab" for s in "lpnhd"]
-        copy[(sum(-(-w // tile.columns) for w in widths), layers)](
-            **index, a_ptr=filled[0], b_ptr=b, **dict(zip(names, strides, strict=True)),
-            PAGE=page, HEADS=heads, A_D=dim, B_D=1 if b is None else b.shape[4], BLOCK_N=tile.rows, BLOCK=tile.columns,
-            num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
+    layers, pages, page, heads, dim = pools[0].shape
+    index = (source, target, source.stride(0), target.stride(0), entries, pages * page)
+    if entries > tiles.WHOLE:
+        for pool in pools:
+            _copy_through(pool, index)
+        return
+    widths = [heads * pool.shape[4] for pool in pools]
+    tile = tiles.copy_tile(entries, max(widths), pools[0].dtype.itemsize)
+    second = (pools[1], *pools[1].stride()) if len(pools) > 1 else (None, 0, 0, 0, 0, 0)
+    launch(move.copy, (sum(-(-w // tile.columns) for w in widths), layers), {
+        "PAGE": page, "HEADS": heads, "A_D": dim, "B_D": pools[1].shape[4] if len(pools) > 1 else 1, "BLOCK_N": tile.rows,
+        "BLOCK": tile.columns,
+    }, (*index, pools[0], *pools[0].stride(), *second), tile.warps)  # fmt: skip
 
 
-def _copy_through(pool: Tensor, index: dict[str, Any]) -> None:
+def _copy_through(pool: Tensor, index: tuple[Any, ...]) -> None:
+    """Copy by way of a scratch buffer, as many layers at once as fit."""
     layers, _, page, heads, dim = pool.shape
-    entries, columns = index["entries"], heads * dim
-    tile = tiles.store_tile(entries * layers, [columns], pool.dtype.itemsize, _gpu(pool)[0])
+    entries, columns = index[4], heads * dim
+    tile = tiles.store_tile(entries * layers, [columns], pool.dtype.itemsize, gpu_of(pool).multiprocessors)
     at_once = tiles.layers_at_once(layers, entries, columns * pool.dtype.itemsize)
     scratch = pool.new_empty(at_once * entries * columns)
     for first in range(0, layers, at_once):
         some = pool[first : first + at_once]
         for out in (True, False):
-            through[(-(-entries // tile.rows), -(-columns // tile.columns), some.shape[0])](
-                **index, pages_ptr=some, scratch_ptr=scratch, **dict(zip(("layer", *"pnhd"), pool.stride(), strict=True)),
-                PAGE=page, HEADS=heads, D=dim, BLOCK_N=tile.rows, BLOCK=tile.columns, OUT=out, num_warps=tile.warps, **OPTIONS,
-            )  # fmt: skip
+            launch(move.through, (-(-entries // tile.rows), -(-columns // tile.columns), some.shape[0]), {
+                "PAGE": page, "HEADS": heads, "D": dim, "BLOCK_N": tile.rows, "BLOCK": tile.columns, "OUT": out,
+            }, (*index, some, scratch, *pool.stride()), tile.warps)  # fmt: skip
 
 
-def make_kv_indices(table: Tensor, lengths: Tensor, page: int, indptr: Tensor, indices: Tensor, last: Tensor) -> None:
-    """Write the compressed rows of page table `[B, M]`."""
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def kv_indices(call: KVIndices) -> tuple[Tensor, Tensor, Tensor]:
+    """See `attnops.ops.kv_indices`."""
+    table, lengths = call.page_table, call.seq_lens
     batch, width = table.shape
-    block = max(64, min(COLUMNS, tiles.power(width)))
-    with torch.cuda.device_of(table):
-        kv_indices[(max(batch, 1), max(-(-width // block), 1))](
-            table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0),
-            PAGE=page, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
+    indptr, indices, last = (table.new_empty(n) for n in (batch + 1, batch * width, batch))
+    block = _columns(width)
+    launch(
+        tables.kv_indices,
+        (max(batch, 1), max(-(-width // block), 1)),
+        {"PAGE": call.page_size, "BLOCK_B": REQUESTS, "BLOCK": block},
+        (table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0)),
+    )
+    return indptr, indices, last
 
 
-def make_rows(table: Tensor, lengths: Tensor, starts: Tensor, tokens: int, causal: bool, out: Tensor) -> None:
-    """Write the keys that each token sees, then its row of page table `[B, M]`; B is at least 1."""
+def decode_rows(call: DecodeRows) -> Tensor:
+    """See `attnops.ops.decode_rows`. Without a schedule."""
+    table, lengths, starts, tokens = call.page_table, call.seq_lens, call.cu_seqlens_q, call.num_tokens
     batch, width = table.shape
-    if tokens == 0:
-        return
-    block = max(64, min(COLUMNS, tiles.power(width)))
-    with torch.cuda.device_of(table):
-        by_token[(tokens, max(-(-width // block), 1))](
-            table, lengths, starts, out, tokens, batch, width, *table.stride(), lengths.stride(0), starts.stride(0),
-            CAUSAL=causal, BLOCK_B=REQUESTS, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
-
-
-def make_named_pages(
-    table: Tensor, lengths: Tensor, starts: Tensor, sizes: tuple[int, int, int], squeeze: bool, out: Tensor, out_lengths: Tensor
-) -> None:
-    """Write a table without holes, and its lengths. sizes: pages of the pool, tokens a page, window."""
-    batch, width = table.shape
-    pages, page, left = sizes
     if batch == 0:
-        return
-    with torch.cuda.device_of(table):
-        named_pages[(batch,)](
-            table, lengths, starts, out, out_lengths, width, pages, left, *table.stride(), lengths.stride(0), starts.stride(0),
-            PAGE=page, SQUEEZE=squeeze, BLOCK=max(64, min(COLUMNS, tiles.power(width))), num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
+        return lengths.new_zeros(tokens * (1 + width))
+    out = lengths.new_empty(tokens * (1 + width))
+    if tokens:
+        block = _columns(width)
+        constants = {"CAUSAL": call.causal, "BLOCK_B": REQUESTS, "BLOCK": block}
+        args = (table, lengths, starts, out, tokens, batch, width, *table.stride(), lengths.stride(0), starts.stride(0))
+        launch(tables.by_token, (tokens, max(-(-width // block), 1)), constants, args)
+    return out
+
+
+def named_pages(call: NamedPages) -> tuple[Tensor, Tensor]:
+    """See `attnops.ops.named_pages`."""
+    table, lengths, starts = call.page_table, call.seq_lens, call.cu_seqlens_q
+    batch, width = table.shape
+    out, out_lengths = table.new_empty(table.shape), lengths.new_empty(lengths.shape)
+    if batch:
+        constants = {"PAGE": call.page_size, "SQUEEZE": call.squeeze, "BLOCK": _columns(width)}
+        sizes = (width, call.num_pages, call.window_left)
+        args = (table, lengths, starts, out, out_lengths, *sizes, *table.stride(), lengths.stride(0), starts.stride(0))
+        launch(tables.named_pages, (batch,), constants, args)
+    return out, out_lengths
+
+
+# For other kernels ----------------------------------------------------------------------------------------------------
 
 
 def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor) -> None:
@@ -184,12 +187,12 @@ def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor)
     if out.numel() == 0:
         return
     tokens, width = out.shape
-    block = max(64, min(COLUMNS, tiles.power(width)))
+    block = _columns(width)
+    strides = (*indices.stride(), 0 if lengths is None else lengths.stride(0))
+    constants = {"LENGTHS": lengths is not None, "BLOCK": block}
     with torch.cuda.device_of(out):
-        lists[(tokens, -(-width // block))](
-            indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0),
-            LENGTHS=lengths is not None, BLOCK=block, num_warps=tiles.WARPS, **OPTIONS,
-        )  # fmt: skip
+        args = (indices, lengths, out, indices.shape[1], width, slots, *strides)
+        launch(tables.lists, (tokens, -(-width // block)), constants, args)
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
@@ -197,17 +200,10 @@ def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
     most = max(rows.shape[0] for _, rows, _ in parts)
     if most == 0:
         return
-    given: dict[str, Any] = {}
-    for name, (starts, rows, fill) in zip("abc", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
-        columns = rows[0].numel() if rows.shape[0] else 1
-        given |= {
-            f"{name}_starts_ptr": starts, f"{name}_end": starts.stride(0) * (starts.shape[0] - 1), f"{name}_ptr": rows,
-            f"{name}_rows": rows.shape[0], f"{name}_fill": fill, f"{name.upper()}_COLUMNS": columns,
-        }  # fmt: skip
+    args: list[Any] = []
+    constants = {"BLOCK_R": CLEARED, "BLOCK": CLEARED_COLUMNS}
+    for name, (starts, rows, fill) in zip("ABC", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
+        args += [starts, starts.stride(0) * (starts.shape[0] - 1), rows, rows.shape[0], fill]
+        constants[f"{name}_COLUMNS"] = rows[0].numel() if rows.shape[0] else 1
     with torch.cuda.device_of(parts[0][1]):
-        clear[(-(-most // CLEARED), len(parts))](**given, BLOCK_R=CLEARED, BLOCK=CLEARED_COLUMNS, num_warps=tiles.WARPS, **OPTIONS)
-
-
-CLEARED_COLUMNS = 256
-CLEARED = 64
-"""Rows a program looks at: most look at the last length only, and leave."""
+        launch(move.clear, (-(-most // CLEARED), len(parts)), constants, tuple(args))

@@ -1,22 +1,21 @@
-"""Host side of the gradient: tiles, arguments, launches. Importing this imports triton."""
+"""Launches of the gradient: one body for rectangular batches and for packed tokens. Importing this module imports triton."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from attnops.kernels.triton.device.gradient import grad_keys as _grad_keys
-from attnops.kernels.triton.device.gradient import grad_queries as _grad_queries
-from attnops.kernels.triton.launch.call import INTERPRETED, LOG2E, OPTIONS, Step, _device
+from attnops.call import changed
+from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
+from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.kernels.triton.launch.plan import padded
 from attnops.reference.attention import Rules
 
-grad_keys: Any = _grad_keys
-grad_queries: Any = _grad_queries
+if TYPE_CHECKING:
+    from attnops.ops.dense import AttentionBackward
+    from attnops.ops.varlen import VarlenAttentionBackward
 
 
 class Tile(NamedTuple):
@@ -39,23 +38,75 @@ TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
 }
 
 
-class Packed(NamedTuple):
-    """A call on packed tokens: tensors `[T, H, ...]` by their strides, the last dim's 1. bounds: as `grad_queries` has it.
+def attention_backward(call: AttentionBackward) -> tuple[Tensor, ...]:
+    """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
+    query, start, end = call.query, call.kv_start, call.kv_end
+    batch, queries, keys = *query.shape[:2], call.key.shape[1]
+    at = torch.arange(batch, device=query.device)
+    low = torch.zeros_like(at) if start is None else start.clamp(min=0)
+    high = torch.full_like(at, keys) if end is None else end
+    bounds = torch.stack([at * queries, torch.full_like(at, queries), at * keys, low, high.clamp(max=keys), high - queries])
+    names = ("grad_output", "grad_lse", "query", "key", "value", "output", "lse")
+    packed = changed(call, **{n: x.flatten(0, 1) for n in names if (x := getattr(call, n)) is not None})
+    found = _gradients(packed, bounds, (queries, keys), covered=start is None and end is None)
+    grads = (x.view(like.shape) for x, like in zip(found[:3], (query, call.key, call.value), strict=True))
+    return *grads, query.new_empty(0), found[3]
 
-    longest: queries and keys of a request, at most. covered: is every row some request's?
+
+def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, ...]:
+    """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
+    queries, keys = call.cu_seqlens_q.diff(), call.cu_seqlens_k.diff()
+    bounds = torch.stack([call.cu_seqlens_q[:-1], queries, call.cu_seqlens_k[:-1], torch.zeros_like(keys), keys, keys - queries])
+    return _gradients(call, bounds, (call.max_seqlen_q, call.max_seqlen_k), covered=not call.padded)
+
+
+def _gradients(call: Any, bounds: Tensor, longest: tuple[int, int], covered: bool) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and sinks, contiguous; that of the sinks is `[0]` where there are none.
+
+    Args:
+        call: tensors `[T, H, ...]`.
+        bounds: `[6, requests]`, as `grad_queries` has it.
+        longest: queries and keys of a request, at most.
+        covered: does every row belong to a request?
     """
+    query, sinks = call.query, call.sinks
+    grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks, memory_format=torch.contiguous_format)
+    inputs = (query, call.key, call.value)
+    if not (all(x.numel() for x in inputs) and bounds.shape[1] and min(longest) > 0):
+        return *(x.new_zeros(x.shape) for x in inputs), grad_sinks
+    new = torch.empty if covered else torch.zeros
+    found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    parts = None if sinks is None else torch.zeros(call.lse.shape, dtype=torch.float32, device=query.device)
+    _launch_both(call, bounds.int(), longest, found, parts)
+    return *found, grad_sinks if parts is None else parts.sum(0).to(grad_sinks.dtype)
 
-    grad_output: Tensor
-    grad_lse: Tensor | None
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    lse: Tensor
-    sinks: Tensor | None
-    bounds: Tensor
-    longest: tuple[int, int]
-    covered: bool
+
+def _launch_both(call: Any, bounds: Tensor, longest: tuple[int, int], found: list[Tensor], parts: Tensor | None) -> None:
+    """Write the gradients of query, key and value into `found`, and those of the sinks, by token, into `parts`."""
+    query, key, value, lse = call.query, call.key, call.value, call.lse
+    grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
+    heads, kv_heads, dims, v_dims, requests = query.shape[1], key.shape[1], query.shape[2], value.shape[2], bounds.shape[1]
+    rules = Rules.of(call)
+    shared = {
+        **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "lse_ptr": lse.contiguous(),
+        "bounds_ptr": bounds, "delta_ptr": torch.empty(lse.shape, dtype=torch.float32, device=lse.device), "factor": rules.scale,
+        "requests": requests, "g_t": grad_output.stride(0), "g_h": grad_output.stride(1), "q_t": query.stride(0), "q_h": query.stride(1),
+        "k_t": key.stride(0), "k_h": key.stride(1), "v_t": value.stride(0), "v_h": value.stride(1),
+        "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_D": padded(dims), "BLOCK_DV": padded(v_dims),
+        "COMPUTE": computed_in(query),
+    }  # fmt: skip
+    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory)
+    count = -(-longest[0] // of_queries.kept)
+    launch(grad_queries, (heads * count * requests,), {
+        **shared, "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "o_t": output.stride(0), "o_h": output.stride(1),
+        "sinks_ptr": flat(call.sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count,
+        "TILE_Q": of_queries.kept, "TILE_K": of_queries.step, "num_stages": of_queries.stages,
+    }, warps=of_queries.warps)  # fmt: skip
+    count = -(-longest[1] // of_keys.kept)
+    launch(grad_keys, (kv_heads * count * requests,), {
+        **shared, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count,
+        "TILE_Q": of_keys.step, "TILE_K": of_keys.kept, "num_stages": of_keys.stages,
+    }, warps=of_keys.warps)  # fmt: skip
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
@@ -74,50 +125,3 @@ def _fitting(tile: Tile, width: int, itemsize: int, memory: int) -> Tile:
 
 def _shared_bytes(tile: Tile, width: int, itemsize: int) -> int:
     return (width * (tile.kept + tile.stages * tile.step) + 2 * tile.kept * tile.step) * itemsize + 2048
-
-
-def gradients(p: Packed, rules: Rules, tiles: tuple[Tile, Tile] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and sinks, contiguous. tiles: for those who measure."""
-    new = torch.empty if p.covered else torch.zeros
-    found = [new(x.shape, dtype=x.dtype, device=x.device) for x in (p.query, p.key, p.value)]
-    parts = None if p.sinks is None else torch.zeros(p.lse.shape, dtype=torch.float32, device=p.lse.device)
-    with torch.cuda.device_of(p.query):
-        for step in steps(p, rules, found, parts, tiles):
-            step.kernel[(step.blocks,)](**step.given)
-    grad_sinks = None if parts is None or p.sinks is None else parts.sum(0).to(p.sinks.dtype)
-    return found[0], found[1], found[2], grad_sinks
-
-
-def steps(p: Packed, rules: Rules, found: list[Tensor], parts: Tensor | None, tiles: tuple[Tile, Tile] | None = None) -> Iterator[Step]:
-    """What `gradients` launches. found: query's, key's and value's. parts: of the sinks', by token."""
-    heads, kv_heads = p.query.shape[1], p.key.shape[1]
-    requests = p.bounds.shape[1]
-    _, memory, _ = _device(p.query.device.index) if p.query.is_cuda else INTERPRETED
-    of_queries, of_keys = tiles or tiles_of(p.query.dtype, p.query.shape[2], p.value.shape[2], memory)
-    lse, delta = p.lse.contiguous(), torch.empty(p.lse.shape, dtype=torch.float32, device=p.lse.device)
-    scale, cap = (rules.scale / rules.softcap, rules.softcap * LOG2E) if rules.softcap > 0 else (rules.scale * LOG2E, 0.0)
-    wide = p.query.dtype == torch.float32 or not p.query.is_cuda
-    shared = {
-        "g_ptr": p.grad_output, "q_ptr": p.query, "k_ptr": p.key, "v_ptr": p.value, "lse_ptr": lse, "bounds_ptr": p.bounds,
-        "delta_ptr": delta, "scale": scale, "factor": rules.scale, "cap": cap, "left": rules.left, "right": rules.right,
-        "chunk": rules.chunk, "requests": requests,
-        "g_t": p.grad_output.stride(0), "g_h": p.grad_output.stride(1), "q_t": p.query.stride(0), "q_h": p.query.stride(1),
-        "k_t": p.key.stride(0), "k_h": p.key.stride(1), "v_t": p.value.stride(0), "v_h": p.value.stride(1),
-        "HEADS": heads, "GROUP": heads // kv_heads, "D": p.query.shape[2], "DV": p.value.shape[2],
-        "BLOCK_D": padded(p.query.shape[2]), "BLOCK_DV": padded(p.value.shape[2]),
-        "COMPUTE": tl.float32 if wide else tl.float16 if p.query.dtype == torch.float16 else tl.bfloat16,
-        "CAUSAL": rules.causal, "LEFT": rules.left >= 0, "RIGHT": rules.right >= 0 and not rules.causal, "CHUNKED": rules.chunk > 0,
-        "CAP": rules.softcap > 0, **OPTIONS,
-    }  # fmt: skip
-    count = -(-p.longest[0] // of_queries.kept)
-    yield Step(grad_queries, heads * count * requests, {
-        **shared, "grad_lse_ptr": None if p.grad_lse is None else p.grad_lse.contiguous(), "o_ptr": p.output,
-        "o_t": p.output.stride(0), "o_h": p.output.stride(1), "sinks_ptr": None if p.sinks is None else p.sinks.contiguous(),
-        "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count, "TILE_Q": of_queries.kept, "TILE_K": of_queries.step,
-        "num_warps": of_queries.warps, "num_stages": of_queries.stages,
-    })  # fmt: skip
-    count = -(-p.longest[1] // of_keys.kept)
-    yield Step(grad_keys, kv_heads * count * requests, {
-        **shared, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count, "TILE_Q": of_keys.step, "TILE_K": of_keys.kept,
-        "num_warps": of_keys.warps, "num_stages": of_keys.stages,
-    })  # fmt: skip

@@ -1,0 +1,72 @@
+"""The GPU at hand, one launch, and the arguments that attention and its gradient share. Importing this module imports triton."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from attnops.reference.attention import Rules
+
+LOG2E = 1.4426950408889634
+OPTIONS = {"enable_fp_fusion": True}
+"""Set explicitly, because Triton's default changes from release to release."""
+
+
+class Gpu(NamedTuple):
+    """The properties of a GPU that launches depend on.
+
+    memory: bytes of shared memory a program may have. warpgroups: do they multiply (SM90 alone)? float8: does the GPU round to float8
+    itself (from SM89 on)?
+    """
+
+    multiprocessors: int
+    memory: int
+    warpgroups: bool
+    float8: bool
+
+
+INTERPRETED = Gpu(4, 227 * 1024, True, False)
+"""Stands for a GPU in Triton's interpreter. So few multiprocessors split small calls as a GPU splits large ones."""
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu:
+    p: Any = torch.cuda.get_device_properties(index)
+    return Gpu(p.multi_processor_count, p.shared_memory_per_block_optin, p.major == 9, (p.major, p.minor) >= (8, 9))
+
+
+def gpu_of(x: Tensor) -> Gpu:
+    """The GPU that holds `x`."""
+    return _gpu(x.device.index) if x.is_cuda else INTERPRETED
+
+
+def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
+    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options."""
+    kernel[grid](*args, **given, num_warps=warps, **OPTIONS)
+
+
+def flat(x: Tensor | None) -> Tensor | None:
+    """`x`, contiguous."""
+    return None if x is None else x.contiguous()
+
+
+def computed_in(query: Tensor) -> Any:
+    """The dtype of matrix products. The interpreter's products take bfloat16 for integers, so that it computes in float32."""
+    if query.dtype == torch.float32 or not query.is_cuda:
+        return tl.float32
+    return tl.float16 if query.dtype == torch.float16 else tl.bfloat16
+
+
+def ruled(rules: Rules) -> dict[str, Any]:
+    """The rules of visibility, and the scale of the logits, as device functions take them."""
+    _, causal, left, right, softcap, chunk = rules
+    # A soft cap works on scale * logit / cap, and gives back logits in base 2.
+    scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, 0.0)
+    return {
+        "scale": scale, "cap": cap, "left": left, "right": right, "chunk": chunk, "CAUSAL": causal, "LEFT": left >= 0,
+        "RIGHT": right >= 0 and not causal, "CHUNKED": chunk > 0, "CAP": softcap > 0,
+    }  # fmt: skip
