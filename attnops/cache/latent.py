@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Request
-from attnops.cache.page_size import OP, PageSizeChoice, negotiate_page_size
-from attnops.cache.paged import Layer, Pages, count
+from attnops.cache.page_size import PageSizeChoice, negotiate_page_size
+from attnops.cache.paged import Layer, Pages, Room, check_dtype, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
-from attnops.call import FLOATS, name
+from attnops.call import FLOATS
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import kernels_of
 from attnops.ops.latent import STORED
@@ -82,8 +82,7 @@ class LatentCache(Pages):
         tokens = count("num_tokens", num_tokens, 1, "tokens")
         most = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
         scratch = count("workspace_bytes", workspace_bytes, 0)
-        if dtype not in (*FLOATS, *STORED):
-            fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
+        check_dtype(dtype, (*FLOATS, *STORED))
         self.page_size_choice: PageSizeChoice = negotiate_page_size(
             latent_dim=latent_dim, rope_dim=rope_dim, max_requests=max_requests, max_tokens_per_request=most, page_size=page_size,
             q_heads=q_heads, kernels=kernels, dtype=dtype, device=device, workspace_bytes=scratch, max_new_tokens=max_new_tokens,
@@ -92,11 +91,9 @@ class LatentCache(Pages):
         unit = TILE // size if TILE % size == 0 else 1
         query = dtype if dtype.is_floating_point else None
         self._spec = None if q_heads is None or query is None else LatentSpec(q_heads, size, query, latent_dim + rope_dim, latent_dim)
-        super().__init__(
-            [Layer(((latent_dim + rope_dim,),))] * layers, 1 + -(-tokens // size), size, max_requests=max_requests,
-            max_pages_per_request=-(-most // (size * unit)) * unit, max_new_tokens=most, limit=most, limited_by="max_tokens_per_request",
-            dtype=dtype, device=device, workspace_bytes=scratch,
-        )  # fmt: skip
+        columns, per_layer = -(-most // (size * unit)) * unit, [Layer(((latent_dim + rope_dim,),))] * layers
+        room = Room(per_layer, 1 + -(-tokens // size), size, max_requests, columns, most, most, "max_tokens_per_request")
+        super().__init__(room, dtype=dtype, device=device, workspace_bytes=scratch)
         self.latent_pages = tuple(pages for (pages,) in self.layers)
 
     def batch(
@@ -141,7 +138,7 @@ class LatentCache(Pages):
     def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
         """See `Pages`. Kernels are compared with their plans; of float8 pages, for float8 queries."""
         target = Target.of(self.page_table.device)
-        reads = [k for k in kernels_of(OP).values() if k.plan.device is not None and not k.absences(target)]
+        reads = [k for k in kernels_of("mla_attention").values() if k.plan.device is not None and not k.absences(target)]
         if self._spec is None or not reads or not tokens:
             return None
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)

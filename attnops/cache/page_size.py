@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from attnops.cache.paged import count
-from attnops.call import FLOATS, name
+from attnops.cache.paged import check_dtype, count
+from attnops.call import FLOATS
 from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops.latent import STORED
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import active_policy, select
 
-OP = "mla_attention"
-PAGED = "paged_attention"
 SIZES = (1, 16, 32, 64, 128, 256)
 """The sizes that are tried."""
 
@@ -34,8 +30,6 @@ HEADS = 128
 
 TIE = 1.05
 """Two costs as near as this are the same: a table of measured times interpolates between page sizes."""
-
-PLANS = ("none", "device", "host")
 
 
 @dataclass(frozen=True)
@@ -102,24 +96,19 @@ def negotiate_page_size(
         UnknownKernel: `mla_attention` has no kernel of that name.
         InvalidInput: a size, the dtype or `kernels` is invalid.
     """
-    if dtype not in (*FLOATS, *STORED):
-        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *STORED))))
+    check_dtype(dtype, (*FLOATS, *STORED))
     latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
-    heads = HEADS if q_heads is None else count("q_heads", q_heads, 1)
-    step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
-
-    def problems(target: Target, size: int) -> list[Problem]:
-        queries = (torch.bfloat16, *((dtype,) if dtype.is_floating_point else ())) if dtype in STORED else (dtype,)
-        return [
-            Problem(
-                OP, target, dtype=query, kv_dtype=dtype, q_heads=heads, kv_heads=1, head_dim=latent + rope, v_head_dim=latent,
-                rope_dim=rope, page_size=size, causal=True, kv_scales=dtype in STORED, plan=plan, **step,
-            )
-            for query in queries
-            for plan in PLANS
-        ]  # fmt: skip
-
-    return _negotiate(OP, problems, device, page_size, kernels)
+    step = _decode_step(
+        Problem(
+            "mla_attention", Target.of(torch.device(device)), dtype=dtype, kv_dtype=dtype, kv_heads=1, head_dim=latent + rope,
+            q_heads=HEADS if q_heads is None else count("q_heads", q_heads, 1), v_head_dim=latent, rope_dim=rope, causal=True,
+            kv_scales=dtype in STORED,
+        ),
+        max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes,
+    )  # fmt: skip
+    queries = (torch.bfloat16, *((dtype,) if dtype.is_floating_point else ())) if dtype in STORED else (dtype,)
+    asked = [replace(step, dtype=query, plan=plan) for query in queries for plan in ("none", "device", "host")]
+    return _negotiate(asked, page_size, kernels)
 
 
 def negotiate_kv_page_size(
@@ -154,60 +143,56 @@ def negotiate_kv_page_size(
         UnknownKernel: `paged_attention` has no kernel of that name.
         InvalidInput: a size, the dtype or `kernels` is invalid.
     """
-    if dtype not in FLOATS:
-        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, FLOATS)))
+    check_dtype(dtype, FLOATS)
     queries, keys, k_dim = count("q_heads", q_heads, 1), count("kv_heads", kv_heads, 1), count("head_dim", head_dim, 1)
     v_dim = k_dim if v_head_dim is None else count("v_head_dim", v_head_dim, 1)
-    step = _step(max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
-
-    def problems(target: Target, size: int) -> list[Problem]:
-        return [
-            Problem(
-                PAGED, target, dtype=dtype, kv_dtype=dtype, q_heads=queries, kv_heads=keys, head_dim=k_dim, v_head_dim=v_dim,
-                page_size=size, causal=True, softcap=softcap, sinks=sinks is not None, sinks_dtype=sinks, padded=False,
-                pages_alike=k_dim == v_dim, **step,
-            )
-        ]  # fmt: skip
-
-    return _negotiate(PAGED, problems, device, page_size, kernels)
+    step = Problem(
+        "paged_attention", Target.of(torch.device(device)), dtype=dtype, kv_dtype=dtype, q_heads=queries, kv_heads=keys, head_dim=k_dim,
+        v_head_dim=v_dim, causal=True, softcap=softcap, sinks=sinks is not None, sinks_dtype=sinks, padded=False,
+        pages_alike=k_dim == v_dim,
+    )  # fmt: skip
+    step = _decode_step(step, max_requests, max_tokens_per_request, max_new_tokens, workspace_bytes)
+    return _negotiate([step], page_size, kernels)
 
 
-def _step(max_requests: int, max_tokens_per_request: int, max_new_tokens: int, workspace_bytes: int) -> dict[str, Any]:
-    """Of the decode step that kernels are compared on: sizes and scratch. Raises InvalidInput."""
+def _decode_step(problem: Problem, max_requests: int, max_tokens_per_request: int, max_new_tokens: int, workspace_bytes: int) -> Problem:
+    """`problem` with the sizes and the scratch of the decode step that kernels are compared on. Raises InvalidInput."""
     batch, new = min(count("max_requests", max_requests, 1), STEP), count("max_new_tokens", max_new_tokens, 1, "tokens")
     context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
-    sizes = {"tokens": batch * new, "batch": batch, "queries": new, "context": context}
-    return {"workspace": count("workspace_bytes", workspace_bytes, 0), **{name: Extent.of(size) for name, size in sizes.items()}}
+    tokens, requests, queries, keys = map(Extent.of, (batch * new, batch, new, context))
+    scratch = count("workspace_bytes", workspace_bytes, 0)
+    return replace(problem, tokens=tokens, batch=requests, queries=queries, context=keys, workspace=scratch)
 
 
-def _negotiate(
-    op: str, asked: Callable[[Target, int], list[Problem]], device: torch.device | str, page_size: int | None, kernels: Sequence[str] | None
-) -> PageSizeChoice:
-    """asked: the decode step at a page size, in each way a kernel may be called."""
-    named = None if kernels is None else _kernels(kernels, op)
+def _negotiate(asked: Sequence[Problem], page_size: int | None, kernels: Sequence[str] | None) -> PageSizeChoice:
+    """asked: the decode step, in each way a kernel may be called."""
+    op, target, known = asked[0].op, asked[0].target, kernels_of(asked[0].op)
+    if kernels is not None:
+        if isinstance(kernels, str) or not isinstance(kernels, Sequence) or not kernels or not all(isinstance(n, str) for n in kernels):
+            fail(InvalidInput, "kernels", repr(kernels), "None, or at least one name of a kernel, e.g. ('flashmla',)")
+        if unknown := [kernel for kernel in kernels if kernel not in known]:
+            fail(UnknownKernel, unknown[0], op, tuple(known))
     given = None if page_size is None else count("page_size", page_size, 1, "tokens")
-    target = Target.of(torch.device(device))
-    problems = functools.partial(asked, target)
     sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
-    here = {size: _on_target(op, problems(size)) for size in sizes}
-    if named is None:
-        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in kernels_of(op)}
+    problems = {size: [replace(p, page_size=size) for p in asked] for size in sizes}
+    here = {size: _on_target(problems[size]) for size in sizes}
+    if kernels is None:
+        against = {k: {s: here[s].refused.get(k, ()) for s in sizes} for k in known}
     else:
-        against = {k.name: {s: _anywhere(k, problems(s)) for s in sizes} for k in named}
+        against = {k: {s: _anywhere(known[k], problems[s]) for s in sizes} for k in kernels}
     takes = {k: tuple(s for s in sizes if not refused[s]) for k, refused in against.items()}
-    fits = [s for s in sizes if (any if named is None else all)(s in taken for taken in takes.values())]
-    if not fits if given is None else named is not None and given not in fits:
+    fits = [s for s in sizes if (any if kernels is None else all)(s in taken for taken in takes.values())]
+    if not fits if given is None else kernels is not None and given not in fits:
         fail(PageSizeConflict, given, sizes, takes, {k: _once(r for s in sizes for r in refused[s]) for k, refused in against.items()})
-
-    costs = {s: min((us for k, us in here[s].us.items() if k in against), default=math.inf) for s in fits}
     if given is None:
+        costs = {s: min((us for k, us in here[s].us.items() if k in against), default=math.inf) for s in fits}
         alike = [s for s in fits if costs[s] <= min(costs.values()) * TIE]
         chosen = min(alike, key=lambda s: (-len(here[s].us), max(s, USUAL) / min(s, USUAL), s))
     else:
         chosen = given
-    reasons = ["as given"] * (given is not None) + [f"taken by {', '.join(against)}"] * (named is not None)
-    if not reasons:
-        reasons = [f"{min(here[chosen].us.items(), key=lambda item: item[1])[0]} is the fastest kernel of a decode step"]
+    us = here[chosen].us
+    reasons = ["as given"] * (given is not None) + [f"taken by {', '.join(against)}"] * (kernels is not None)
+    reasons = reasons or [f"{min(us, key=us.__getitem__)} is the fastest kernel of a decode step"]
     refused_here = {k: r for k, r in here[chosen].refused.items() if k in against}
     return PageSizeChoice(chosen, target, ", ".join(reasons), {k: v for k, v in takes.items() if v}, refused_here)
 
@@ -220,13 +205,12 @@ class _Answers:
     refused: Mapping[str, tuple[Refusal, ...]]
 
 
-def _on_target(op: str, problems: Iterable[Problem]) -> _Answers:
+def _on_target(problems: Sequence[Problem]) -> _Answers:
     decisions = [select(p, active_policy()) for p in problems]
     us: dict[str, float] = {}
-    for decision in decisions:
-        for kernel, cost in decision.costs.items():
-            us[kernel] = min(us.get(kernel, cost.us), cost.us)
-    refused = {k: min((d.refused[k] for d in decisions), key=_far) for k in kernels_of(op) if k not in us}
+    for kernel, cost in (item for decision in decisions for item in decision.costs.items()):
+        us[kernel] = min(us.get(kernel, cost.us), cost.us)
+    refused = {k: min((d.refused[k] for d in decisions), key=_far) for k in kernels_of(problems[0].op) if k not in us}
     return _Answers(us, refused)
 
 
@@ -247,13 +231,3 @@ def _once(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
     for refusal in refusals:
         found.setdefault((refusal.field, refusal.want), refusal)
     return tuple(found.values())
-
-
-def _kernels(names: Sequence[str], op: str) -> tuple[Kernel, ...]:
-    known = kernels_of(op)
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
-        fail(InvalidInput, "kernels", repr(names), "None, or at least one name of a kernel, e.g. ('flashmla',)")
-    for kernel in names:
-        if kernel not in known:
-            fail(UnknownKernel, kernel, op, tuple(known))
-    return tuple(known[n] for n in dict.fromkeys(names))

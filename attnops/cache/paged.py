@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -38,6 +38,29 @@ class Layer(NamedTuple):
     window: int = 0
 
 
+@dataclass(frozen=True)
+class Room:
+    """The sizes of a cache.
+
+    layers: the pages of each layer.
+    num_pages: pages of a pool, the null page included.
+    page_size: in tokens.
+    max_requests, max_pages: rows and columns of a page table.
+    max_new_tokens: of a request in a step, for which a window has room.
+    limit: the most tokens of a request.
+    limited_by: the argument that set the limit, for messages.
+    """
+
+    layers: Sequence[Layer]
+    num_pages: int
+    page_size: int
+    max_requests: int
+    max_pages: int
+    max_new_tokens: int
+    limit: int
+    limited_by: str
+
+
 class Pages:
     """The common part of all caches: pools of pages, one ledger, and the tables. See `PagedCache` for the attributes and the verbs.
 
@@ -52,47 +75,30 @@ class Pages:
         table_of: for each layer the number of its table.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        num_pages: int,
-        page_size: int,
-        *,
-        max_requests: int,
-        max_pages_per_request: int,
-        max_new_tokens: int,
-        limit: int,
-        limited_by: str,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        workspace_bytes: int = 0,
-    ) -> None:
-        """limit: the most tokens of a request, set by the argument `limited_by`."""
-        self.num_pages, self.page_size, self.max_new_tokens = num_pages, page_size, max_new_tokens
-        columns = {layer.window: ring_columns(layer.window, max_new_tokens, page_size) for layer in layers if layer.window}
+    def __init__(self, room: Room, *, dtype: torch.dtype, device: torch.device | str, workspace_bytes: int = 0) -> None:
+        self.room, self.num_pages, self.page_size, self.max_new_tokens = room, room.num_pages, room.page_size, room.max_new_tokens
+        columns = {layer.window: ring_columns(layer.window, room.max_new_tokens, room.page_size) for layer in room.layers if layer.window}
         # A window as long as the text saves no page.
-        windows = [layer.window if columns.get(layer.window, max_pages_per_request) < max_pages_per_request else 0 for layer in layers]
+        windows = [layer.window if columns.get(layer.window, room.max_pages) < room.max_pages else 0 for layer in room.layers]
         self.windows = tuple(dict.fromkeys(windows))
         self.table_of = tuple(self.windows.index(window) for window in windows)
-        widths = [columns[window] if window else max_pages_per_request for window in self.windows]
-        self._sizes = [(min(num_pages, 1 + max_requests * n) if w else num_pages, n) for n, w in zip(widths, self.windows, strict=True)]
-        self._ledger_arguments = page_size, max_requests, limit, limited_by
+        self._widths = [columns[window] if window else room.max_pages for window in self.windows]
         self._ledger = self._new_ledger()
         alike: dict[Any, list[int]] = {}
-        for number, (table, layer) in enumerate(zip(self.table_of, layers, strict=True)):
+        for number, (table, layer) in enumerate(zip(self.table_of, room.layers, strict=True)):
             alike.setdefault((table, layer.shapes), []).append(number)
         self._allocations: list[tuple[int, tuple[Tensor, ...]]] = []
         found: dict[int, tuple[Tensor, ...]] = {}
         with ordinary():
             for (table, shapes), numbers in alike.items():
-                sizes = len(numbers), self._sizes[table][0], page_size
+                sizes = len(numbers), self._ledger.pools[table].num_pages, room.page_size
                 # Zero and not empty: kernels multiply the rows past a request's end by 0, and 0 * NaN is NaN.
                 whole = tuple(torch.zeros((*sizes, *shape), dtype=dtype, device=device) for shape in shapes)
                 self._allocations.append((table, whole))
                 found.update(zip(numbers, zip(*map(_apart, whole), strict=True), strict=True))
-            self.layers = tuple(found[number] for number in range(len(layers)))
-            self.tables = tuple(torch.zeros((max_requests, width), dtype=torch.int32, device=device) for width in widths)
-            self.seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+            self.layers = tuple(found[number] for number in range(len(room.layers)))
+            self.tables = tuple(torch.zeros((room.max_requests, width), dtype=torch.int32, device=device) for width in self._widths)
+            self.seq_lens = torch.zeros(room.max_requests, dtype=torch.int32, device=device)
         self.page_table = self.tables[0]
         for pages in self.pools:
             fix_address(pages, static=tuple(range(1, pages.dim())))
@@ -196,8 +202,12 @@ class Pages:
         return None
 
     def _new_ledger(self) -> Ledger:
-        pools = [Pool(pages, columns, window) for (pages, columns), window in zip(self._sizes, self.windows, strict=True)]
-        return Ledger(pools, *self._ledger_arguments)
+        room = self.room
+        pools = [
+            Pool(min(room.num_pages, 1 + room.max_requests * columns) if window else room.num_pages, columns, window)
+            for columns, window in zip(self._widths, self.windows, strict=True)
+        ]
+        return Ledger(pools, room.page_size, room.max_requests, room.limit, room.limited_by)
 
     def _append(
         self, requests: Sequence[int], new_tokens: int | Sequence[int], more: Callable[[PagedBatch, list[Request], list[int]], PagedBatch]
@@ -330,13 +340,10 @@ class PagedCache(Pages):
         if len(seen) != layers:
             fail(InvalidInput, "windows", f"{len(seen)} windows", f"{layers}, one a layer")
         new = max(1, *seen) if max_new_tokens is None else count("max_new_tokens", max_new_tokens, 1, "tokens")
-        if dtype not in (*FLOATS, *QUANTISED):
-            fail(InvalidInput, "dtype", dtype, " | ".join(map(name, (*FLOATS, *QUANTISED))))
-        super().__init__(
-            [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen], pages, size, max_requests=rows,
-            max_pages_per_request=width, max_new_tokens=new, limit=width * size, limited_by="max_pages_per_request * page_size",
-            dtype=dtype, device=device, workspace_bytes=scratch,
-        )  # fmt: skip
+        check_dtype(dtype, (*FLOATS, *QUANTISED))
+        per_layer = [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen]
+        room = Room(per_layer, pages, size, rows, width, new, width * size, "max_pages_per_request * page_size")
+        super().__init__(room, dtype=dtype, device=device, workspace_bytes=scratch)
         self.k_pages, self.v_pages = tuple(k for k, _ in self.layers), tuple(v for _, v in self.layers)
 
     def batch(self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1) -> PagedBatch:
@@ -384,14 +391,15 @@ def _apart(whole: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def check_dtype(dtype: object, known: Sequence[torch.dtype]) -> None:
+    """Raise InvalidInput for a dtype of pages that is not `known`."""
+    if dtype not in known:
+        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, known)))
+
+
 def count(field: str, value: object, least: int, unit: str = "") -> int:
     """`value` as an int of at least `least`."""
-    want = f"an int >= {least}{' (' + unit + ')' if unit else ''}"
-    if isinstance(value, bool):
-        fail(InvalidInput, field, value, want)
-    if not isinstance(value, SupportsIndex):
-        fail(InvalidInput, field, repr(value), want)
-    number = operator.index(value)
-    if number < least:
-        fail(InvalidInput, field, number, want)
-    return number
+    got = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else value
+    if type(got) is not int or got < least:
+        fail(InvalidInput, field, got if isinstance(got, int) else repr(got), f"an int >= {least}{unit and f' ({unit})'}")
+    return got

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +56,8 @@ class Planner:
         kernel: str | None = None,
     ) -> None:
         self.spec, self.kernel, self.num_pages = spec, kernel, num_pages
-        sizes = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-        if isinstance(spec, LatentSpec):
-            numbers, size = plan_mla_sizes(spec, **sizes, device=device)
-        else:
-            numbers, size = plan_sizes(spec, **sizes, device=device)
+        sizes: Any = plan_mla_sizes if isinstance(spec, LatentSpec) else plan_sizes
+        numbers, size = sizes(spec, max_tokens=max_tokens, max_requests=max_requests, max_pages=max_pages, device=device)
         # As the cache's pages: born outside of inference mode, at a static address.
         with ordinary():
             self.plan = torch.zeros(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
@@ -69,26 +67,21 @@ class Planner:
 
     def __call__(self, batch: PagedBatch) -> PagedBatch:
         """`batch` with its plan. Raises as `plan_paged_attention` and `plan_mla_attention` do."""
+        plan_on_host: Any = plan_paged_attention
+        name = self.kernel
         if isinstance(self.spec, LatentSpec):
-            return self._latents(self.spec, batch)
-        found = plan_paged_attention(
+            if batch.shared is not None or batch.prefix is not None:
+                return replace(batch, plan=None)
+            kernel = self._answers(self.spec, batch)
+            if kernel.name not in _planned_by_host():
+                with ordinary():
+                    return replace(batch, plan=None if (make := device_planner(kernel, self.spec)) is None else make(batch))
+            plan_on_host, name = plan_mla_attention, kernel.name
+        found = plan_on_host(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
-            max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=self.kernel,
+            max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=name,
         )  # fmt: skip
         return replace(batch, plan=self.plan, workspace=self.workspace) if found else replace(batch, plan=None)
-
-    def _latents(self, spec: LatentSpec, batch: PagedBatch) -> PagedBatch:
-        if batch.shared is not None or batch.prefix is not None:
-            return replace(batch, plan=None)
-        kernel = self._answers(spec, batch)
-        if kernel.name not in _planned_by_host():
-            with ordinary():
-                return replace(batch, plan=None if (make := device_planner(kernel, spec)) is None else make(batch))
-        plan_mla_attention(
-            spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
-            max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=kernel.name,
-        )  # fmt: skip
-        return replace(batch, plan=self.plan, workspace=self.workspace)
 
     def _answers(self, spec: LatentSpec, batch: PagedBatch) -> Kernel:
         """The best kernel for the layers. No call has plans of both kinds, so that the kernels of either kind are compared."""

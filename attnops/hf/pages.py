@@ -17,7 +17,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.latent import TILE
 from attnops.cache.ledger import check_kept
 from attnops.cache.page_size import PageSizeChoice, negotiate_kv_page_size, negotiate_page_size
-from attnops.cache.paged import Layer, Pages, fix_address, ordinary
+from attnops.cache.paged import Layer, Pages, Room, fix_address, ordinary
 from attnops.cache.step import Tokens, describe
 from attnops.ops import slot_mapping
 from attnops.ops.plan import PagedSpec
@@ -126,11 +126,9 @@ class ModelPages(Pages):
         # Two columns at least: the compiler specialises on a table of one.
         unit = TILE // size if self._latent is not None and TILE % size == 0 else 1
         columns = -(-whole // unit) * unit if self._latent is not None else max(2, whole)
-        super().__init__(
-            [_layer(layer) for layer in sizes.layers], 1 + sizes.rows * whole, size, max_requests=sizes.rows,
-            max_pages_per_request=columns, max_new_tokens=sizes.drafts, limit=sizes.length, limited_by="max_length", dtype=sizes.dtype,
-            device=sizes.device,
-        )  # fmt: skip
+        layers, pages = [_layer(layer) for layer in sizes.layers], 1 + sizes.rows * whole
+        room = Room(layers, pages, size, sizes.rows, columns, sizes.drafts, sizes.length, "max_length")
+        super().__init__(room, dtype=sizes.dtype, device=sizes.device)
         for _ in range(sizes.rows):
             self.alloc(sizes.length)
         self._device_plan: Any = None

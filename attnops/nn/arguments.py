@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
 from attnops.ops import token_rows
+
+Given = Mapping[str, object]
+"""Arguments by name."""
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
@@ -58,6 +62,44 @@ def absent(why: str, **given: object) -> None:
         if value is not None:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             fail(InvalidInput, field, got, f"None {why}")
+
+
+def form(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Given, packed: Given, paged: Given) -> bool:
+    """Is the call dense? Raise InvalidInput for arguments of another form than the one that `cu_seqlens`, named `cu`, or `batch` asks for.
+
+    Args:
+        cu: the name of the argument that packed calls have.
+        cu_seqlens: its value.
+        batch: as given; a PagedBatch in paged calls.
+        dense, packed, paged: further arguments of each form, by name. Of those of paged calls the ones named "..._pages" are required.
+    """
+    if cu_seqlens is not None or batch is not None:
+        absent("(dense calls only)", **dense)
+    if cu_seqlens is None:
+        absent(f"without {cu}", **packed)
+    if batch is None:
+        absent("without batch", **paged)
+        return cu_seqlens is None
+    absent("with batch", **{cu: cu_seqlens})
+    if not isinstance(batch, PagedBatch):
+        fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as a cache makes it")
+    pages = [name for name in paged if name.endswith("_pages")]
+    if any(paged[name] is None for name in pages):
+        fail(InvalidInput, ", ".join(pages), None, "this layer's pages of the cache, because batch is given")
+    return False
+
+
+def longest(field: str, value: int | None, cu: str) -> int:
+    """`value`, which packed calls need."""
+    if value is None:
+        fail(InvalidInput, field, None, f"an upper bound in tokens on the requests' lengths, because {cu} is given")
+    return value
+
+
+def hidden_states(value: Any, size: int, dense: bool) -> Tensor:
+    """`value`, `[B, S, E]` or `[T, E]` with E = `size`."""
+    layout = f"[B, S, {size}]" if dense else f"[T, {size}] (packed or paged)"
+    return last("hidden", tensor("hidden", value, layout, 3 if dense else 2), size)
 
 
 def positions_of(hidden: Tensor, given: Tensor | None, cu_seqlens: Tensor | None, batch: PagedBatch | None) -> Tensor:

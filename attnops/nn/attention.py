@@ -107,25 +107,18 @@ class Attention(nn.Module):
             NoGradient: paged, in grad mode with inputs (or sinks) that require grad.
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        dense = cu_seqlens_q is None and batch is None
+        dense = check.form(
+            "cu_seqlens_q", cu_seqlens_q, batch, dense={"kv_start": kv_start, "kv_end": kv_end},
+            packed={"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
+            paged={"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale},
+        )  # fmt: skip
         layout = "[B, S, H, D]" if dense else "[T, H, D] (packed or paged)"
         dims = 4 if dense else 3
         query = check.last("query", check.tensor("query", query, layout, dims), self.num_heads, self.head_dim)
         key = check.last("key", check.tensor("key", key, layout, dims), self.num_kv_heads, self.head_dim)
         value = check.last("value", check.tensor("value", value, layout, dims), self.num_kv_heads, self.v_head_dim)
-        if not dense:
-            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
-        if cu_seqlens_q is None:
-            check.absent("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        if batch is None:
-            check.absent("without batch", k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale)
-
         if batch is not None:
-            check.absent("with batch", cu_seqlens_q=cu_seqlens_q)
-            if not isinstance(batch, PagedBatch):
-                fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
-            if k_pages is None or v_pages is None:
-                fail(InvalidInput, "k_pages, v_pages", None, "this layer's pages of the cache, because batch is given")
+            assert k_pages is not None and v_pages is not None
             write_kv(key, value, k_pages, v_pages, batch.slots, k_scale=k_scale, v_scale=v_scale)
             return paged_attention(
                 query, k_pages, v_pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
@@ -134,13 +127,12 @@ class Attention(nn.Module):
                 workspace=batch.workspace, holes=batch.holes, kernel=self.kernel,
             )  # fmt: skip
         if cu_seqlens_q is not None:
-            if max_seqlen_q is None:
-                fail(InvalidInput, "max_seqlen_q", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens_q is given")
+            most = check.longest("max_seqlen_q", max_seqlen_q, "cu_seqlens_q")
             if (cu_seqlens_k is None) != (max_seqlen_k is None):
                 fail(InvalidInput, "cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
             return varlen_attention(
-                query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_q if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,
+                query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=most,
+                max_seqlen_k=most if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,
                 window=self.window, softcap=self.softcap, mask=mask, sinks=self.sinks, attention_chunk=self.attention_chunk,
                 kernel=self.kernel,
             )  # fmt: skip

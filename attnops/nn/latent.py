@@ -7,6 +7,7 @@ https://arxiv.org/abs/2405.04434, section 2.1.2. `attnops.ops.latent_form` compa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,11 +63,8 @@ def attend_absorbed(
     """
     _check_query(dims, q_nope, q_pe)
     check_weights(dims, q_nope.shape[1], w_uk, w_uv)
-    out = attend_pages(
-        by_head(q_nope, w_uk), q_pe, latent_pages, batch, scale=scale, kv_scale=kv_scale, causal=causal, window_left=window_left,
-        softcap=softcap, kernel=kernel,
-    )  # fmt: skip
-    return by_head(out, w_uv.transpose(1, 2))
+    scores = _Scores(scale, kv_scale, causal, window_left, softcap, kernel)
+    return by_head(_attend_pages(by_head(q_nope, w_uk), q_pe, latent_pages, batch, scores), w_uv.transpose(1, 2))
 
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,44 +72,41 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-def attend_pages(
-    query: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    dtype: torch.dtype | None = None,
-    kernel: str | None = None,
-) -> Tensor:
-    """`[T, H, Dc]`: the part of `attend_absorbed` between its two products. Queries may be float8_e4m3fn with q_scale.
+@dataclass(frozen=True)
+class _Scores:
+    """Arguments of `mla_attention` that are the same in both parts of a cascade. dtype: of the result for float8 queries."""
 
-    dtype: of the result for such queries, float; None: bfloat16.
-    """
+    scale: float
+    kv_scale: Tensor | None = None
+    causal: bool = True
+    window_left: int = -1
+    softcap: float = 0.0
+    kernel: str | None = None
+    q_scale: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+
+def _attend_pages(query: Tensor, q_pe: Tensor, latent_pages: Tensor, batch: PagedBatch, s: _Scores) -> Tensor:
+    """`[T, H, Dc]`: the part of `attend_absorbed` between its two products. Queries may be float8_e4m3fn with q_scale."""
 
     def attend(
         table: Tensor, lengths: Tensor, cu_q: Tensor, longest: int, causal: bool, plan: Tensor | None, lse: Tensor | None = None
     ) -> Tensor:
-        output = None if dtype is None else torch.empty(query.shape, dtype=dtype, device=query.device)
+        output = None if s.dtype is None else torch.empty(query.shape, dtype=s.dtype, device=query.device)
         return mla_attention(
-            query, q_pe, latent_pages, table, lengths, cu_q, max_seqlen_q=longest, scale=scale, causal=causal, window_left=window_left,
-            softcap=softcap, q_scale=q_scale, kv_scale=kv_scale, plan=plan, output=output, lse=lse, workspace=batch.workspace,
-            holes=batch.holes, kernel=kernel,
+            query, q_pe, latent_pages, table, lengths, cu_q, max_seqlen_q=longest, scale=s.scale, causal=causal, window_left=s.window_left,
+            softcap=s.softcap, q_scale=s.q_scale, kv_scale=s.kv_scale, plan=plan, output=output, lse=lse, workspace=batch.workspace,
+            holes=batch.holes, kernel=s.kernel,
         )  # fmt: skip
 
     shared = batch.shared
     # A deterministic result must not depend on the pages that a batch shares.
-    if shared is None or window_left >= 0 or deterministic(active_policy()):
-        return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, batch.plan)
+    if shared is None or s.window_left >= 0 or deterministic(active_policy()):
+        return attend(batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.max_seqlen_q, s.causal, batch.plan)
     lse, rest_lse = (torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(2))
     # The plan is for the whole tables, not for the parts.
     out = attend(shared.page_table, shared.seq_lens, shared.cu_seqlens_q, query.shape[0], False, None, lse)
-    rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, causal, None, rest_lse)
+    rest = attend(shared.rest_table, shared.rest_lens, batch.cu_seqlens_q, batch.max_seqlen_q, s.causal, None, rest_lse)
     out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
     return out
 
@@ -205,19 +200,17 @@ def attend_latents(
     _check_query(dims, q_nope, q_pe)
     if absorb_up_to is not None and (not isinstance(absorb_up_to, int) or isinstance(absorb_up_to, bool) or absorb_up_to < 0):
         fail(InvalidInput, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
-    absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
-    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    absorbing, expanding, policies = _policies(kernel)
     before = None if batch.prefix is None else len(batch.prefix) > 0
-    heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
-    tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=before, absorb_up_to=absorb_up_to)
+    _tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=before, absorb_up_to=absorb_up_to)
     write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
     if before is not None:
-        up_to = absorb_up_to
-        if up_to is None:
-            up_to = crossover(
+        heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
+        if absorb_up_to is None:
+            absorb_up_to = crossover(
                 dims.nope, dims.rope, dims.latent, dims.v, heads, q_nope.dtype, latent_pages.dtype, page, q_nope.device, before, *policies
             )
-        if batch.max_seqlen_q > up_to:
+        if batch.max_seqlen_q > absorb_up_to:
             return attend_expanded(
                 dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding
             )
@@ -268,23 +261,25 @@ def attend_float8(
     _check_query(dims, q_nope, q_pe)
     if check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype != torch.float8_e4m3fn:
         fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
-    absorbing, expanding = (kernel_for(op, kernel) for op in ("mla_attention", "varlen_attention"))
-    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
-    tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=None, query_dtype=latent_pages.dtype)
+    absorbing, _, policies = _policies(kernel)
+    _tell_form(dims, q_nope, latent_pages, batch.max_seqlen_q, policies, before=None, query_dtype=latent_pages.dtype)
     w_uk, w_uv = absorbed_weights(kv_b, dims.nope, dims.v, latent)
     check_weights(dims, q_nope.shape[1], w_uk, w_uv)
     query, q_pe, row, key = rope_quantize_latent(
         by_head(q_nope, w_uk), q_pe, latent, k_pe, cos_sin, positions, q_scale=q_scale, kv_scale=kv_scale, interleaved=interleaved
     )
     write_latent(row, key, latent_pages, batch.slots)
-    out = attend_pages(
-        query, q_pe, latent_pages, batch, scale=scale, q_scale=scale_tensor(q_scale, latent), kv_scale=scale_tensor(kv_scale, latent),
-        dtype=q_nope.dtype, kernel=absorbing,
-    )  # fmt: skip
-    return by_head(out, w_uv.transpose(1, 2))
+    scores = _Scores(scale, scale_tensor(kv_scale, latent), kernel=absorbing, q_scale=scale_tensor(q_scale, latent), dtype=q_nope.dtype)
+    return by_head(_attend_pages(query, q_pe, latent_pages, batch, scores), w_uv.transpose(1, 2))
 
 
-def tell_form(dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any) -> None:
+def _policies(kernel: str | None) -> tuple[str | None, str | None, tuple[str, str]]:
+    """The kernels forced on `mla_attention` and on `varlen_attention`, and the keys of the policies of the two."""
+    absorbing, expanding = kernel_for("mla_attention", kernel), kernel_for("varlen_attention", kernel)
+    return absorbing, expanding, (key_for("mla_attention", absorbing), key_for("varlen_attention", expanding))
+
+
+def _tell_form(dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, queries: int, policies: tuple[str, str], **fields: Any) -> None:
     """Report a call to the watchers, as of `attnops.explain`. fields: further ones of its LatentCall."""
     if not torch.compiler.is_compiling():
         heads, page, target = int(q_nope.shape[1]), int(latent_pages.shape[1]), Target.of(q_nope.device)

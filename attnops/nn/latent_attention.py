@@ -11,7 +11,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.latent import LatentDims, attend_float8, attend_latents, scale_tensor, unfold
-from attnops.nn.rotary import RotaryEmbedding
+from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
 from attnops.ops.latent_form import kernel_for
 
@@ -68,11 +68,7 @@ class LatentAttention(nn.Module):
             check.size("qk_nope_head_dim", qk_nope_head_dim), check.size("qk_rope_head_dim", qk_rope_head_dim),
             check.size("kv_lora_rank", kv_lora_rank), check.size("v_head_dim", v_head_dim),
         )  # fmt: skip
-        if rope is not None and not isinstance(rope, RotaryEmbedding):
-            fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
-        if rope is not None and rope.head_dim != qk_rope_head_dim:
-            fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{qk_rope_head_dim}, the layer's qk_rope_head_dim")
-        self.rope = rope
+        self.rope = rope_of(rope, "qk_rope_head_dim", qk_rope_head_dim)
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         usual = self.head_dim**-0.5 * (1.0 if rope is None else rope.softmax_scale())
         self.scale = usual if scale is None else check.number("scale", scale, -3e38, 3e38)
@@ -133,21 +129,17 @@ class LatentAttention(nn.Module):
             NoGradient: paged, in grad mode with inputs or parameters that require grad.
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        dense = cu_seqlens is None and batch is None
-        layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
-        hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
-        if not dense:
-            check.absent("(dense calls only)", kv_start=kv_start, kv_end=kv_end)
-        if cu_seqlens is None:
-            check.absent("without cu_seqlens", max_seqlen=max_seqlen)
-        elif max_seqlen is None:
-            fail(InvalidInput, "max_seqlen", None, "an upper bound in tokens on the requests' lengths, because cu_seqlens is given")
-        if batch is None:
-            check.absent("without batch", latent_pages=latent_pages, kv_scale=kv_scale, float8_scales=float8_scales)
-        else:
-            self._check_pages(batch, latent_pages, cu_seqlens, mask, kv_scale, float8_scales)
+        dense = check.form(
+            "cu_seqlens", cu_seqlens, batch, dense={"kv_start": kv_start, "kv_end": kv_end}, packed={"max_seqlen": max_seqlen},
+            paged={"latent_pages": latent_pages, "kv_scale": kv_scale, "float8_scales": float8_scales},
+        )  # fmt: skip
+        hidden = check.hidden_states(hidden, self.hidden_size, dense)
+        if batch is not None:
+            check.absent("with batch", mask=mask)
+            check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
         at = check.positions_of(hidden, positions, cu_seqlens, batch)
         if float8_scales is not None and batch is not None and latent_pages is not None:
+            self._check_float8(latent_pages, kv_scale, float8_scales)
             if batch.prefix is None:
                 return self._out(self._attend_float8(hidden, at, latent_pages, batch, float8_scales))
             kv_scale = scale_tensor(float8_scales[1], hidden)
@@ -162,10 +154,10 @@ class LatentAttention(nn.Module):
             query = torch.cat([q_nope, q_pe], -1)
             key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
             if cu_seqlens is not None:
-                assert max_seqlen is not None
+                most = check.longest("max_seqlen", max_seqlen, "cu_seqlens")
                 attended = varlen_attention(
-                    query, key, value, cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, scale=self.scale,
-                    causal=True, mask=mask, kernel=kernel_for("varlen_attention", self.kernel),
+                    query, key, value, cu_seqlens, cu_seqlens, max_seqlen_q=most, max_seqlen_k=most, scale=self.scale, causal=True,
+                    mask=mask, kernel=kernel_for("varlen_attention", self.kernel),
                 )  # fmt: skip
             else:
                 attended = attention(
@@ -209,23 +201,16 @@ class LatentAttention(nn.Module):
             k_pe = turned[..., 0, :]
         return q_nope, q_pe, latent, k_pe
 
-    def _check_pages(
-        self, batch: Any, latent_pages: Any, cu_seqlens: Any, mask: Any, kv_scale: Any, float8_scales: tuple[float, float] | None
-    ) -> None:
-        check.absent("with batch", cu_seqlens=cu_seqlens, mask=mask)
-        if not isinstance(batch, PagedBatch):
-            fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as the cache makes it")
-        if latent_pages is None:
-            fail(InvalidInput, "latent_pages", None, "this layer's pages of the cache, because batch is given")
-        check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-        if float8_scales is not None:
-            check.absent("with float8_scales", kv_scale=kv_scale)
-            if not isinstance(float8_scales, tuple) or len(float8_scales) != 2 or not all(map(_is_scale, float8_scales)):
-                fail(InvalidInput, "float8_scales", repr(float8_scales), "(q_scale, kv_scale), finite host floats > 0, or None")
-            if latent_pages.dtype != torch.float8_e4m3fn:
-                fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
-            if self.rope is None:
-                fail(InvalidInput, "float8_scales", float8_scales, "None: this layer has no rope to fuse with")
+    def _check_float8(self, latent_pages: Tensor, kv_scale: Tensor | None, scales: tuple[float, float]) -> None:
+        check.absent("with float8_scales", kv_scale=kv_scale)
+        # A tensor would become a number where the op is called, which waits for the device.
+        hosts = (isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales)
+        if not isinstance(scales, tuple) or len(scales) != 2 or not all(hosts):
+            fail(InvalidInput, "float8_scales", repr(scales), "(q_scale, kv_scale), finite host floats > 0, or None")
+        if latent_pages.dtype != torch.float8_e4m3fn:
+            fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
+        if self.rope is None:
+            fail(InvalidInput, "float8_scales", scales, "None: this layer has no rope to fuse with")
 
     def extra_repr(self) -> str:
         """Heads, their dims, and the arguments that differ from the defaults."""
@@ -235,8 +220,3 @@ class LatentAttention(nn.Module):
             qk_nope_head_dim=(d.nope, 0), qk_rope_head_dim=(d.rope, 0), v_head_dim=(d.v, 0), absorb=(self.absorb_up_to, None),
             kernel=(self.kernel, None),
         )  # fmt: skip
-
-
-def _is_scale(value: object) -> bool:
-    # A tensor would become a number where the op is called, which waits for the device.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -14,6 +14,15 @@ from attnops.reference.rope_quantize import rotate
 SCALINGS = ("none", "linear", "yarn")
 
 
+def rope_of(rope: RotaryEmbedding | None, field: str, head_dim: int) -> RotaryEmbedding | None:
+    """`rope`, of the layer's `head_dim`, which is its argument `field`. Raises InvalidInput."""
+    if rope is not None and not isinstance(rope, RotaryEmbedding):
+        fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
+    if rope is not None and rope.head_dim != head_dim:
+        fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{head_dim}, the layer's {field}")
+    return rope
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding, https://arxiv.org/abs/2104.09864, equation 34.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
-from attnops.nn.rotary import RotaryEmbedding
+from attnops.nn.rotary import RotaryEmbedding, rope_of
 
 
 class SelfAttention(nn.Module):
@@ -63,19 +65,14 @@ class SelfAttention(nn.Module):
             num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
             kernel=kernel, device=device, dtype=dtype,
         )  # fmt: skip
-        if rope is not None and not isinstance(rope, RotaryEmbedding):
-            fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
-        if rope is not None and rope.head_dim != head_dim:
-            fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{head_dim}, the layer's head_dim")
-        self.rope = rope
+        self.rope = rope_of(rope, "head_dim", head_dim)
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=out_bias, device=device, dtype=dtype)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias, **made)
+        self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **made) for _ in range(2))
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=out_bias, **made)
         eps = check.number("norm_eps", norm_eps, 0.0)
-        self.q_norm = nn.RMSNorm(head_dim, eps=eps, device=device, dtype=dtype) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=eps, device=device, dtype=dtype) if qk_norm else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps, **made) if qk_norm else None for _ in range(2))
 
     def forward(
         self,
@@ -108,9 +105,7 @@ class SelfAttention(nn.Module):
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
         dense = cu_seqlens is None and batch is None
-        layout = f"[B, S, {self.hidden_size}]" if dense else f"[T, {self.hidden_size}] (packed or paged)"
-        hidden = check.last("hidden", check.tensor("hidden", hidden, layout, 3 if dense else 2), self.hidden_size)
-        core = self.attention
+        hidden, core = check.hidden_states(hidden, self.hidden_size, dense), self.attention
         lead = hidden.shape[:-1]
         query = self.q_proj(hidden).view(*lead, core.num_heads, core.head_dim)
         key = self.k_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
