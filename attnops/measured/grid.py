@@ -10,6 +10,7 @@ from itertools import product
 
 from attnops.measured.shape import Shape, Sizes, Work
 
+AXES = ("batch", "queries", "ratio")
 Axes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 BALANCE = 150.0
@@ -78,32 +79,21 @@ class Grid:
     def _fill(self, us: tuple[float | None, ...]) -> tuple[float, ...] | None:
         """Points without a time get their smaller neighbour's, in proportion to the work; kernels keep their order there."""
         filled = list(us)
-        shape = tuple(map(len, self.axes))
-        for at in product(*map(range, shape)):
+        for at in product(*(range(len(axis)) for axis in self.axes)):
             here = self._index(*at)
-            if filled[here] is not None:
-                continue
             for axis in (2, 0, 1):
-                if at[axis]:
-                    before = self._index(*(n - (a == axis) for a, n in enumerate(at)))
-                    values = self.axes[axis]
-                    grown = (values[at[axis]] / values[at[axis] - 1]) ** POWERS[axis]
-                    if (smaller := filled[before]) is not None:
-                        filled[here] = smaller * grown
-                        break
+                before, values = tuple(n - (a == axis) for a, n in enumerate(at)), self.axes[axis]
+                if filled[here] is None and at[axis] and (smaller := filled[self._index(*before)]) is not None:
+                    filled[here] = smaller * (values[at[axis]] / values[before[axis]]) ** POWERS[axis]
         known = [t for t in filled if t is not None]
         # Nothing before it: no time at all, or the smallest sizes failed, and what came next is the best guess.
         return tuple(known[0] if t is None else t for t in filled) if known else None
 
     def best_rates(self) -> Work:
         """The most bytes and operations a microsecond that any kernel reached here."""
-        bytes_us = flops_us = 0.0
-        for times in self.us.values():
-            for sizes, us in zip(self.points(), times, strict=True):
-                if us:
-                    work = self.shape.work(sizes)
-                    bytes_us, flops_us = max(bytes_us, work.bytes / us), max(flops_us, work.flops / us)
-        return Work(bytes_us, flops_us)
+        works = list(map(self.shape.work, self.points()))
+        timed = [(work, us) for times in self.us.values() for work, us in zip(works, times, strict=True) if us]
+        return Work(max((w.bytes / us for w, us in timed), default=0.0), max((w.flops / us for w, us in timed), default=0.0))
 
 
 Ends = tuple[tuple[int, float], ...]

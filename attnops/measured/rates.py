@@ -8,6 +8,7 @@ from math import inf, log
 from typing import NamedTuple
 
 from attnops.measured.grid import Grid
+from attnops.measured.shape import Work
 from attnops.measured.table import Table
 from attnops.problem import Target
 
@@ -74,14 +75,13 @@ def scaled(table: Table, gpu: str) -> Table:
 
 
 def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
-    longer = [_roofline_us(*work, there) - _roofline_us(*work, here) for work in map(grid.shape.work, grid.points())]
+    def us(work: Work, rates: Rates) -> float:
+        return max(work.bytes / (rates.bandwidth * 1e6), work.flops / (rates.matmul * 1e6))
+
+    longer = [us(work, there) - us(work, here) for work in map(grid.shape.work, grid.points())]
 
     def on(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
         least = min((t for t in times if t is not None), default=0.0)  # of launches
         return tuple(None if t is None else max(t + more, least) for t, more in zip(times, longer, strict=True))
 
     return replace(grid, us={name: on(times) for name, times in grid.us.items()})
-
-
-def _roofline_us(moved: float, done: float, rates: Rates) -> float:
-    return max(moved / (rates.bandwidth * 1e6), done / (rates.matmul * 1e6))

@@ -27,7 +27,9 @@ class Roofline:
 
     def __call__(self, p: Problem) -> float:
         behind = [n for n in (p.window[0], p.attention_chunk - 1) if n >= 0]
-        work = _shape(p, min(behind, default=-1)).work(sizes_of(p))
+        dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
+        dims = p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.rope_dim, p.page_size
+        work = Shape(p.op, dtype, kv_dtype, *dims, p.causal, min(behind, default=-1)).work(sizes_of(p))
         rates = rates_of(p.target)
         moved = work.bytes / (self.bandwidth * rates.bandwidth * 1e6)
         # Half as many numbers a second that are twice as wide.
@@ -44,8 +46,3 @@ def phases(decode: Callable[[Problem], float], extend: Callable[[Problem], float
 def copy_us(p: Problem, numbers: float) -> float:
     """A pass that reads and writes so many numbers of the query's dtype."""
     return 2.0 * p.dtype.itemsize * numbers / (rates_of(p.target).bandwidth * 1e6)
-
-
-def _shape(p: Problem, window: int) -> Shape:
-    dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
-    return Shape(p.op, dtype, kv_dtype, p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.rope_dim, p.page_size, p.causal, window)

@@ -58,9 +58,8 @@ class Shape:
         A factor of two counts 1 for the group size of a decode step, 0.75 for each head dim, less for the key heads, the page size, the
         group of a prefill and the window.
         """
-        if (self.op, self.rope_dim, self.kv_range, self.window >= 0) != (p.op, p.rope_dim, p.kv_range, p.windowed):
-            return inf
-        if self.decode != decodes(p) or p.mask != "none" or p.attention_chunk or bool(self.page_size) != bool(p.page_size):
+        own = self.op, self.rope_dim, self.kv_range, self.window >= 0, self.decode, self.page_size > 0
+        if own != (p.op, p.rope_dim, p.kv_range, p.windowed, decodes(p), p.page_size > 0) or p.mask != "none" or p.attention_chunk:
             return inf
         if p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
             return inf
@@ -107,13 +106,10 @@ class Shape:
 
     def work(self, at: Sizes) -> Work:
         """What a call of this shape must move and compute."""
-        keys = every = at.queries * at.ratio
-        if self.window >= 0:
-            keys = min(every, self.window + at.queries)
-        if self.causal:
-            pairs = at.batch * _causal_pairs(at.queries, every, self.window + 1 if self.window >= 0 else inf)
-        else:
-            pairs = at.batch * at.queries * keys
+        every = at.queries * at.ratio
+        keys = min(every, self.window + at.queries) if self.window >= 0 else every
+        most = self.window + 1 if self.window >= 0 else inf
+        pairs = at.batch * (_causal_pairs(at.queries, every, most) if self.causal else at.queries * keys)
         width = self.head_dim + self.v_head_dim
         stored = self.head_dim if self.rope_dim else self.kv_heads * width
         moved = at.batch * (at.queries * self.q_heads * width * _width(self.dtype) + keys * stored * _width(self.kv_dtype))
@@ -123,10 +119,8 @@ class Shape:
 def _causal_pairs(queries: float, keys: float, most: float) -> float:
     """Pairs of a request's new tokens and the keys that each sees, of which none sees more than `most`."""
     queries = min(queries, keys)  # the others see none
-    unseen = keys - most
-    if unseen >= queries:
-        return queries * most
-    return queries * (keys - 0.5 * (queries - 1)) - max(0.0, unseen) * (max(0.0, unseen) + 1) / 2
+    unseen = max(0.0, keys - most)
+    return queries * most if 0 < queries <= unseen else queries * (keys - 0.5 * (queries - 1)) - unseen * (unseen + 1) / 2
 
 
 def decodes(p: Problem) -> bool:

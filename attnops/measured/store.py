@@ -63,7 +63,7 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
     siblings: list[tuple[Table, Path]] = []
     for path in ([path_for(gpu)] if gpu else []) + sorted(SHIPPED.glob("*.json")):
         try:
-            table = _read(path)
+            table = from_json(read_text(path))
         except FileNotFoundError:
             continue
         except (BadTable, OSError, UnicodeError) as error:
@@ -79,10 +79,6 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
         return InForce(ignored=tuple(ignored))
     table, path = min(siblings, key=lambda found: nearness(gpu, found[0].gpu))
     return InForce(scaled(table, gpu) if gpu else table, path, tuple(ignored))
-
-
-def _read(path: Path) -> Table:
-    return from_json(read_text(path))
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel
-from attnops.measured.grid import Grid
+from attnops.measured.grid import AXES, Grid
 from attnops.measured.shape import Shape, Sizes, Work
 from attnops.problem import Problem, Target
 from attnops.version import VERSION
@@ -91,11 +91,9 @@ class Table:
         return known is not None and (target.assume is not None or known == version_of(kernel))
 
     def floor_us(self, grid: Grid, at: Sizes) -> float:
-        """What the work takes at the best rates any kernel reached anywhere, and never less than the shortest time in `grid`."""
-        work = grid.shape.work(at)
+        """The time of the work at the best rates any kernel reached anywhere, and never less than the shortest time in `grid`."""
         least = min((t for times in grid.us.values() for t in times if t is not None), default=0.0)
-        rates = self._best_rates
-        return max(least, *(need / rate for need, rate in zip(work, rates, strict=True) if rate))
+        return max(least, *(need / rate for need, rate in zip(grid.shape.work(at), self._best_rates, strict=True) if rate))
 
     @functools.cached_property
     def _best_rates(self) -> Work:
@@ -106,7 +104,7 @@ class Table:
         """The file's text, one line a grid."""
         head = {"format": FORMAT, "gpu": self.gpu, "target": self.target, "made": dict(self.made), "versions": dict(self.versions)}
         head |= {"source": self.source} if self.source else {}
-        lines = [json.dumps(_grid_to_dict(g), separators=(",", ":")) for g in self.grids]
+        lines = [json.dumps(_grid_dict(g), separators=(",", ":")) for g in self.grids]
         return json.dumps(head, indent=1)[:-2] + ',\n "grids": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 
 
@@ -123,23 +121,17 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
     times: dict[str, float] = {}
     if table is not None and found is not None:
         grid, at = found
-        times = {k.name: us for k in kernels if table.speaks_for(k, problem.target) and (us := grid.at(k.name, at)) is not None}
-        times = {k.name: times[k.name] + _unplanned_us(k, problem) for k in kernels if k.name in times}
+        for k in kernels:
+            if table.speaks_for(k, problem.target) and (us := grid.at(k.name, at)) is not None:
+                unplanned = k.plan.device is not None and problem.plan == "none"
+                times[k.name] = us + (k.cost_us(problem) - k.cost_us(replace(problem, plan="device")) if unplanned else 0.0)
     if table is None or found is None or not times:
         return {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in kernels}
-    floor = table.floor_us(*found)
-    how = f"{SCALED} {table.source}" if table.source else MEASURED
+    floor, how = table.floor_us(*found), f"{SCALED} {table.source}" if table.source else MEASURED
     return {
         k.name: Cost(times[k.name], how) if k.name in times else Cost(HANDICAP * max(k.cost_us(problem), floor), UNMEASURED)
         for k in kernels
     }
-
-
-def _unplanned_us(kernel: Kernel, problem: Problem) -> float:
-    """What making in the layer what the plan would hold adds to the time."""
-    if kernel.plan.device is None or problem.plan != "none":
-        return 0.0
-    return kernel.cost_us(problem) - kernel.cost_us(replace(problem, plan="device"))
 
 
 def version_of(kernel: Kernel) -> str:
@@ -154,23 +146,16 @@ def version_of(kernel: Kernel) -> str:
 _DEFAULTS = asdict(Shape(""))
 
 
-def _grid_to_dict(grid: Grid) -> dict[str, Any]:
+def _grid_dict(grid: Grid) -> dict[str, Any]:
+    def short(values: Iterable[float | None]) -> list[float | None]:
+        return [int(x) if x is not None and x == int(x) else x for x in values]
+
     shape = {n: v for n, v in asdict(grid.shape).items() if v != _DEFAULTS[n]}
-    axes = {n: _short(axis) for n, axis in zip(("batch", "queries", "ratio"), grid.axes, strict=True)}
-    out = {"shape": shape, **axes, "us": {name: _short(_until_last(times)) for name, times in grid.us.items()}}
+    # The Nones at the end are left out: a slow kernel has many.
+    counts = {n: max((i for i, t in enumerate(times, 1) if t is not None), default=0) for n, times in grid.us.items()}
+    times = {name: short(times[: counts[name]]) for name, times in grid.us.items()}
+    out = {"shape": shape, **{n: short(axis) for n, axis in zip(AXES, grid.axes, strict=True)}, "us": times}
     return out | {n: dict(v) for n, v in (("plan_us", grid.plan_us), ("skipped", grid.skipped)) if v}
-
-
-def _until_last(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
-    """Without the Nones at the end: a slow kernel has many."""
-    count = len(times)
-    while count and times[count - 1] is None:
-        count -= 1
-    return times[:count]
-
-
-def _short(values: Iterable[float | None]) -> list[float | None]:
-    return [int(x) if x is not None and x == int(x) else x for x in values]
 
 
 def from_json(text: str) -> Table:
@@ -184,34 +169,32 @@ def from_json(text: str) -> Table:
         raise BadTable("format", got, str(FORMAT))
     try:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
-        _ = table.digest  # what cannot be written again is no table
+        _ = table.digest  # a table that cannot be written again is refused
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadTable("table", f"{type(error).__name__}: {error}", "what `attnops tune` writes") from None
     return table
 
 
 def _grid(data: dict[str, Any]) -> Grid:
-    names = {f.name for f in fields(Shape)}
-    if unknown := data["shape"].keys() - names:
-        raise ValueError(f"shape has {', '.join(sorted(unknown))}")
     shape = Shape(**data["shape"])
+    batch, queries, ratio = axes = [tuple(float(x) for x in data[name]) for name in AXES]
+    count = len(batch) * len(queries) * len(ratio)
+    times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
+    plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
     if any(type(value) is not type(_DEFAULTS[name]) for name, value in asdict(shape).items()):
         raise ValueError(f"shape {data['shape']} has a field of another type")
-    if any(isinstance(value, int) and abs(value) > LARGEST_INT for value in asdict(shape).values()):
-        raise ValueError("a number of the shape is too large")
     dtypes = (getattr(torch, name, None) for name in (shape.dtype, shape.kv_dtype))
-    if shape.q_heads < 1 or shape.kv_heads < 1 or not all(isinstance(d, torch.dtype) for d in dtypes):
-        raise ValueError(f"shape {data['shape']} has no such heads or dtypes")
-    axes = [tuple(float(x) for x in data[name]) for name in ("batch", "queries", "ratio")]
-    if not all(axis and axis[0] >= 1 and list(axis) == sorted(set(axis)) and isfinite(axis[-1]) for axis in axes):
-        raise ValueError("an axis does not grow from 1 or more")
-    count = len(axes[0]) * len(axes[1]) * len(axes[2])
-    times = {str(k): tuple(None if t is None else float(t) for t in row) for k, row in data["us"].items()}
-    if any(len(row) > count or not all(t is None or (t > 0 and isfinite(t)) for t in row) for row in times.values()):
-        raise ValueError(f"want at most {count} positive times a kernel")
+    wanted = {
+        "a number of the shape is too large": not any(isinstance(v, int) and abs(v) > LARGEST_INT for v in asdict(shape).values()),
+        f"shape {data['shape']} has no such heads or dtypes": min(shape.q_heads, shape.kv_heads) >= 1
+        and all(isinstance(d, torch.dtype) for d in dtypes),
+        "an axis does not grow from 1 or more": all(a and a[0] >= 1 and list(a) == sorted(set(a)) and isfinite(a[-1]) for a in axes),
+        f"want at most {count} positive times a kernel": all(
+            len(row) <= count and all(t is None or (t > 0 and isfinite(t)) for t in row) for row in times.values()
+        ),
+        "want finite times of plans": all(isfinite(us) and us >= 0 for us in plans.values()),
+    }
+    if broken := [text for text, holds in wanted.items() if not holds]:
+        raise ValueError(broken[0])
     times = {name: row + (None,) * (count - len(row)) for name, row in times.items()}
-    batch, queries, ratio = axes
-    plans = {str(k): float(us) for k, us in data.get("plan_us", {}).items()}
-    if not all(isfinite(us) and us >= 0 for us in plans.values()):
-        raise ValueError("want finite times of plans")
     return Grid(shape, batch, queries, ratio, times, plans, {str(k): str(why) for k, why in data.get("skipped", {}).items()})

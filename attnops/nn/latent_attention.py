@@ -204,8 +204,8 @@ class LatentAttention(nn.Module):
     def _check_float8(self, latent_pages: Tensor, kv_scale: Tensor | None, scales: tuple[float, float]) -> None:
         check.absent("with float8_scales", kv_scale=kv_scale)
         # A tensor would become a number where the op is called, which waits for the device.
-        hosts = (isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales)
-        if not isinstance(scales, tuple) or len(scales) != 2 or not all(hosts):
+        pair = isinstance(scales, tuple) and len(scales) == 2
+        if not pair or not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales):
             fail(InvalidInput, "float8_scales", repr(scales), "(q_scale, kv_scale), finite host floats > 0, or None")
         if latent_pages.dtype != torch.float8_e4m3fn:
             fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
