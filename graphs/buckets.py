@@ -104,7 +104,7 @@ class Buckets:
         padding: Literal["absent", "null"] = "absent",
         verify: tuple[int, ...] = (),
     ) -> Buckets:
-        """The default sizes up to so many requests in decode batches and new tokens in mixed ones; 0: none of that kind."""
+        """The default sizes up to so many requests in decode batches and new tokens in mixed ones; 0: no bucket of that kind."""
         return cls(decode_sizes(requests), token_sizes(tokens), requests, over, padding, verify=verify)
 
     @property

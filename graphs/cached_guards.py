@@ -13,14 +13,18 @@ from contextlib import contextmanager
 from typing import Any
 
 
-@contextmanager
-def whole_guards() -> Iterator[None]:
-    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
+def shape_env() -> Any:
+    """The shape environment of the current trace, or None."""
     from torch._guards import TracingContext
 
     found = TracingContext.try_get()
-    env: Any = None if found is None or found.fake_mode is None else found.fake_mode.shape_env
-    if env is None:
+    return None if found is None or found.fake_mode is None else found.fake_mode.shape_env
+
+
+@contextmanager
+def whole_guards() -> Iterator[None]:
+    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
+    if (env := shape_env()) is None:
         yield
         return
     own = env.evaluate_guards_expression

@@ -16,7 +16,7 @@ from ..ops import OPS
 from ..select import choose, parse_policy
 
 ATTENTION = ("attention", "varlen_attention", "paged_attention", "mla_attention", "sparse_mla_attention", "vertical_slash_attention")
-"""Ops that a model calls once a layer and that a compiler fuses with nothing: cut there, the pieces of all layers are equal."""
+"""Ops that a model calls once a layer and that a compiler does not fuse: cut there, the pieces of all layers are equal."""
 
 OUTSIDE = "marked outside"
 DATA = "depends on data"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..cache.paged import Pages, ordinary
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
 from .device import CudaGraphs, Device
+from .eager_capture import record
 from .guard import Guard, compare, restore, saved, uncached_casts, unchanged
 from .inputs import Inputs, Roles, Values, sizes
 from .pieces import Recorded
@@ -62,23 +63,32 @@ class Setup:
         return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
 
 
-class Method(Protocol):
-    """How a step becomes graphs."""
+@dataclass
+class Step:
+    """A step of `breakable`: how it runs and how it becomes graphs."""
 
-    compile_seconds: float
+    model: Callable[..., Any]
+    setup: Setup
+    compile_seconds: float = field(default=0.0, kw_only=True)
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
-        """Compile for all buckets of one trace, on the inputs of the largest."""
+        """Initialise or compile for all buckets of one trace, on the inputs of the largest."""
+        self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
         """Run the step on these inputs without graphs, as it will be captured."""
+        name, make = self.setup.roles.batch, self.setup.plan_maker(bucket)
+        if name is None or make is None:
+            return self.model(**values)
+        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
         """Capture the step into `into`. Returns the outputs that every replay writes."""
+        return record(lambda: self.plain(bucket, values), device, into, self.setup.outside.get(bucket.kind, ()))
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """(different pieces, all pieces) by trace."""
-        ...
+        return {}
 
 
 @dataclass
@@ -102,13 +112,13 @@ class Graphed:
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
 
-    def __init__(self, model: Callable[..., Any], method: Method, setup: Setup) -> None:
-        self.model, self.setup, self.buckets = model, setup, setup.buckets
-        self._method, self._roles, self._cache, self._device = method, setup.roles, setup.cache, setup.graphs
+    def __init__(self, step: Step) -> None:
+        self._method, self.model, self.setup = step, step.model, step.setup
+        setup, model, roles = step.setup, step.model, step.setup.roles
+        self.buckets, self._roles, self._cache, self._device = setup.buckets, roles, setup.cache, setup.graphs
         self._state = tuple({id(t): t for t in setup.state}.values())
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        roles = self._roles
         unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
@@ -217,8 +227,11 @@ class Graphed:
         assert self._inputs is not None
         every = self.setup.check_every
         due = every > 0 and (entry.replays + 1) % every == 0
-        if due:
-            self._check_lengths(values)
+        if due and self._cache is not None and self._roles.batch is not None:
+            # Waits for the device.
+            lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
+            if lengths.numel() and (longest := int(lengths.max())) > most:
+                fail(StaleGraph, f"{self._roles.batch}.seq_lens", f"{longest} tokens", f"at most {most}, the page table's width")
         self._inputs.load(entry.bucket, values)
         if entry.planned is not None:
             self._plan_again(entry)
@@ -237,14 +250,6 @@ class Graphed:
                 compare(entry.bucket, kept, self.model(**values), self.setup.tolerance)
             return kept
         return out
-
-    def _check_lengths(self, values: Values) -> None:
-        """Raise StaleGraph for a request longer than its row of the captured page table. Waits for the device."""
-        if self._cache is None or self._roles.batch is None or self._inputs is None:
-            return
-        lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
-        if lengths.numel() and int(lengths.max()) > most:
-            fail(StaleGraph, f"{self._roles.batch}.seq_lens", f"{int(lengths.max())} tokens", f"at most {most}, the page table's width")
 
     def _plan_again(self, entry: Entry) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""

@@ -57,15 +57,14 @@ class Guard:
         for name, value, frozen in self._items:
             if values[name] is not value or not frozen:
                 self._compare(name, values[name])
-        if not self._same_addresses():
+        if _equal_pointers is not None:
+            same = bool(_equal_pointers(self._tensors, self._pointers, self._every))
+        else:
+            same = [where() for where in self._where] == self._pointers
+        if not same:
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
                 if t.data_ptr() != pointer:
                     fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
-
-    def _same_addresses(self) -> bool:
-        if _equal_pointers is not None:
-            return bool(_equal_pointers(self._tensors, self._pointers, self._every))
-        return [where() for where in self._where] == self._pointers
 
     def _compare(self, name: str, value: Any) -> None:
         ours, theirs = self._leaves[name], _leaves(value)

@@ -17,9 +17,9 @@ from ..cache.batch import PagedBatch
 from ..cache.paged import Pages
 from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket, Buckets, Kind
+from .cached_guards import shape_env
 from .device import Device
-from .eager_capture import record
-from .graphed import Graphed, Setup
+from .graphed import Graphed, Setup, Step
 from .inputs import Roles, Values
 from .pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
 from .split import Split, split
@@ -91,7 +91,7 @@ def piecewise(
         tolerance, graphs, state,
     )  # fmt: skip
     compiler = INNER[inner] if isinstance(inner, str) else inner
-    return Graphed(model, Compiled(model, setup, compiler, tuple(passes), one_differs), setup)
+    return Graphed(Compiled(model, setup, compiler, tuple(passes), one_differs))
 
 
 def breakable(
@@ -121,51 +121,20 @@ def breakable(
         Roles(batch, tuple(tokens), tuple(requests)), buckets, returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
         tolerance, graphs, state,
     )  # fmt: skip
-    return Graphed(model, Broken(model, setup), setup)
+    return Graphed(Step(model, setup))
 
 
 @dataclass
-class Broken:
-    """Capture by `breakable`."""
-
-    model: Callable[..., Any]
-    setup: Setup
-    compile_seconds: float = 0.0
-
-    def prepare(self, bucket: Bucket, values: Values) -> None:
-        """Run once, for lazy initialisation."""
-        self.plain(bucket, values)
-
-    def plain(self, bucket: Bucket, values: Values) -> Any:
-        """Run the model."""
-        name, make = self.setup.roles.batch, self.setup.plan_maker(bucket)
-        if name is None or make is None:
-            return self.model(**values)
-        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
-
-    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        """See `eager_capture.record`."""
-        return record(lambda: self.plain(bucket, values), device, into, self.setup.outside.get(bucket.kind, ()))
-
-    def pieces(self) -> dict[str, tuple[int, int]]:
-        """Empty, without compiled pieces."""
-        return {}
-
-
-@dataclass
-class Compiled:
-    """Capture by `piecewise`.
+class Compiled(Step):
+    """A step of `piecewise`.
 
     programs: the latest program, by trace.
     traces: the number of compilations, by trace: one, unless a size specialised.
     """
 
-    model: Callable[..., Any]
-    setup: Setup
     inner: Inner
     passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     one_differs: bool = False
-    compile_seconds: float = 0.0
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -227,7 +196,7 @@ class Compiled:
             self._into = None
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """(different pieces, all pieces) by trace."""
+        """See `Step`."""
         return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
 
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:
@@ -235,19 +204,15 @@ class Compiled:
         model, name, queries = self.model, self.setup.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
         make = self.setup.plan_maker(bucket)
 
-        def step(values: Values, tables: tuple[Any, ...], padded: bool, holes: bool, prefix: Any) -> Any:
-            if name is not None:
-                page_table, seq_lens, cu_seqlens_q, slots, positions, plan, workspace = tables
-                longest = queries or slots.shape[0]
-                whole = PagedBatch(page_table, seq_lens, cu_seqlens_q, slots, positions, longest, padded, holes, plan, workspace, prefix)
-                if make is not None:
-                    whole = replace(whole, plan=make(whole))
-                values = {**values, name: whole}
+        def step(values: Values, batch: PagedBatch | None) -> Any:
+            if batch is not None and name is not None:
+                batch = replace(batch, max_seqlen_q=queries or batch.slots.shape[0])
+                values = {**values, name: batch if make is None else replace(batch, plan=make(batch))}
             return model(**values)
 
         return step
 
-    def _given(self, bucket: Bucket, values: Values) -> tuple[Any, ...]:
+    def _given(self, bucket: Bucket, values: Values) -> tuple[Values, PagedBatch | None]:
         """The arguments of the traced function, with the sizes that differ by bucket marked dynamic."""
         served, specialising = self.setup.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
         tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
@@ -268,16 +233,13 @@ class Compiled:
         roles = self.setup.roles
         rest = {n: v for n, v in values.items() if n != roles.batch}
         rest |= {n: marked(rest[n], tokens) for n in roles.tokens} | {n: marked(rest[n], requests) for n in roles.requests}
-        tables: tuple[Any, ...] = ()
-        padded, holes, prefix = True, True, None
-        if roles.batch is not None:
-            b: PagedBatch = values[roles.batch]
-            tables = (
-                marked(b.page_table, requests), marked(b.seq_lens, requests), marked(b.cu_seqlens_q, requests, 1),
-                marked(b.slots, tokens), marked(b.positions, tokens), b.plan, b.workspace,
+        b: PagedBatch | None = None if roles.batch is None else values[roles.batch]
+        if b is not None:
+            b = replace(
+                b, page_table=marked(b.page_table, requests), seq_lens=marked(b.seq_lens, requests), slots=marked(b.slots, tokens),
+                cu_seqlens_q=marked(b.cu_seqlens_q, requests, 1), positions=marked(b.positions, tokens), max_seqlen_q=0,
             )  # fmt: skip
-            padded, holes, prefix = b.padded, b.holes, b.prefix
-        return rest, tables, padded, holes, prefix
+        return rest, b
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace = bucket.trace
@@ -312,12 +274,7 @@ class _SizeSpecialises(AttnopsError):
 
 def _broken_guard(least: int) -> str:
     """A guard of the current trace that a size of `least` breaks, or ""."""
-    from torch._guards import TracingContext
-
-    found = TracingContext.try_get()
-    if found is None or found.fake_mode is None or found.fake_mode.shape_env is None:
-        return ""
-    for guard in found.fake_mode.shape_env.guards:
+    for guard in getattr(shape_env(), "guards", ()):
         if len(symbols := guard.expr.free_symbols) == 1 and guard.expr.subs(dict.fromkeys(symbols, least)) == False:  # noqa: E712
             return str(guard.expr)
     return ""

@@ -241,7 +241,7 @@ def _check_results(found: Split) -> None:
 
 
 def structure(part: Part) -> Any:
-    """A hashable form of a part, equal for parts that may share compiled code: operations, constants, layouts and aliasing of inputs."""
+    """A hashable value of a part, equal for parts that may share compiled code: operations, constants, layouts and aliasing of inputs."""
     at = {node: i for i, node in enumerate(part.module.graph.nodes)}
     storages: dict[Any, int] = {}
 

@@ -211,7 +211,7 @@ def _free(node: fx.Node) -> bool:
 
 
 def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The part of every node. A node that launches nothing joins the two calls around it, or else the part that needs it."""
+    """The part of every node. A node that launches no kernel joins the two calls around it, or else the part that needs it."""
     where: dict[fx.Node, int] = {}
     part = 0
     kind: Literal["compiled", "call", "break"] | None = None

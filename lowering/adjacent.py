@@ -27,14 +27,10 @@ class Adjacent:
 
     def conditions(self) -> list[str]:
         """Python expressions over `L` and `G`, the frame's locals and globals."""
-        pointers = [f"{_expression(source)}.data_ptr()" for source in self.sources]
+        # A method with torch 2.11, a property with 2.13.
+        pointers = [f"{source.name() if callable(source.name) else source.name}.data_ptr()" for source in self.sources]
         follows = [f"{a} + {n} == {b}" for a, b, n in zip(pointers, pointers[1:], self.nbytes, strict=False)]
         return [f"{pointers[0]} % {ALIGNED} == 0", *follows]
-
-
-def _expression(source: Any) -> str:
-    # A method with torch 2.11, a property with 2.13.
-    return str(source.name() if callable(source.name) else source.name)
 
 
 def source_of(node: fx.Node) -> Any:
@@ -60,9 +56,9 @@ def guard(groups: Sequence[Adjacent]) -> None:
     context = TracingContext.try_get()
     if context is not None and groups:
         # A guard has one source. The first weight's names this one; the check itself looks up all of them.
-        context.guards_context.dynamo_guards.add(Guard(groups[0].sources[0], partial(_create, groups=tuple(groups))))
+        code = [condition for group in groups for condition in group.conditions()]
+        context.guards_context.dynamo_guards.add(Guard(groups[0].sources[0], partial(_create, code=code)))
 
 
-def _create(builder: Any, guard: Any, *, groups: tuple[Adjacent, ...]) -> None:
-    code = [condition for group in groups for condition in group.conditions()]
+def _create(builder: Any, guard: Any, *, code: list[str]) -> None:
     builder.add_python_lambda_leaf_guard_to_root(code, [f"{line}  # weights that are read as one" for line in code])

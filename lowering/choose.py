@@ -28,12 +28,10 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         lowered = kept["attnops_lowered"]
         if (earlier := kept["attnops_equal"].get(node)) is not None:
             return lowered[earlier]
-        values = node_values(node)
+        values = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
         kernel = decide(op, *values)
-        if _in_place(op, kernel, *values):
-            lowered[node] = _inline(op, kernel, values, args, kwargs)
-        else:
-            lowered[node] = _call(op, kernel, args, kwargs)
+        inline = _in_place(op, kernel, *values)
+        lowered[node] = _inline(op, kernel, values, args, kwargs) if inline else _call(op, kernel, args, kwargs)
         return lowered[node]
 
     return lower
@@ -42,18 +40,11 @@ def lowering_of(op: Op) -> Callable[..., Any]:
 def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
     """The kernel chosen for fake arguments. Heads, head dims and page size specialise: each is a guard."""
     call: Any = op.call(*args, **kwargs)
-    policy = call.policy
-    problem = op.problem(call)
+    problem, policy = op.problem(call), call.policy
     kernel = choose(problem, policy)
     if log.isEnabledFor(logging.INFO):
         log.info("%s", select(problem, policy))
     return kernel
-
-
-def node_values(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an FX node, its input nodes replaced by their fake tensors and symbolic sizes."""
-    args, kwargs = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
-    return args, kwargs
 
 
 def _value(x: Any) -> Any:

@@ -61,7 +61,7 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     adjacent: list[Adjacent] = []
     facts = _GraphFacts(graph)
     for calls in _groups(graph):
-        parameters = [[c.weight for c in calls], *([[c.bias for c in calls if c.bias is not None]] if calls[0].bias is not None else [])]
+        parameters = list(zip(*map(_parameters, calls), strict=True))
         refusal = _refusal(facts, parameters) or _fuse(graph, calls)
         if not refusal:
             adjacent += [Adjacent(tuple(map(source_of, nodes)), tuple(_fake(n).nbytes for n in nodes)) for nodes in parameters]
@@ -115,24 +115,22 @@ def _groups(graph: fx.Graph) -> list[list[_Call]]:
         candidates.setdefault(shared, {}).setdefault(call.weight, call)
     found: list[list[_Call]] = []
     for calls in candidates.values():
-        last: _Call | None = None
+        found.append([])
         for call in sorted(calls.values(), key=lambda c: int(_fake(c.weight).storage_offset())):
-            if last is not None and _adjacent(last, call):
-                found[-1].append(call)
-            else:
-                found.append([call])
-            last = call
+            if found[-1] and not all(map(_follows, *(_parameters(c) for c in (found[-1][-1], call)))):
+                found.append([])
+            found[-1].append(call)
     return [group for group in found if len(group) > 1]
 
 
-def _adjacent(a: _Call, b: _Call) -> bool:
-    pairs = [(a.weight, b.weight)] if a.bias is None or b.bias is None else [(a.weight, b.weight), (a.bias, b.bias)]
-    return all(_follows(_fake(one), _fake(other)) for one, other in pairs)
+def _parameters(call: _Call) -> list[fx.Node]:
+    return [call.weight] if call.bias is None else [call.weight, call.bias]
 
 
-def _follows(a: Tensor, b: Tensor) -> bool:
+def _follows(one: fx.Node, other: fx.Node) -> bool:
+    a, b = _fake(one), _fake(other)
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.dtype == b.dtype
-    return same and a.storage_offset() + a.numel() == b.storage_offset()
+    return bool(same and a.storage_offset() + a.numel() == b.storage_offset())
 
 
 class _GraphFacts:

@@ -144,7 +144,7 @@ def pieces(setup: Setup) -> list[Row]:
     tokens = torch.zeros(requests, dtype=torch.int64, device=setup.device)
     values = {"tokens": tokens, "batch": batch, "k_pages": cache.k_pages, "v_pages": cache.v_pages}
     inner = INNER["inductor" if setup.backend == "inductor" else "eager"]
-    method = Compiled(model, Captures(Roles("batch", ("tokens",)), Buckets(decode=(requests,))), inner)
+    method = Compiled(model, Captures(Roles("batch", ("tokens",)), Buckets(decode=(requests,))), inner=inner)
     start = time.perf_counter()
     with torch.no_grad():
         method.prepare(Bucket(requests, requests, "decode"), values)

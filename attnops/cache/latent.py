@@ -27,7 +27,7 @@ TILE = 128
 
 
 class LatentCache(Pages):
-    """Pages of latents, their owners, and the tables that `mla_attention` reads. Host calls; none belongs inside a compiled function.
+    """Pages of latents, their owners, and the tables that `mla_attention` reads. Keep its methods, host calls, out of compiled functions.
 
     It has the methods of `PagedCache`, but its size is given in tokens: the kernels decide the page size.
 

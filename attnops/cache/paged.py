@@ -280,7 +280,7 @@ class Pages:
 
 
 class PagedCache(Pages):
-    """Pages of keys and values, their owners, and the tables that attention reads. Host calls; none belongs inside a compiled function.
+    """Pages of keys and values, their owners, and the tables that attention reads. Keep its methods, host calls, out of compiled functions.
 
     Args:
         num_layers: layers, each with pages of its own; a page id means the same page in all layers with the same window.

@@ -1,4 +1,4 @@
-"""Measured times: tables of them, and what they say of a call. Selection consults the one in force; `attnops tune` makes them."""
+"""Tables of measured times, and the cost of a call by them. Selection reads the table in force; `attnops tune` makes tables."""
 
 from attnops.measured.grid import Grid as Grid
 from attnops.measured.hardware import never_run as never_run

@@ -1,4 +1,4 @@
-"""`Grid`: the times of one shape over its sizes, and what lies between them."""
+"""`Grid`: the times of one shape over its sizes, and their interpolation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POWERS = (1, 2, 1)
 
 @dataclass(frozen=True)
 class Grid:
-    """Device microseconds of each kernel at every (batch, queries, ratio), the last running fastest; None where none was taken.
+    """Device microseconds of each kernel at every (batch, queries, ratio), the last running fastest; None: not timed.
 
     plan_us: host microseconds that a kernel's plan took, the median over the grid; not part of the times.
     skipped: why a kernel that fits has no times here.
@@ -65,7 +65,7 @@ class Grid:
         return scale * _linear(b, lambda i: _linear(q, lambda j: _linear(r, lambda k: table[self._index(i, j, k)])))
 
     def _added(self, queries: float) -> float:
-        """What the work is with so many queries, in bytes: up to some they wait for the keys, then for the products."""
+        """The work of so many queries, in bytes: few queries wait for the keys, many for the products."""
         work = self.shape.work(Sizes(1.0, queries, self.ratio[len(self.ratio) // 2]))
         return max(work.bytes, work.flops / BALANCE)
 
@@ -86,7 +86,7 @@ class Grid:
                 if filled[here] is None and at[axis] and (smaller := filled[self._index(*before)]) is not None:
                     filled[here] = smaller * (values[at[axis]] / values[before[axis]]) ** POWERS[axis]
         known = [t for t in filled if t is not None]
-        # Nothing before it: no time at all, or the smallest sizes failed, and what came next is the best guess.
+        # Points before the first time: the smallest sizes failed, and the next time is the best guess.
         return tuple(known[0] if t is None else t for t in filled) if known else None
 
     def best_rates(self) -> Work:

@@ -1,4 +1,4 @@
-"""What GPUs move and multiply at most, and a table of one GPU scaled to a sibling of its architecture."""
+"""The highest rates of GPUs, and a table of one GPU scaled to a sibling of its architecture."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BY_ARCH: Mapping[int, Rates] = {
 
 
 def rates_of(target: Target) -> Rates:
-    """For estimates. A CPU is taken for an H200: kernels are compared with each other only."""
+    """For estimates. A CPU counts as an H200: kernels are compared with each other only."""
     return RATES.get(target.gpu) or BY_ARCH.get(target.arch, BY_ARCH[90])
 
 
@@ -63,10 +63,10 @@ def nearness(gpu: str, other: str) -> tuple[float, int]:
 
 
 def scaled(table: Table, gpu: str) -> Table:
-    """`table` as it would be on `gpu`, of the same architecture: every time and what its bytes or operations take longer there.
+    """`table` for `gpu`, of the same architecture: every time grows by the difference of the two rooflines.
 
-    What a time has beyond the roofline, launches and waiting, stays. Times of an H200 scaled so are 3.1% off those of an H100 in the
-    median, and 1.4% of all pairs of kernels change their order. A GPU whose rates are not known is taken to be as fast.
+    The rest of a time, launches and waits, stays. Times of an H200 scaled so are 3.1% off those of an H100 in the median, and 1.4% of
+    all pairs of kernels change their order. A GPU of unknown rates counts as equally fast.
     """
     here, there = RATES.get(table.gpu), RATES.get(gpu)
     if here is None or there is None:

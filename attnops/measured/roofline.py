@@ -1,4 +1,4 @@
-"""`Roofline`: what a kernel is estimated to take where nothing is measured, by five numbers that were fitted to the table of an H200."""
+"""`Roofline`: the estimate of a kernel without measured times, by five numbers that were fitted to the table of an H200."""
 
 from __future__ import annotations
 

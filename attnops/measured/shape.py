@@ -1,4 +1,4 @@
-"""`Shape`: what of a call stays when its sizes change, as a table of measured times names it; and the work of a call."""
+"""`Shape`: the facts of a call that do not change with its sizes, as tables of measured times name it; and the work of a call."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of call. Fields as in Problem; `window` is its left side, -1 for none; `square`: as many keys as queries, by construction.
+    """A kind of call. Fields as in Problem; `window` is its left side, -1: unbounded; `square`: as many keys as queries, by construction.
 
-    One shape speaks for its neighbours: other head counts are more or fewer requests, and what differs otherwise is a distance.
+    One shape speaks for its neighbours: other head counts count as more or fewer requests, other differences as a distance.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Shape:
     decode: bool = False
 
     def distance(self, p: Problem) -> float:
-        """How unlike `p` the shape is: 0 for the same kind, infinite when it says nothing about `p`.
+        """How unlike `p` the shape is: 0 for the same kind, infinite when the shape does not speak for `p`.
 
         A factor of two counts 1 for the group size of a decode step, 0.75 for each head dim, less for the key heads, the page size, the
         group of a prefill and the window.
@@ -83,7 +83,7 @@ class Shape:
         return self.q_heads // self.kv_heads
 
     def place(self, p: Problem) -> Sizes:
-        """Where `p` lies among this shape's sizes.
+        """The sizes of this shape with the work of `p`.
 
         Heads and head dims count as requests, so that the work is the same: key heads in a decode step, query heads in a prefill.
         Over pages, where many keys may meet few queries, the query heads of a group count as queries. Less than one request is one
@@ -105,7 +105,7 @@ class Shape:
         return Sizes(batch, queries, ratio)
 
     def work(self, at: Sizes) -> Work:
-        """What a call of this shape must move and compute."""
+        """The bytes and operations of a call of this shape."""
         every = at.queries * at.ratio
         keys = min(every, self.window + at.queries) if self.window >= 0 else every
         most = self.window + 1 if self.window >= 0 else inf
@@ -117,8 +117,8 @@ class Shape:
 
 
 def _causal_pairs(queries: float, keys: float, most: float) -> float:
-    """Pairs of a request's new tokens and the keys that each sees, of which none sees more than `most`."""
-    queries = min(queries, keys)  # the others see none
+    """Pairs of a request's new tokens and the keys that each sees, at most `most`."""
+    queries = min(queries, keys)  # the other queries see no key
     unseen = max(0.0, keys - most)
     return queries * most if 0 < queries <= unseen else queries * (keys - 0.5 * (queries - 1)) - unseen * (unseen + 1) / 2
 
@@ -131,7 +131,7 @@ def decodes(p: Problem) -> bool:
 def sizes_of(p: Problem) -> Sizes:
     """From the hints: requests, new tokens of each on average, keys per new token of the longest.
 
-    Requests are taken to be smaller copies of the longest one.
+    Requests count as smaller copies of the longest one.
     """
     batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.queries, p.context))
     return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)

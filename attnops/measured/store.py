@@ -1,4 +1,4 @@
-"""Which table is in force, where tables lie, and how one is written.
+"""The table in force, the places of tables, and writing one.
 
 The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a sibling
 of its architecture, whose times are scaled. A target that is only named ("sm90" on a laptop) has no GPU of its own: it gets a shipped
@@ -33,9 +33,9 @@ LARGEST_BYTES = 10_000_000
 
 @dataclass(frozen=True)
 class InForce:
-    """The table that is consulted for a target, and the file it came from; None and None where there is none.
+    """The table that is read for a target, and its file; None and None without a table.
 
-    ignored: files that lie where a table would, and why each is not used.
+    ignored: files at the place of a table that are not used, each with the reason.
     """
 
     table: Table | None = None
@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
 
 
 def forget() -> None:
-    """Read tables again at the next selection, and forget what was selected by the old ones."""
+    """Read tables again at the next selection, and forget selections by the old ones."""
     _in_force.cache_clear()
     renew()
 
@@ -108,12 +108,12 @@ def digests() -> tuple[str, ...]:
 
 
 def cpu_name() -> str:
-    """What tables call this machine's CPU."""
+    """The name of this machine's CPU in tables."""
     return f"cpu {platform.machine()}"
 
 
 def path_for(gpu: str) -> Path:
-    """Where the user's table of a device lies: `tables/nvidia_h200.json` in the cache folder."""
+    """The path of the user's table of a device: `tables/nvidia_h200.json` in the cache folder."""
     return cache_dir() / "tables" / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json")
 
 
@@ -124,7 +124,7 @@ def check_place(path: Path) -> None:
 
 
 def save(table: Table, path: Path) -> None:
-    """Write `table` to `path`, all of it or nothing, and let selection read it. Raises OSError or InvalidInput."""
+    """Write `table` to `path`, the whole file or no change, and let selection read it. Raises OSError or InvalidInput."""
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,4 +1,4 @@
-"""`Table`: the measured times of one GPU, its JSON form, and what it says of a call.
+"""`Table`: the measured times of one GPU, as JSON, too, and the cost of a call by them.
 
 {"format": 1, "gpu": "NVIDIA H200", "target": "sm90", "made": {...}, "versions": {"paged_attention.fa3": "sgl_kernel==0.4.3"},
  "grids": [{"shape": {...}, "batch": [...], "queries": [...], "ratio": [...], "us": {"fa3": [...]}}]}
@@ -52,11 +52,13 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Measured times. gpu: the device's name. target: as `str(Target)`. versions: by `op.kernel`, what was timed. made: when, with what.
+    """Measured times. Two tables with the same content are equal.
 
+    gpu: the device's name.
+    target: as `str(Target)`.
+    versions: by `op.kernel`, the version that was timed.
+    made: date and software of the measurement.
     source: the sibling GPU that the times were scaled from (`attnops.measured.rates`); "" where they are of `gpu` itself.
-
-    Two tables are the same when they say the same; `digest` names what a table says.
     """
 
     gpu: str
@@ -68,7 +70,7 @@ class Table:
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the JSON form."""
+        """sha256 of the JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -78,7 +80,7 @@ class Table:
         return isinstance(other, Table) and other.digest == self.digest
 
     def nearest(self, problem: Problem) -> tuple[Grid, Sizes] | None:
-        """The grid of the shape nearest to `problem` and where the problem lies in it; None when no shape speaks for it."""
+        """The grid of the shape nearest to `problem`, and the problem's sizes in it; None when no shape speaks for it."""
         far = [g.shape.distance(problem) for g in self.grids]
         if not far or (least := min(far)) == inf:
             return None
@@ -86,7 +88,7 @@ class Table:
         return grid, grid.shape.place(problem)
 
     def speaks_for(self, kernel: Kernel, target: Target) -> bool:
-        """Was this very version of `kernel` timed? A target that assumes its packages is taken to have the table's."""
+        """Was this very version of `kernel` timed? A target that assumes its packages has the table's versions."""
         known = self.versions.get(f"{kernel.op}.{kernel.name}")
         return known is not None and (target.assume is not None or known == version_of(kernel))
 
@@ -109,12 +111,12 @@ class Table:
 
 
 def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> dict[str, Cost]:
-    """What each of `kernels`, which can all run `problem`, is taken to need.
+    """The cost of each of `kernels`, which can all run `problem`.
 
-    Where the table covers at least one of them, measured times rank the kernels it covers. Another one is taken to need HANDICAP
-    times the larger of its own estimate and what its work would take at the best rates measured: it is chosen only where all
-    that was measured is slow. Where the table covers none, all are ranked by their own estimates.
-    A kernel that reads a plan of the device was timed with it: a call of no plan takes longer by what the kernel itself says.
+    Where the table covers at least one kernel, measured times rank the kernels it covers. Another kernel costs HANDICAP times the larger
+    of its own estimate and the time of its work at the best rates measured: it is chosen only where all measured times are slow. Where
+    the table covers no kernel, their own estimates rank them.
+    A kernel that reads a plan of the device was timed with it: a call without a plan takes longer by the kernel's own estimate.
     """
     kernels = tuple(kernels)
     found = table.nearest(problem) if table is not None else None
@@ -135,9 +137,9 @@ def costs(problem: Problem, kernels: Iterable[Kernel], table: Table | None) -> d
 
 
 def version_of(kernel: Kernel) -> str:
-    """What a measured time of `kernel` is a time of: its packages, or torch's minor version for a kernel that needs none.
+    """The versions that a measured time of `kernel` holds for: its packages', or torch's minor version for a kernel without packages.
 
-    Of our own Triton kernels a version of triton says half: it is also the time of this version of attnops.
+    For our own Triton kernels the version of attnops is among them.
     """
     own = f";attnops=={VERSION}" if any(p.module == "triton" for p in kernel.packages) else ""
     return ";".join(kernel.versions()) + own or f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
@@ -159,7 +161,7 @@ def _grid_dict(grid: Grid) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Table:
-    """The table that `text` holds. Raises BadTable when it holds none that this version reads."""
+    """The table that `text` holds. Raises BadTable for text that is no table of this version's format."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Modules: attention in any of its three forms, layers around it and around latents, torch's MultiheadAttention, and the paged cache."""
+"""Modules: dense, packed and paged attention, layers around it and around latents, torch's MultiheadAttention, and the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch
 from attnops.cache import PagedCache as PagedCache

@@ -1,4 +1,4 @@
-"""Absorption (MLA): the two halves of the projection that unfolds latents, in the form that attention over latents asks for.
+"""Absorption (MLA): the two halves of the projection that unfolds latents, as attention over latents takes them.
 
 kv_b maps a latent `c` to the keys and values of all heads. With W its weight `[H * (nope + v), Dc]`, W_UK its first `nope` rows of each
 head and W_UV the other v, a score `q . (W_UK c)` is `(q W_UK) . c`, and a sum of values `sum_j p_j (W_UV c_j)` is `W_UV sum_j p_j c_j`:
@@ -43,7 +43,11 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     Raises:
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
-    linear = _is_linear(kv_b)
+    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
+    linear = (
+        type(kv_b) is nn.Linear and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and "forward" not in vars(kv_b)
+        and not kv_b._forward_hooks and not kv_b._forward_pre_hooks
+    )  # fmt: skip
     # A tensor: wrappers keep flags and words of this name.
     if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
         fail(InvalidInput, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
@@ -59,15 +63,6 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         fail(InvalidInput, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
     heads = weight.view(rows // (nope + v), nope + v, latent)
     return heads[:, :nope], heads[:, nope:]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Does its forward only multiply by `.weight`?"""
-    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
-    return (
-        type(module) is nn.Linear and type(module.weight) in PLAIN and not module.weight.is_meta and "forward" not in vars(module)
-        and not module._forward_hooks and not module._forward_pre_hooks
-    )  # fmt: skip
 
 
 def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
@@ -120,14 +115,11 @@ def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
             raise _Unknown
         own = {n: x for n, x in vars(module).items() if n not in INTERNAL and n != HELD}
         parts = (own, module._parameters, module._buffers)
-        state.append((type(module), module.training, _of_class(type(module)), *(_frozen(part, tensors) for part in parts)))
+        # Of its class: switches and numbers, and its forward, which may be replaced for all instances.
+        kinds = [vars(base) for base in type(module).__mro__ if base not in BASES]
+        shared = [(n, type(x), x) for kind in kinds for n, x in kind.items() if n == "forward" or (n[:2] != "__" and isinstance(x, SIMPLE))]
+        state.append((type(module), module.training, shared, *(_frozen(part, tensors) for part in parts)))
     return state
-
-
-def _of_class(kind: type) -> Any:
-    """The attributes of a module's class: switches and numbers, and its forward, which may be replaced for all instances."""
-    own = [(name, x) for base in kind.__mro__ if base not in BASES for name, x in vars(base).items() if name[:2] != "__"]
-    return [(name, type(x), x) for name, x in own if name == "forward" or isinstance(x, SIMPLE)]
 
 
 def _frozen(x: Any, tensors: list[Tensor]) -> Any:

@@ -64,14 +64,10 @@ def absent(why: str, **given: object) -> None:
             fail(InvalidInput, field, got, f"None {why}")
 
 
-def form(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Given, packed: Given, paged: Given) -> bool:
-    """Is the call dense? Raise InvalidInput for arguments of another form than the one that `cu_seqlens`, named `cu`, or `batch` asks for.
+def kind_of_call(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Given, packed: Given, paged: Given) -> bool:
+    """Is the call dense? `cu_seqlens`, an argument named `cu`, makes it packed, and `batch` paged.
 
-    Args:
-        cu: the name of the argument that packed calls have.
-        cu_seqlens: its value.
-        batch: as given; a PagedBatch in paged calls.
-        dense, packed, paged: further arguments of each form, by name. Of those of paged calls the ones named "..._pages" are required.
+    Raises InvalidInput for arguments of another kind of call, and for a paged call without its "..._pages".
     """
     if cu_seqlens is not None or batch is not None:
         absent("(dense calls only)", **dense)

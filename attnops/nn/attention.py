@@ -1,4 +1,4 @@
-"""`Attention`: query, key and value in, heads out, in any of the three forms."""
+"""`Attention`: query, key and value in, heads out; dense, packed or paged."""
 
 from __future__ import annotations
 
@@ -97,17 +97,17 @@ class Attention(nn.Module):
         layer's k_pages `[P, page, Hkv, D]`, v_pages `[P, page, Hkv, Dv]`, into which the new keys and values are written first.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`, for quantised pages. No gradient: to be called under torch.no_grad().
 
-        mask: as the op of the form takes it (`attnops.attention`, `varlen_attention`, `paged_attention`); a bool True is visible.
+        mask: as the op takes it (`attnops.attention`, `varlen_attention`, `paged_attention`); a bool True is visible.
 
         Returns:
             `[B, S, Hq, Dv]` or `[T, Hq, Dv]`, the query's dtype.
 
         Raises:
-            InvalidInput: the arguments fit no form, or two, or break the op's contract.
+            InvalidInput: the arguments are those of no kind of call, or of two, or break the op's contract.
             NoGradient: paged, in grad mode with inputs (or sinks) that require grad.
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        dense = check.form(
+        dense = check.kind_of_call(
             "cu_seqlens_q", cu_seqlens_q, batch, dense={"kv_start": kv_start, "kv_end": kv_end},
             packed={"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
             paged={"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale},

@@ -1,4 +1,4 @@
-"""Attention of new tokens over pages of latents (MLA) in both its forms: the part of a layer between its projections.
+"""Attention of new tokens over pages of latents (MLA), absorbed or expanded: the part of a layer between its projections.
 
 Absorbed: the query is projected into the space of the latents, and every head reads the latents themselves (`attnops.nn.absorb`).
 Expanded: latents are unfolded into the keys and values of each head. The two are the same sums in another order: DeepSeek-V2,
@@ -180,16 +180,16 @@ def attend_latents(
     absorb_up_to: int | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """`[T, H, v]`: write the new tokens into their pages, then attend in the form that fits the batch.
+    """`[T, H, v]`: write the new tokens into their pages, then attend, absorbed or expanded as fits the batch.
 
-    The form is absorbed where the batch does not describe its cached tokens (a decode step), and where no request brings more than
-    `absorb_up_to` tokens; else it is expanded. A compiled function holds one form, with a guard on that comparison: `dims`, the heads and
+    Attention is absorbed where the batch does not describe its cached tokens (a decode step), and where no request brings more than
+    `absorb_up_to` tokens; else it is expanded. A compiled function holds one, with a guard on that comparison: `dims`, the heads and
     the page size must then be constants, as attributes of a module and shapes of its weights are, or `absorb_up_to` must be given.
 
     Args:
         q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
         absorb_up_to: new tokens of a request. None: as many as `attnops.ops.latent_form` finds cheaper absorbed, and any number under a
-            deterministic policy, where the form must not depend on the other requests of the batch.
+            deterministic policy, where the choice must not depend on the other requests of the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
     Raises:
@@ -236,7 +236,7 @@ def attend_float8(
     interleaved: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
-    """`[T, H, v]`: rotate and quantise the new tokens, write them into their pages, attend in the absorbed form. No gradient.
+    """`[T, H, v]`: rotate and quantise the new tokens, write them into their pages, attend absorbed. No gradient.
 
     One op between the product with W_UK and the write rotates, quantises and joins the parts: rotated numbers are never rounded to the
     layer's own dtype, and kernels that take float8 on both sides (FlashMLA, TensorRT-LLM) get a query in one piece.

@@ -20,7 +20,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed or paged.
 
     The cache holds one latent of kv_lora_rank numbers and one rotated key of qk_rope_head_dim numbers a token, for all heads. Dense and
-    packed calls unfold the latents into keys and values; a paged call takes the cheaper form (`attnops.nn.attend_latents`). Parameters
+    packed calls unfold the latents into keys and values; a paged call takes the cheaper way (`attnops.nn.attend_latents`). Parameters
     have the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
 
     Args:
@@ -125,11 +125,11 @@ class LatentAttention(nn.Module):
             As hidden.
 
         Raises:
-            InvalidInput: the arguments fit no form, or two, or break the op's contract.
+            InvalidInput: the arguments are those of no kind of call, or of two, or break the op's contract.
             NoGradient: paged, in grad mode with inputs or parameters that require grad.
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
-        dense = check.form(
+        dense = check.kind_of_call(
             "cu_seqlens", cu_seqlens, batch, dense={"kv_start": kv_start, "kv_end": kv_end}, packed={"max_seqlen": max_seqlen},
             paged={"latent_pages": latent_pages, "kv_scale": kv_scale, "float8_scales": float8_scales},
         )  # fmt: skip

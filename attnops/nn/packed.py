@@ -5,6 +5,7 @@ them as one weight. The parameters stay the same objects, with the same names an
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,21 +59,17 @@ class Packed:
     def unpack(self) -> None:
         """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
         for group in self.groups:
-            for row in self._rows(group):
-                _apart(row)
+            for tensor in (tensor for row in self._rows(group) for tensor in row):
+                if tensor.untyped_storage().nbytes() > tensor.nbytes:
+                    with torch.inference_mode(False), torch.no_grad():
+                        tensor.data = tensor.data.clone()
 
     def _rows(self, group: PackedGroup) -> list[list[Tensor]]:
         """Weights, and biases if any, of those linears that are still there."""
-        found = [_module(self.model, name) for name in group.linears]
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        found = [modules.get(name) for name in group.linears]
         weights, biases = ([t for m in found if isinstance(t := getattr(m, name, None), Tensor)] for name in ("weight", "bias"))
         return [weights, biases] if biases else [weights]
-
-
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def pack_linears(model: nn.Module) -> Packed:
@@ -92,25 +89,21 @@ def pack_linears(model: nn.Module) -> Packed:
         Packed, with the groups, the skipped linears, and `unpack()`.
     """
     taken = _Taken(model)
-    groups: list[PackedGroup] = []
     skipped: dict[str, str] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for path, module in model.named_modules():
-            for members in _alike(module, path, taken, skipped):
-                if (group := _pack(members, taken, skipped)) is not None:
-                    groups.append(group)
-    return Packed(model, tuple(groups), skipped)
+        found = (_pack(m, taken, skipped) for path, module in model.named_modules() for m in _alike(module, path, taken, skipped))
+        groups = tuple(group for group in found if group is not None)
+    return Packed(model, groups, skipped)
 
 
 class _Taken:
     """The tensors of a model by storage, and how often each is registered."""
 
     def __init__(self, model: nn.Module) -> None:
-        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self.names: dict[int, int] = {}
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.names = Counter(id(tensor) for _, tensor in named)
         self.by_storage: dict[Any, set[int]] = {}
-        for _, tensor in every:
-            self.names[id(tensor)] = self.names.get(id(tensor), 0) + 1
+        for _, tensor in named:
             if type(tensor) in PLAIN and not tensor.is_meta:
                 self.by_storage.setdefault(_storage(tensor), set()).add(id(tensor))
 
@@ -182,9 +175,11 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
         return None
     rows = [list(row) for row in zip(*(_parameters(linear) for linear in alone.values()), strict=True)]
     moved = not all(map(_contiguous, rows))
-    if moved:
-        for row in rows:
-            _together(row, taken)
+    for row in rows if moved else ():
+        memory = row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False)
+        for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
+            part.copy_(tensor.data)
+            taken.move(tensor, part)
     return PackedGroup(tuple(alone), tuple(len(t) for t in rows[0]), sum(t.nbytes for row in rows for t in row), moved)
 
 
@@ -196,17 +191,3 @@ def _contiguous(row: Sequence[Tensor]) -> bool:
     return all(
         _storage(a) == _storage(b) and a.dtype == b.dtype and a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(row)
     )
-
-
-def _together(row: Sequence[Tensor], taken: _Taken) -> None:
-    memory = row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False)
-    for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
-        part.copy_(tensor.data)
-        taken.move(tensor, part)
-
-
-def _apart(row: Sequence[Tensor]) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        for tensor in row:
-            if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                tensor.data = tensor.data.clone()

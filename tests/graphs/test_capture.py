@@ -44,7 +44,7 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
 @pytest.mark.parametrize("mode", MODES)
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
-    method = modes.Compiled if mode is piecewise else modes.Broken
+    method = modes.Compiled if mode is piecewise else modes.Step
     real = method.prepare
     monkeypatch.setattr(method, "prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
