@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.ledger import Request
+from attnops.cache.ledger import Layer, Request, Room
 from attnops.cache.page_size import PageSizeChoice, negotiate_page_size
-from attnops.cache.paged import Layer, Pages, Room, check_dtype, count
+from attnops.cache.paged import Pages, check_dtype, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
 from attnops.call import FLOATS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
 
@@ -17,6 +18,40 @@ _IDS = itertools.count(1)
 
 Cell = tuple[int, int, int]
 """(pool or row, column, page): an entry of a page table. Page 0 releases the column."""
+
+
+class Layer(NamedTuple):
+    """The pages of one layer.
+
+    shapes: of a token's numbers in each of its tensors: a key's and a value's, or a latent's.
+    window: tokens a query sees, its own included; 0: all of them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """The sizes of a cache.
+
+    layers: the pages of each layer.
+    num_pages: pages of a pool, the null page included.
+    page_size: in tokens.
+    max_requests, max_pages: rows and columns of a page table.
+    max_new_tokens: of a request in a step, for which a window has room.
+    limit: the most tokens of a request.
+    limited_by: the argument that set the limit, for messages.
+    """
+
+    layers: Sequence[Layer]
+    num_pages: int
+    page_size: int
+    max_requests: int
+    max_pages: int
+    max_new_tokens: int
+    limit: int
+    limited_by: str
 
 
 @dataclass
@@ -74,17 +109,13 @@ class Ledger:
     """Requests, pages and reference counts. See `PagedCache` for the meaning of each verb.
 
     Args:
+        room: the sizes of the cache.
         pools: one for each page table.
-        page_size: in tokens.
-        max_requests: rows of the tables.
-        limit: the most tokens of a request.
-        limited_by: the argument that set the limit, for messages.
     """
 
-    def __init__(self, pools: Sequence[Pool], page_size: int, max_requests: int, limit: int, limited_by: str) -> None:
-        self.pools, self.page_size = tuple(pools), page_size
-        self.limit, self.limited_by = limit, limited_by
-        self.free_rows = list(range(max_requests - 1, -1, -1))
+    def __init__(self, room: Room, pools: Sequence[Pool]) -> None:
+        self.room, self.pools, self.page_size = room, tuple(pools), room.page_size
+        self.free_rows = list(range(room.max_requests - 1, -1, -1))
         self.requests: dict[int, Request] = {}
 
     def get(self, request: object) -> Request:
@@ -134,7 +165,15 @@ class Ledger:
             for i, _, page in step.cells:
                 self.pools[i].refs[page] += page > 0
             for i, column, page in step.cells:
-                self._put(self.pools[i], entry.pages[i], column, page)
+                pool, pages = self.pools[i], entry.pages[i]
+                pages.extend([0] * (column + 1 - len(pages)))
+                old, pages[column] = pages[column], page
+                if old:
+                    pool.refs[old] -= 1
+                    if not pool.refs[old]:
+                        pool.free.append(old)
+                while pages and not pages[-1]:
+                    pages.pop()
             entry.length, entry.high = step.length, step.high
             if step.gone:
                 del self.requests[step.request]
@@ -167,8 +206,8 @@ class Ledger:
         size, lengths = self.page_size, []
         for name, _, entry, tokens in more:
             lengths.append(entry.length + tokens)
-            if lengths[-1] > self.limit:
-                fail(RequestTooLong, name, lengths[-1], self.limit, self.limited_by)
+            if lengths[-1] > self.room.limit:
+                fail(RequestTooLong, name, lengths[-1], self.room.limit, self.room.limited_by)
         cells: list[list[Cell]] = [[] for _ in more]
         copies: list[list[tuple[int, int]]] = []
         taken = []
@@ -207,16 +246,6 @@ class Ledger:
     def _alone(self, step: Step) -> Plan:
         """A plan that takes no page."""
         return Plan((step,), (0,) * len(self.pools), tuple([] for _ in self.pools))
-
-    def _put(self, pool: Pool, pages: list[int], column: int, page: int) -> None:
-        pages.extend([0] * (column + 1 - len(pages)))
-        old, pages[column] = pages[column], page
-        if old:
-            pool.refs[old] -= 1
-            if not pool.refs[old]:
-                pool.free.append(old)
-        while pages and not pages[-1]:
-            pages.pop()
 
     def _empty(self, row: int) -> Request:
         return Request(row, 0, 0, tuple([] for _ in self.pools))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, SupportsIndex
+from dataclasses import replace
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.ledger import Ledger, Plan, Pool, Request
+from attnops.cache.ledger import Layer, Ledger, Plan, Pool, Request, Room
 from attnops.cache.step import Tokens, describe, ring_columns
 from attnops.call import FLOATS, QUANTISED, name
 from attnops.errors import InvalidInput, fail
@@ -25,40 +25,6 @@ def ordinary() -> Iterator[None]:
     # A tensor born in inference mode could not be written outside of it, and compiled code would specialise on the two kinds.
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-class Layer(NamedTuple):
-    """The pages of one layer.
-
-    shapes: of a token's numbers in each of its tensors: a key's and a value's, or a latent's.
-    window: tokens a query sees, its own included; 0: all of them.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    window: int = 0
-
-
-@dataclass(frozen=True)
-class Room:
-    """The sizes of a cache.
-
-    layers: the pages of each layer.
-    num_pages: pages of a pool, the null page included.
-    page_size: in tokens.
-    max_requests, max_pages: rows and columns of a page table.
-    max_new_tokens: of a request in a step, for which a window has room.
-    limit: the most tokens of a request.
-    limited_by: the argument that set the limit, for messages.
-    """
-
-    layers: Sequence[Layer]
-    num_pages: int
-    page_size: int
-    max_requests: int
-    max_pages: int
-    max_new_tokens: int
-    limit: int
-    limited_by: str
 
 
 class Pages:
@@ -202,12 +168,9 @@ class Pages:
         return None
 
     def _new_ledger(self) -> Ledger:
-        room = self.room
-        pools = [
-            Pool(min(room.num_pages, 1 + room.max_requests * columns) if window else room.num_pages, columns, window)
-            for columns, window in zip(self._widths, self.windows, strict=True)
-        ]
-        return Ledger(pools, room.page_size, room.max_requests, room.limit, room.limited_by)
+        most, requests = self.room.num_pages, self.room.max_requests
+        sizes = [(min(most, 1 + requests * n) if window else most, n, window) for n, window in zip(self._widths, self.windows, strict=True)]
+        return Ledger(self.room, [Pool(*each) for each in sizes])
 
     def _append(
         self, requests: Sequence[int], new_tokens: int | Sequence[int], more: Callable[[PagedBatch, list[Request], list[int]], PagedBatch]

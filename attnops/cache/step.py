@@ -98,16 +98,12 @@ def _longest(before: Sequence[int], start: int, stop: int) -> int:
     return longest
 
 
-def common_pages(pages: Sequence[Sequence[int]]) -> int:
+def common_pages(pages: Sequence[list[int]]) -> int:
     """The number of pages that these lists have in common at their start. 0 for a single list."""
-    first, *others = pages
-    found = len(first) if others else 0
-    for other in others:
-        found = min(found, len(other))
-        # Whole lists first, without a loop in Python: most are alike, or differ at once.
-        if first[:found] != other[:found]:
-            found = next(i for i in range(found) if first[i] != other[i])
-    return found
+    # The prefix of the least and the greatest list is that of all.
+    first, last = min(pages), max(pages)
+    differs = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return next(differs, min(len(first), len(last))) if len(pages) > 1 else 0
 
 
 def shared_prefix(batch: PagedBatch, pages: int, page_size: int) -> SharedPrefix:

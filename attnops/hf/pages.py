@@ -15,9 +15,9 @@ from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.latent import TILE
-from attnops.cache.ledger import check_kept
+from attnops.cache.ledger import Layer, Room, check_kept
 from attnops.cache.page_size import PageSizeChoice, negotiate_kv_page_size, negotiate_page_size
-from attnops.cache.paged import Layer, Pages, Room, fix_address, ordinary
+from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.step import Tokens, describe
 from attnops.ops import slot_mapping
 from attnops.ops.plan import PagedSpec
