@@ -10,6 +10,7 @@ import torch
 
 from attnops.call import changed
 from attnops.errors import InvalidInput, fail
+from attnops.reference.attention import Rules
 from attnops.reference.holes import how
 
 
@@ -27,9 +28,9 @@ def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _pages(call: Any) -> Any:
     refuse_plan_of_holes(call)
     pages = call.k_pages if "k_pages" in call.spec.names else call.latent_pages
-    rules = {n: getattr(call, n) for n in ("mask", "causal", "window_left", "window_right", "attention_chunk") if n in call.spec.names}
+    asked = how(Rules.of(call), call.mask)
     table, lengths = torch.ops.attnops.named_pages.default(
-        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **how(**rules)
+        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked
     )
     return changed(call, page_table=table, seq_lens=lengths, holes=False)
 

@@ -121,8 +121,8 @@ def way(name: str, like: Call) -> Callable[[Call], Any]:
         return lambda c: kernels[name].run(c.record)
     inline = [k for k in kernels.values() if k.inline and not k.refusals(like.problem)]
     if not inline:
-        plain = torch.compile(kernels["reference"].run.of_arguments, fullgraph=True, dynamic=False)
-        return lambda c: plain(*c.args, **c.kwargs)
+        plain = torch.compile(kernels["reference"].run, fullgraph=True, dynamic=False)
+        return lambda c: plain(c.record)
     packet, policy = OPS[like.op].packet.default, f"kernel={like.op}:{inline[0].name}"
 
     @torch.compile(fullgraph=True, dynamic=False)

@@ -8,7 +8,7 @@ import torch
 from attnops import kernel as registry
 from attnops.cache import LatentCache, negotiate_kv_page_size, negotiate_page_size
 from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
-from attnops.kernel import Kernel, kernels_of, one_of
+from attnops.kernel import kernels_of, one_of
 from attnops.problem import Target, pretend
 from attnops.select import use
 from tests.graphs.models import BOUNDARY
@@ -31,7 +31,8 @@ def registered(monkeypatch):
     table = registry._REGISTRY.kernels["mla_attention"]
 
     def add(name, **more):
-        monkeypatch.setitem(table, name, replace(Kernel(name, "mla_attention", kernels_of("mla_attention")["reference"].run), **more))
+        plain = replace(kernels_of("mla_attention")["reference"], name=name, cost_us=lambda p: 1.0)
+        monkeypatch.setitem(table, name, replace(plain, **more))
         registry.renew()
 
     yield add

@@ -254,10 +254,12 @@ def test_every_reference_is_lowered_in_place_or_judges(op, arch):
     plain = kernels_of(op)["reference"]
     assert plain.judge != bool(plain.inline) or op == "fa3_schedule", "whose plain body is zeros, for a CPU alone"
     for case in CASES[op]:
-        problem = replace(case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels()), dtype=torch.bfloat16)
+        problem = replace(case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels()))
+        # An op on floats is asked in bfloat16; one on integers, or on bytes, has no other dtype.
+        wide = {n: torch.bfloat16 for n in ("dtype", "kv_dtype") if getattr(problem, n) in (torch.float32, torch.float64)}
         for size in (1, 4096):
             sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
-            found = select_by(None, replace(problem, kv_dtype=torch.bfloat16, **sizes))
+            found = select_by(None, replace(problem, **wide, **sizes))
             if found.kernel is not None and found.kernel.judge:
                 assert not found.passed_over and found.by_judge, (str(case), str(found))
 

@@ -18,13 +18,16 @@ SIZE = 1000
 DECODE = next(c for c in CASES["paged_attention"] if c.label == "decode-plain")
 
 
-def run(*args, **kwargs):
-    assert kwargs["workspace"].numel() >= SIZE
-    kwargs["workspace"][:SIZE] = 255
-    OPS["paged_attention"].reference.of_arguments(*args, **kwargs)
+def run(call):
+    assert call.workspace.numel() >= SIZE
+    call.workspace[:SIZE] = 255
+    OPS["paged_attention"].reference(call)
 
 
-NEEDY = Kernel("needy", "paged_attention", run, needs=(one_of("page_size", 16),), workspace_bytes=lambda p: SIZE, cost_us=lambda p: 0.1)
+NEEDY = Kernel(
+    "needy", "paged_attention", run, takes=OPS["paged_attention"].spec.optional, needs=(one_of("page_size", 16),),
+    workspace_bytes=lambda p: SIZE, cost_us=lambda p: 0.1,
+)  # fmt: skip
 
 
 @pytest.fixture

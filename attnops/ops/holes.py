@@ -8,6 +8,7 @@ from attnops.call import INT32, KW_ONLY, Call, Result, arg, record
 from attnops.ops import rules
 from attnops.ops.op import Op, define
 from attnops.reference import holes
+from attnops.reference.attention import Rules
 from attnops.select import active_policy
 
 
@@ -82,5 +83,5 @@ def whole(
     if not isinstance(pages, Tensor) or pages.dim() < 2:
         return page_table, seq_lens, True  # the attention op says what is wrong
     left, right = rules.window(window)
-    asked = holes.how(mask=mask, causal=causal, window_left=left, window_right=right, attention_chunk=attention_chunk)
+    asked = holes.how(Rules(0.0, causal, left, right, chunk=attention_chunk), mask)
     return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked), False

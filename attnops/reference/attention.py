@@ -1,11 +1,11 @@
-"""Reference attention. One core serves dense, packed and paged calls: they differ in where keys lie, not in the formula.
+"""Reference attention. One core serves dense, packed and paged calls: they differ in where keys are stored, not in the formula.
 
     s[i, j] = scale * q[i] . k[j];  s = softcap * tanh(s / softcap) if softcap;  s *= temperature[i];  s += mask
     m = max_j s[i, j] (and the sink),  total = sum_j exp(s[i, j] - m) + exp(sink - m)
     p = exp(s - m) / total,  lse = m + log(total): never exp(s - lse), whose error grows with the logits
     output[i] = sum_j p[i, j] v[j];  a query that sees no key gives 0, and lse = -inf (or the sink)
 
-Query i of a request stands at position i + offset; it sees key j when start <= j < end, j <= position (causal),
+Query i of a request has position i + offset; it sees key j when start <= j < end, j <= position (causal),
 position - left <= j <= position + right (window, -1 unbounded), and floor(j / chunk) == floor(position / chunk) (chunk, 0 off).
 Softmax with sinks: https://arxiv.org/abs/2309.17453 as gpt-oss uses it (a learned logit in the denominator). Soft-capping: Gemma 2,
 https://arxiv.org/abs/2408.00118, section 2. Chunks: Llama 4's local attention, as FlashAttention-3 has it (hopper/mask.h).
@@ -13,10 +13,16 @@ https://arxiv.org/abs/2408.00118, section 2. Chunks: Llama 4's local attention, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attnops.call import changed
+
+if TYPE_CHECKING:
+    from attnops.ops.dense import Attention, AttentionBackward
+    from attnops.ops.varlen import VarlenAttentionBackward
 
 
 class Rules(NamedTuple):
@@ -141,36 +147,14 @@ def logsumexp(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
-    """Dense reference; see `attnops.attention`."""
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = dense_visible(query, key, kv_start, kv_end, rules)
-    like = result_dtype(query, q_scale)
-    values = dequantise(value, v_scale, like)
-    if kv_start is not None or kv_end is not None:
-        values = _clean(values, kv_start, kv_end)
-    out, lse = attend(wide_query(query, q_scale), dequantise(key, k_scale, like), values, see, mask, sinks, rules)
-    return compact(out.to(like)), compact(lse.transpose(1, 2).float()) if return_lse else no_lse(query)
+def attention(call: Attention) -> tuple[Tensor, Tensor]:
+    """The reference of `attnops.attention`."""
+    query, like = call.query, result_dtype(call.query, call.q_scale)
+    see = dense_visible(query, call.key, call.kv_start, call.kv_end, Rules.of(call))
+    key = dequantise(call.key, call.k_scale, like)
+    value = _in_range(call, dequantise(call.value, call.v_scale, like))
+    out, lse = attend(wide_query(query, call.q_scale), key, value, see, call.mask, call.sinks, Rules.of(call))
+    return compact(out.to(like)), compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
 
 
 def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
@@ -200,53 +184,40 @@ def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: T
     return visible(queries, keys, end - queries, kv_start, kv_end, rules)
 
 
-def _clean(values: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    # What lies outside a request's keys may be anything, NaN too, and 0 * NaN is NaN.
-    j = torch.arange(values.shape[1], device=values.device)[None]
+def _in_range(call: Attention | AttentionBackward, rows: Tensor) -> Tensor:
+    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys: they may hold NaN there, and 0 * NaN is NaN."""
+    start, end = call.kv_start, call.kv_end
+    if start is None and end is None:
+        return rows
+    j = torch.arange(rows.shape[1], device=rows.device)[None]
     inside = torch.ones_like(j, dtype=torch.bool)
     if start is not None:
         inside = inside & (j >= start[:, None])
     if end is not None:
         inside = inside & (j < end[:, None])
-    return torch.where(inside[..., None, None], values, 0.0)
+    return torch.where(inside[..., None, None], rows, 0.0)
 
 
-def attention_backward(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    mask_grad: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, mask and sinks (the last two `[0]` when there is none).
+def attention_backward(call: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The reference of the gradients of query, key, value, mask and sinks (the last two `[0]` where there is none)."""
+    see = dense_visible(call.query, call.key, call.kv_start, call.kv_end, Rules.of(call))
+    inside = changed(call, key=_in_range(call, call.key), value=_in_range(call, call.value))
+    query, key, value, logits, sinks = gradients(inside, see)
+    mask = call.query.new_empty(0) if call.mask is None or not call.mask_grad else reduce_to(logits, call.mask)
+    return query, key, value, mask, sinks
+
+
+def gradients(call: AttentionBackward | VarlenAttentionBackward, see: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, the masked logits `[B, Hq, S, K]` and the sinks, of a call whose tensors are dense.
 
     With p as in the forward, worked out anew, and delta_i = sum_d dO_i O_i - dlse_i:
     dV = p^T dO, ds = p * (dO V^T - delta), dsink = -sum p_sink delta.
     FlashAttention, https://arxiv.org/abs/2205.14135, appendix B; the soft cap adds the factor 1 - (s / softcap)^2.
     """
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = dense_visible(query, key, kv_start, kv_end, rules)
-    q, k, v, g = wide(query), wide(key), wide(value), wide(grad_output)
-    if kv_start is not None or kv_end is not None:
-        v = _clean(v, kv_start, kv_end)
-        k = _clean(k, kv_start, kv_end)
+    rules, sinks = Rules.of(call), call.sinks
+    q, k, v, g = wide(call.query), wide(call.key), wide(call.value), wide(call.grad_output)
     bare = scores(q, k, None, None, rules)
-    logits = scores(q, k, see, mask, rules) if see is not None or mask is not None else bare
+    logits = scores(q, k, see, call.mask, rules) if see is not None or call.mask is not None else bare
     p, top, total = softmax(logits, sinks)
     b, hq, s, n = p.shape
     hkv = k.shape[2]
@@ -255,31 +226,25 @@ def attention_backward(
         return x.reshape(b, hkv, hq // hkv, s, n)
 
     gg = g.reshape(b, s, hkv, hq // hkv, g.shape[-1])
-    delta = (g * wide(output)).sum(-1).transpose(1, 2)
-    if q.dtype == torch.float64 or output.dtype != q.dtype:  # a rounded output would round delta
+    delta = (g * wide(call.output)).sum(-1).transpose(1, 2)
+    if q.dtype == torch.float64 or call.output.dtype != q.dtype:  # a rounded output would round delta
         delta = (g * torch.einsum("bhgsk,bkhd->bshgd", group(p), v).reshape(g.shape)).sum(-1).transpose(1, 2)
-    if grad_lse is not None:
-        delta = delta - grad_lse.transpose(1, 2).to(delta.dtype)
+    if call.grad_lse is not None:
+        delta = delta - call.grad_lse.transpose(1, 2).to(delta.dtype)
     grad_v = torch.einsum("bhgsk,bshgd->bkhd", group(p), gg)
     grad_p = torch.einsum("bshgd,bkhd->bhgsk", gg, v).reshape(p.shape)
-    grad_s = p * (grad_p - delta[..., None])
-    grad_mask = reduce_to(grad_s, mask) if mask_grad and mask is not None else query.new_empty(0)
-    if softcap > 0:
-        grad_s = grad_s * (1 - (bare / softcap) ** 2)
-    grad_s = grad_s * scale
+    grad_logits = p * (grad_p - delta[..., None])
+    grad_s = grad_logits if rules.softcap == 0 else grad_logits * (1 - (bare / rules.softcap) ** 2)
+    grad_s = grad_s * rules.scale
     grad_q = torch.einsum("bhgsk,bkhd->bshgd", group(grad_s), k).reshape(q.shape)
     grad_k = torch.einsum("bhgsk,bshgd->bkhd", group(grad_s), q.reshape(b, s, hkv, hq // hkv, q.shape[-1]))
-    grad_sinks = query.new_empty(0)
+    grad_sinks = call.query.new_empty(0)
     if sinks is not None:
         p_sink = torch.exp(sinks.to(top.dtype)[None, :, None] - top) / total
         grad_sinks = -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
-    return (
-        compact(grad_q.to(query.dtype)),
-        compact(grad_k.to(key.dtype)),
-        compact(grad_v.to(value.dtype)),
-        grad_mask,
-        grad_sinks,
-    )
+    pairs = ((grad_q, call.query), (grad_k, call.key), (grad_v, call.value))
+    grad_q, grad_k, grad_v = (compact(grad.to(x.dtype)) for grad, x in pairs)
+    return grad_q, grad_k, grad_v, grad_logits, grad_sinks
 
 
 def reduce_to(grad: Tensor, like: Tensor) -> Tensor:

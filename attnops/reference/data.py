@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnops.reference.attention import compact
 from attnops.reference.packed import rows_of
 
+if TYPE_CHECKING:
+    from attnops.ops.by_token import DecodeRows
+    from attnops.ops.merge import MergeState, MergeStates
+    from attnops.ops.metadata import CuSeqlens, KVIndices, SlotMapping, TokenRows
+    from attnops.ops.paged import WriteKV
+    from attnops.ops.plan import PlanPagedAttention
+    from attnops.ops.plan_mla import PlanMlaAttention
+    from attnops.ops.schedule import Fa3Schedule
+
 INT8_MAX = 127.0
 
 
-def write_kv(
-    key: Tensor,
-    value: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    policy: str = "",
-) -> None:
-    """KV write reference; see `attnops.write_kv`."""
-    store(k_pages, quantise(key, k_scale, k_pages.dtype), slots)
-    store(v_pages, quantise(value, v_scale, v_pages.dtype), slots)
+def write_kv(call: WriteKV) -> None:
+    """The reference of `attnops.write_kv`."""
+    store(call.k_pages, quantise(call.key, call.k_scale, call.k_pages.dtype), call.slots)
+    store(call.v_pages, quantise(call.value, call.v_scale, call.v_pages.dtype), call.slots)
 
 
 def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -67,13 +68,11 @@ def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tens
     return slot, torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
 
 
-def merge_state(
-    output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, *, stale: bool = True, policy: str = ""
-) -> tuple[Tensor, Tensor]:
+def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
     """merged = (exp(a - m) O_a + exp(b - m) O_b) / (exp(a - m) + exp(b - m)), lse = m + log(...), m = max(a, b)."""
-    a, b = lse_a.float(), lse_b.float()
-    if output_a.dtype == torch.float64:
-        a, b = lse_a.double(), lse_b.double()
+    output_a, output_b = call.output_a, call.output_b
+    wide = torch.float64 if output_a.dtype == torch.float64 else torch.float32
+    a, b = call.lse_a.to(wide), call.lse_b.to(wide)
     m = torch.maximum(a, b)
     m = torch.where(m == float("-inf"), torch.zeros_like(m), m)
     wa, wb = torch.exp(a - m), torch.exp(b - m)
@@ -88,9 +87,10 @@ def merge_state(
     return compact(merged.to(output_a.dtype)), compact((m + torch.log(total)).float())
 
 
-def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: str = "") -> tuple[Tensor, Tensor]:
+def merge_states(call: MergeStates) -> tuple[Tensor, Tensor]:
     """As `merge_state`, over the parts in dim 1."""
-    z = lses.double() if outputs.dtype == torch.float64 else lses.float()
+    outputs = call.outputs
+    z = call.lses.double() if outputs.dtype == torch.float64 else call.lses.float()
     m = z.amax(1, keepdim=True)
     m = torch.where(m == float("-inf"), 0.0, m)
     weights = torch.exp(z - m)
@@ -101,32 +101,36 @@ def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, policy: s
     return compact(merged.to(outputs.dtype)), compact((m[:, 0] + torch.log(total)).float())
 
 
-def cu_seqlens(lengths: Tensor, *, policy: str = "") -> Tensor:
+def cu_seqlens(call: CuSeqlens) -> Tensor:
     """`[B + 1]` int32."""
-    total = torch.cumsum(lengths, 0, dtype=torch.int32)
-    return torch.cat([torch.zeros(1, dtype=torch.int32, device=lengths.device), total])
+    total = torch.cumsum(call.lengths, 0, dtype=torch.int32)
+    return torch.cat([torch.zeros(1, dtype=torch.int32, device=total.device), total])
 
 
-def token_rows(cu_seqlens: Tensor, *, num_tokens: int, policy: str = "") -> Tensor:
+def token_rows(call: TokenRows) -> Tensor:
     """`[T]` int32."""
-    rows = rows_of(cu_seqlens, num_tokens)
-    return torch.where(rows < cu_seqlens.shape[0] - 1, rows, -1).to(torch.int32)
+    rows = rows_of(call.cu_seqlens, call.num_tokens)
+    return torch.where(rows < call.cu_seqlens.shape[0] - 1, rows, -1).to(torch.int32)
 
 
-def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_size: int, policy: str = "") -> Tensor:
+def slot_mapping(call: SlotMapping) -> Tensor:
     """`[T]` int64."""
-    width = page_table.shape[1]
+    page_table, page_size, at, rows = call.page_table, call.page_size, call.positions.long(), call.rows
     if page_table.numel() == 0:
-        return torch.full(positions.shape, -1, dtype=torch.int64, device=positions.device)
-    at = positions.long()
+        return torch.full(at.shape, -1, dtype=torch.int64, device=at.device)
     column = torch.div(at, page_size, rounding_mode="floor")
-    real = (at >= 0) & (rows >= 0) & (column < width)
+    real = (at >= 0) & (rows >= 0) & (column < page_table.shape[1])
     page = page_table[torch.where(real, rows.long(), 0), torch.where(real, column, 0)].long()
     return compact(torch.where(real & (page >= 0), page * page_size + at % page_size, -1))
 
 
-def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: str = "") -> tuple[Tensor, Tensor, Tensor]:
+def kv_indices(call: KVIndices) -> tuple[Tensor, Tensor, Tensor]:
     """(indptr `[B + 1]`, indices `[B * M]`, last_page_len `[B]`), all int32."""
+    return indices_of(call.page_table, call.seq_lens, call.page_size)
+
+
+def indices_of(page_table: Tensor, seq_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, of these tensors."""
     batch, width = page_table.shape
     lens = seq_lens.long()
     counts = torch.div(lens + page_size - 1, page_size, rounding_mode="floor")
@@ -143,24 +147,14 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int, policy: 
     return indptr.to(torch.int32), indices, last.to(torch.int32)
 
 
-def decode_rows(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    causal: bool = True,
-    q_heads: int = 0,
-    float8: bool = False,
-    policy: str = "",
-) -> Tensor:
+def decode_rows(call: DecodeRows) -> Tensor:
     """`[rows_schedule_words(T, q_heads, float8) + T * (1 + M)]` int32: zeros, `by_token`'s lengths and rows, end to end."""
-    batch, width = page_table.shape
-    schedule = rows_schedule_words(num_tokens, q_heads, float8)
+    batch, width = call.page_table.shape
+    schedule = rows_schedule_words(call.num_tokens, call.q_heads, call.float8)
     if batch == 0:
-        return seq_lens.new_zeros(schedule + num_tokens * (1 + width))
-    table, lengths = by_token(page_table, seq_lens, cu_seqlens_q, num_tokens, causal)
-    return torch.cat([*([lengths.new_zeros(schedule)] if q_heads else []), lengths, table.flatten()])
+        return call.seq_lens.new_zeros(schedule + call.num_tokens * (1 + width))
+    table, lengths = by_token(call)
+    return torch.cat([*([lengths.new_zeros(schedule)] if call.q_heads else []), lengths, table.flatten()])
 
 
 PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
@@ -170,7 +164,7 @@ PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
 def rows_schedule_parts(q_heads: int, float8: bool) -> int:
     """Parts that a schedule in `decode_rows`'s plan has room for: one a multiprocessor and block of heads, whatever GPU of SM90 it is.
 
-    float8 has one more, which nobody fills, so that a plan's length tells what it was made for.
+    float8 has one more, which stays empty, so that a plan's length tells what it was made for.
     """
     return max(MOST_SMS // -(-q_heads // PART_HEADS), 1) + float8 if q_heads else 0
 
@@ -180,21 +174,21 @@ def rows_schedule_words(tokens: int, q_heads: int, float8: bool) -> int:
     return PART_WORDS * rows_schedule_parts(q_heads, float8) + tokens + 1 if q_heads else 0
 
 
-def by_token(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
+def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
     """(page table `[T, M]`, keys seen `[T]`), both int32, of each token: its request's row; 0 keys for padding. B is at least 1.
 
-    Token i of n of a request with L keys sees the first L - n + i + 1, or L when not causal. Negative page ids, which past a request's
-    end may stand in the table, become page 0: kernels prefetch them.
+    Token i of n of a request with L keys sees the first L - n + i + 1, or L when not causal. Negative page ids, which the table may hold
+    past a request's end, become page 0: kernels prefetch them.
     """
-    batch = seq_lens.shape[0]
-    rows = _rows_by_count(cu_seqlens_q, tokens) if _few(tokens, batch) else rows_of(cu_seqlens_q, tokens)
+    starts, tokens, batch = call.cu_seqlens_q, call.num_tokens, call.seq_lens.shape[0]
+    rows = _rows_by_count(starts, tokens) if _few(tokens, batch) else rows_of(starts, tokens)
     real = rows < batch
     rows = rows.clamp(max=batch - 1)
-    lengths = seq_lens[rows]
-    if causal:
-        after = cu_seqlens_q[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
+    lengths = call.seq_lens[rows]
+    if call.causal:
+        after = starts[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
         lengths = (lengths - after).clamp(min=0)
-    return page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
+    return call.page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
 
 
 FEW_PAIRS = 1 << 20
@@ -212,9 +206,9 @@ def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return (cu_seqlens[1:] <= at[:, None]).sum(1)
 
 
-def no_plan(page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, plan: Tensor, workspace: Tensor, **_: object) -> None:
-    """A plan of zeros, which is none: kernels that plan refuse it, the others do not read it."""
-    plan.zero_()
+def no_plan(call: PlanPagedAttention | PlanMlaAttention) -> None:
+    """Zeros, which are no plan: kernels that plan refuse it, the others do not read it."""
+    call.plan.zero_()
 
 
 def schedule_words(batch: int) -> int:
@@ -222,6 +216,6 @@ def schedule_words(batch: int) -> int:
     return (batch + 3) // 4 * 16 + 1
 
 
-def fa3_schedule(seq_lens: Tensor, cu_seqlens_q: Tensor, *, policy: str = "", **_: object) -> Tensor:
-    """`[schedule_words(B)]` int32 of zeros: what stands in a schedule is the kernel's own affair."""
-    return seq_lens.new_zeros(schedule_words(seq_lens.shape[0]))
+def fa3_schedule(call: Fa3Schedule) -> Tensor:
+    """`[schedule_words(B)]` int32 of zeros: only `fa3` reads a schedule."""
+    return call.seq_lens.new_zeros(schedule_words(call.seq_lens.shape[0]))

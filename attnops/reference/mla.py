@@ -9,77 +9,35 @@ appendix C. Soft cap, mask, sinks and lse are those of `attnops.reference.attent
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
-from attnops.reference.attention import Rules, attend, dequantise, visible
+from attnops.reference.attention import dequantise
 from attnops.reference.data import quantise, store
-from attnops.reference.holes import how, named_pages
-from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
+from attnops.reference.holes import without_holes
+from attnops.reference.packed import attend_pages, gather_pages, pad
+
+if TYPE_CHECKING:
+    from attnops.ops.latent import WriteLatent
+    from attnops.ops.mla import MlaAttention
 
 
-def mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    holes: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """Reference of latent attention; see `attnops.ops.mla_attention`."""
-    if holes:
-        pages, size = latent_pages.shape[:2]
-        more = how(mask=mask, window_left=window_left)
-        page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **more)
+def mla_attention(call: MlaAttention) -> None:
+    """The reference of `attnops.ops.mla_attention`."""
+    call = without_holes(call, call.latent_pages)
     # A quantised query says nothing of how finely to add up; the output does.
-    like = torch.float64 if torch.float64 in (q_nope.dtype, output.dtype) else torch.float32
-    ends = seq_lens.long()
-    keys = page_table.shape[1] * latent_pages.shape[1]
-    rules = Rules(scale, causal, window_left, -1, softcap)
-    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
-    inside = (torch.arange(keys, device=q_nope.device)[None] < ends[:, None])[..., None, None]
-    latents = torch.where(inside, dequantise(gather_pages(latent_pages[:, :, None], page_table), kv_scale, like), 0.0)
-    query = torch.cat([dequantise(q_nope, q_scale, like), dequantise(q_pe, q_scale, like)], -1)
-    out, z = attend(
-        pad(query, cu_seqlens_q, max_seqlen_q),
-        latents,
-        latents[..., : q_nope.shape[2]],
-        see,
-        padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys),
-        sinks,
-        rules,
-    )
-    tokens = q_nope.shape[0]
-    output.copy_(unpad(out, cu_seqlens_q, tokens))
-    if lse is not None:
-        lse.copy_(unpad(z.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")))
+    like = torch.float64 if torch.float64 in (call.q_nope.dtype, call.output.dtype) else torch.float32
+    latents = dequantise(gather_pages(call.latent_pages[:, :, None], call.page_table), call.kv_scale, like)
+    query = torch.cat([dequantise(call.q_nope, call.q_scale, like), dequantise(call.q_pe, call.q_scale, like)], -1)
+    attend_pages(call, pad(query, call.cu_seqlens_q, call.max_seqlen_q), latents, latents[..., : call.q_nope.shape[2]])
 
 
-def write_latent(
-    latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, kv_scale: Tensor | None = None, *, policy: str = ""
-) -> None:
-    """Reference of the latents' write; see `attnops.ops.write_latent`."""
-    store(latent_pages, rows_of(latent, k_pe, kv_scale, latent_pages.dtype), slots)
-
-
-def rows_of(latent: Tensor, k_pe: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`[T, Dc + Dr]` of `dtype`: both parts end to end as pages store them, the very bits of what is quantised already."""
-    if latent.dtype == dtype and dtype.itemsize == 1:
-        return torch.cat([latent.view(torch.uint8), k_pe.view(torch.uint8)], -1).view(dtype)
-    return quantise(torch.cat([latent, k_pe], -1), kv_scale, dtype)
+def write_latent(call: WriteLatent) -> None:
+    """The reference of `attnops.ops.write_latent`."""
+    latent, k_pe, pages = call.latent, call.k_pe, call.latent_pages
+    if latent.dtype == pages.dtype and pages.dtype.itemsize == 1:  # quantised already: the very bits
+        rows = torch.cat([latent.view(torch.uint8), k_pe.view(torch.uint8)], -1).view(pages.dtype)
+    else:
+        rows = quantise(torch.cat([latent, k_pe], -1), call.kv_scale, pages.dtype)
+    store(pages, rows, call.slots)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnops.reference.data import store
 
+if TYPE_CHECKING:
+    from attnops.ops.moves import CopyKV
 
-def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, policy: str = "") -> None:
-    """KV copy reference; see `attnops.ops.copy_kv`. What is read is a tensor of its own before anything is written."""
-    total = k_pages.shape[1] * k_pages.shape[2]
-    slots = torch.where((source < 0) | (source >= total), -1, target.long())
+
+def copy_kv(call: CopyKV) -> None:
+    """The reference of `attnops.ops.copy_kv`. It reads all rows into a tensor of their own before it writes the first."""
+    source, total = call.source, call.k_pages.shape[1] * call.k_pages.shape[2]
+    slots = torch.where((source < 0) | (source >= total), -1, call.target.long())
     at = source.long().clamp(0, max(total - 1, 0))
-    for pages in (k_pages, v_pages):
+    for pages in (call.k_pages, call.v_pages):
         if pages is None or source.shape[0] == 0 or pages.numel() == 0:
             continue
         by_slot = _bits(pages).movedim(0, 2)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.reference.attention import (
     Rules,
     attend,
-    attention_backward,
     compact,
     dequantise,
+    gradients,
     no_lse,
     result_dtype,
     visible,
     wide_query,
 )
-from attnops.reference.holes import how, named_pages
+from attnops.reference.holes import without_holes
+
+if TYPE_CHECKING:
+    from attnops.ops.mla import MlaAttention
+    from attnops.ops.paged import PagedAttention
+    from attnops.ops.varlen import VarlenAttention, VarlenAttentionBackward
 
 
 def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -70,49 +78,29 @@ def lengths_of(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[1:].long() - cu_seqlens[:-1].long()
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
-    """Packed reference; see `attnops.varlen_attention`."""
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    like = result_dtype(query, q_scale)
-    ends = lengths_of(cu_seqlens_k)
-    see = visible(max_seqlen_q, max_seqlen_k, ends - lengths_of(cu_seqlens_q), None, ends, rules)
+def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
+    """The reference of `attnops.varlen_attention`."""
+    query, queries, keys = call.query, call.cu_seqlens_q, call.cu_seqlens_k
+    rules, like = Rules.of(call), result_dtype(query, call.q_scale)
     out, lse = attend(
-        wide_query(pad(_indexable(query, like), cu_seqlens_q, max_seqlen_q), q_scale),
-        dequantise(pad(_indexable(key, like), cu_seqlens_k, max_seqlen_k), k_scale, like),
-        dequantise(pad(_indexable(value, like), cu_seqlens_k, max_seqlen_k), v_scale, like),
-        see,
-        padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
-        sinks,
+        wide_query(pad(_indexable(query, like), queries, call.max_seqlen_q), call.q_scale),
+        dequantise(pad(_indexable(call.key, like), keys, call.max_seqlen_k), call.k_scale, like),
+        dequantise(pad(_indexable(call.value, like), keys, call.max_seqlen_k), call.v_scale, like),
+        _visible(call),
+        padded_mask(call.mask, queries, call.max_seqlen_q, call.max_seqlen_k),
+        call.sinks,
         rules,
     )
-    tokens = query.shape[0]
-    packed = compact(unpad(out, cu_seqlens_q, tokens).to(like))
-    if not return_lse:
+    packed = compact(unpad(out, queries, query.shape[0]).to(like))
+    if not call.return_lse:
         return packed, no_lse(query)
-    return packed, compact(unpad(lse.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")).float())
+    return packed, compact(unpad(lse.transpose(1, 2), queries, query.shape[0], float("-inf")).float())
+
+
+def _visible(call: VarlenAttention | VarlenAttentionBackward) -> Tensor | None:
+    ends = lengths_of(call.cu_seqlens_k)
+    offset = ends - lengths_of(call.cu_seqlens_q)
+    return visible(call.max_seqlen_q, call.max_seqlen_k, offset, None, ends, Rules.of(call))
 
 
 def _indexable(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,63 +113,17 @@ def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int
     return None if mask is None else pad(mask[:, :keys], cu_seqlens_q, width)[:, None]
 
 
-def varlen_attention_backward(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (`[0]` when there are none). Formula: see `attention_backward`."""
-    ends = lengths_of(cu_seqlens_k)
-    offset = ends - lengths_of(cu_seqlens_q)
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    see = visible(max_seqlen_q, max_seqlen_k, offset, None, ends, rules)
-    dense_mask = padded_mask(mask, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    if see is not None:
-        hidden = ~see[:, None]
-        if dense_mask is None:
-            dense_mask = ~hidden
-        elif dense_mask.dtype == torch.bool:
-            dense_mask = dense_mask & ~hidden
-        else:
-            dense_mask = dense_mask.masked_fill(hidden, float("-inf"))
-    grads = attention_backward(
-        pad(grad_output, cu_seqlens_q, max_seqlen_q),
-        None if grad_lse is None else pad(grad_lse, cu_seqlens_q, max_seqlen_q),
-        pad(query, cu_seqlens_q, max_seqlen_q),
-        pad(key, cu_seqlens_k, max_seqlen_k),
-        pad(value, cu_seqlens_k, max_seqlen_k),
-        pad(output, cu_seqlens_q, max_seqlen_q),
-        pad(lse, cu_seqlens_q, max_seqlen_q),
-        dense_mask,
-        sinks,
-        scale=scale,
-        softcap=softcap,
-    )
-    return (
-        compact(unpad(grads[0], cu_seqlens_q, query.shape[0])),
-        compact(unpad(grads[1], cu_seqlens_k, key.shape[0])),
-        compact(unpad(grads[2], cu_seqlens_k, value.shape[0])),
-        grads[4],
-    )
+def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference of the gradients of query, key, value and sinks (`[0]` where there are none)."""
+    queries, keys = call.cu_seqlens_q, call.cu_seqlens_k
+    by_query = {n: getattr(call, n) for n in ("grad_output", "grad_lse", "query", "output", "lse")}
+    dense = {n: pad(x, queries, call.max_seqlen_q) for n, x in by_query.items() if x is not None}
+    dense |= {n: pad(getattr(call, n), keys, call.max_seqlen_k) for n in ("key", "value")}
+    mask = padded_mask(call.mask, queries, call.max_seqlen_q, call.max_seqlen_k)
+    query, key, value, _, sinks = gradients(changed(call, mask=mask, **dense), _visible(call))
+    where = ((query, queries, call.query), (key, keys, call.key), (value, keys, call.value))
+    query, key, value = (compact(unpad(grad, cu, x.shape[0])) for grad, cu, x in where)
+    return query, key, value, sinks
 
 
 def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
@@ -192,58 +134,32 @@ def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
     return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
 
 
-def paged_attention(
-    query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    holes: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> None:
-    """Paged reference; see `attnops.paged_attention`."""
-    if holes:
-        rules_of = how(mask=mask, causal=causal, window_left=window_left, window_right=window_right, attention_chunk=attention_chunk)
-        pages, size = k_pages.shape[:2]
-        page_table, seq_lens = named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages, page_size=size, **rules_of)
-    rules = Rules(scale, causal, window_left, window_right, softcap, attention_chunk)
-    like = result_dtype(query, q_scale)
-    ends = seq_lens.long()
-    keys = page_table.shape[1] * k_pages.shape[1]
-    see = visible(max_seqlen_q, keys, ends - lengths_of(cu_seqlens_q), None, ends, rules)
-    inside = (torch.arange(keys, device=query.device)[None] < ends[:, None])[..., None, None]
-    zero = torch.zeros((), dtype=torch.float64 if like == torch.float64 else torch.float32, device=query.device)
-    out, z = attend(
-        wide_query(pad(_indexable(query, like), cu_seqlens_q, max_seqlen_q), q_scale),
-        torch.where(inside, dequantise(gather_pages(k_pages, page_table), k_scale, like), zero),
-        torch.where(inside, dequantise(gather_pages(v_pages, page_table), v_scale, like), zero),
-        see,
-        padded_mask(mask, cu_seqlens_q, max_seqlen_q, keys),
-        sinks,
-        rules,
-        None if temperature is None else pad(temperature, cu_seqlens_q, max_seqlen_q),
+def paged_attention(call: PagedAttention) -> None:
+    """The reference of `attnops.paged_attention`."""
+    call = without_holes(call, call.k_pages)
+    query, like = call.query, result_dtype(call.query, call.q_scale)
+
+    def rows(pages: Tensor, scale: Tensor | None) -> Tensor:
+        return dequantise(gather_pages(pages, call.page_table), scale, like)
+
+    attend_pages(
+        call,
+        wide_query(pad(_indexable(query, like), call.cu_seqlens_q, call.max_seqlen_q), call.q_scale),
+        rows(call.k_pages, call.k_scale),
+        rows(call.v_pages, call.v_scale),
+        None if call.temperature is None else pad(call.temperature, call.cu_seqlens_q, call.max_seqlen_q),
     )
-    tokens = query.shape[0]
-    output.copy_(unpad(out, cu_seqlens_q, tokens))
-    if lse is not None:
-        lse.copy_(unpad(z.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")))
+
+
+def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | None = None) -> None:
+    """Write output and lse of a call, given its padded query and what its pages hold, `[B, S or K, H, D]`, in the accumulation dtype."""
+    ends, keys, tokens = call.seq_lens.long(), key.shape[1], call.output.shape[0]
+    see = visible(call.max_seqlen_q, keys, ends - lengths_of(call.cu_seqlens_q), None, ends, Rules.of(call))
+    # A page past a request's end may hold NaN, and 0 * NaN is NaN.
+    inside = (torch.arange(keys, device=query.device)[None] < ends[:, None])[..., None, None]
+    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, keys)
+    key, value = torch.where(inside, key, 0.0), torch.where(inside, value, 0.0)
+    out, lse = attend(query, key, value, see, mask, call.sinks, Rules.of(call), temperature)
+    call.output.copy_(unpad(out, call.cu_seqlens_q, tokens))
+    if call.lse is not None:
+        call.lse.copy_(unpad(lse.transpose(1, 2), call.cu_seqlens_q, tokens, float("-inf")))

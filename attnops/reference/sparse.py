@@ -8,6 +8,8 @@ The formula is that of `attnops.reference.mla` over a list of keys a token: Deep
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,50 +17,35 @@ from attnops.reference.attention import Rules, attend, dequantise
 from attnops.reference.data import store
 from attnops.reference.latent_format import pack, unpack
 
+if TYPE_CHECKING:
+    from attnops.ops.sparse import SparseMlaAttention, WriteLatentPacked
 
-def sparse_mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    scale: float,
-    holes: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """Reference of sparse latent attention; see `attnops.ops.sparse_mla_attention`."""
-    like = torch.float64 if torch.float64 in (q_nope.dtype, output.dtype) else torch.float32
-    listed = (indices >= 0) & (indices < latent_pages.shape[0] * latent_pages.shape[1])
-    if topk_length is not None:
-        listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < topk_length[:, None])
-    slots = torch.where(listed, indices, 0).long()
-    latents = torch.where(listed[..., None], _gather(q_nope, q_pe, latent_pages, slots, kv_scale, like), 0.0)
-    query = torch.cat([dequantise(q_nope, q_scale, like), dequantise(q_pe, q_scale, like)], -1)
+
+def sparse_mla_attention(call: SparseMlaAttention) -> None:
+    """The reference of `attnops.ops.sparse_mla_attention`."""
+    pages, indices = call.latent_pages, call.indices
+    like = torch.float64 if torch.float64 in (call.q_nope.dtype, call.output.dtype) else torch.float32
+    listed = (indices >= 0) & (indices < pages.shape[0] * pages.shape[1])
+    if call.topk_length is not None:
+        listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < call.topk_length[:, None])
+    latents = torch.where(listed[..., None], _gather(call, torch.where(listed, indices, 0).long(), like), 0.0)
+    query = torch.cat([dequantise(call.q_nope, call.q_scale, like), dequantise(call.q_pe, call.q_scale, like)], -1)
     keys = latents[:, :, None]
-    rules = Rules(scale, False, -1, -1, 0.0)
-    out, z = attend(query[:, None], keys, keys[..., : q_nope.shape[2]], listed[:, None], None, sinks, rules)
-    output.copy_(out[:, 0])
-    if lse is not None:
-        lse.copy_(z[..., 0])
+    out, lse = attend(query[:, None], keys, keys[..., : call.q_nope.shape[2]], listed[:, None], None, call.sinks, Rules.of(call))
+    call.output.copy_(out[:, 0])
+    if call.lse is not None:
+        call.lse.copy_(lse[..., 0])
 
 
-def _gather(q_nope: Tensor, q_pe: Tensor, pages: Tensor, slots: Tensor, kv_scale: Tensor | None, like: torch.dtype) -> Tensor:
+def _gather(call: SparseMlaAttention, slots: Tensor, like: torch.dtype) -> Tensor:
     """`[T, topk, Dc + Dr]` in `like`: the latents in these slots."""
-    latent_dim, rope_dim, page = q_nope.shape[2], q_pe.shape[2], pages.shape[1]
+    latent_dim, rope_dim, pages = call.q_nope.shape[2], call.q_pe.shape[2], call.latent_pages
     if pages.numel() == 0:
-        return q_nope.new_zeros((*slots.shape, latent_dim + rope_dim), dtype=like)
-    rows = pages[slots // page, slots % page]
-    return unpack(rows, latent_dim, rope_dim, like) if pages.dtype == torch.uint8 else dequantise(rows, kv_scale, like)
+        return call.q_nope.new_zeros((*slots.shape, latent_dim + rope_dim), dtype=like)
+    rows = pages[slots // pages.shape[1], slots % pages.shape[1]]
+    return unpack(rows, latent_dim, rope_dim, like) if pages.dtype == torch.uint8 else dequantise(rows, call.kv_scale, like)
 
 
-def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, *, policy: str = "") -> None:
-    """Reference of the packed write; see `attnops.ops.write_latent_packed`."""
-    store(latent_pages, pack(latent, k_pe), slots)
+def write_latent_packed(call: WriteLatentPacked) -> None:
+    """The reference of `attnops.ops.write_latent_packed`."""
+    store(call.latent_pages, pack(call.latent, call.k_pe), call.slots)

@@ -6,30 +6,26 @@ verticals) and some whole diagonals (the slashes), the latter rounded out to blo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import Rules, attend, compact, wide
+from attnops.reference.attention import Rules, attend, compact, visible, wide
 from attnops.reference.packed import lengths_of, pad, unpad
+
+if TYPE_CHECKING:
+    from attnops.ops.vertical_slash import VerticalSlashAttention, VerticalSlashIndexes
 
 BLOCK = 64
 """Queries a row of the index serves, and keys of one of its blocks."""
 
 
-def vertical_slash_indexes(
-    q_lens: Tensor,
-    k_lens: Tensor,
-    vertical: Tensor,
-    slash: Tensor,
-    vertical_counts: Tensor | None = None,
-    slash_counts: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    policy: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of the index; see `attnops.ops.vertical_slash_indexes`. Walks the slashes one by one, for all rows at once."""
+def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference of `attnops.ops.vertical_slash_indexes`. Walks the slashes one by one, for all rows at once."""
+    q_lens, k_lens, vertical, slash = call.q_lens, call.k_lens, call.vertical, call.slash
     batch, heads, slashes = slash.shape
-    rows, verticals, device = -(-max_seqlen_q // BLOCK), vertical.shape[2], slash.device
+    rows, verticals, device = -(-call.max_seqlen_q // BLOCK), vertical.shape[2], slash.device
     first = torch.arange(rows, device=device) * BLOCK
     # The key that the first query past a row stands at, `[B, 1, R]`; no key at all for rows without queries.
     past = ((k_lens - q_lens).long()[:, None] + first + BLOCK)[:, None]
@@ -41,7 +37,7 @@ def vertical_slash_indexes(
     offset = torch.zeros((batch, heads, rows, slashes + 1), dtype=torch.int64, device=device)
     column = vertical.long()[:, :, None].expand(batch, heads, rows, verticals)
     covered = torch.zeros_like(column, dtype=torch.bool)
-    limit = slashes if slash_counts is None else slash_counts.long()[None, :, None]
+    limit = slashes if call.slash_counts is None else call.slash_counts.long()[None, :, None]
     for nth in range(slashes):
         at = slash[:, :, nth].long()[..., None]
         reach = (past - at).clamp(min=BLOCK)
@@ -55,14 +51,14 @@ def vertical_slash_indexes(
         begun = begun | new
         covered = covered | (new[..., None] & (column >= start[..., None]) & (column < end[..., None]))
         kept = new & (start < k_lens.long()[:, None, None])
-        # What is not kept goes to the place that is cut off in the end.
+        # The last place, which is cut off in the end, takes those that are not kept.
         offset.scatter_(3, torch.where(kept, count, slashes)[..., None], start[..., None])
         count = count + kept
     inside = torch.arange(slashes, device=device) < count[..., None]
     offset = torch.where(inside, offset[..., :slashes], 0)
     own = real[..., None] & ~covered & (column < last[..., None])
-    if vertical_counts is not None:
-        own = own & (torch.arange(verticals, device=device) < vertical_counts.long()[None, :, None, None])
+    if call.vertical_counts is not None:
+        own = own & (torch.arange(verticals, device=device) < call.vertical_counts.long()[None, :, None, None])
     own_count = own.sum(3)
     # They ascend already, so sorting the others behind them keeps their order.
     ordered = torch.where(own, column, torch.iinfo(torch.int32).max).sort(3).values
@@ -71,45 +67,19 @@ def vertical_slash_indexes(
     return block_count, block_offset, column_count, column_index
 
 
-def vertical_slash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    block_count: Tensor,
-    block_offset: Tensor,
-    column_count: Tensor,
-    column_index: Tensor,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    padded: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-) -> None:
-    """Reference of the attention; see `attnops.ops.vertical_slash_attention`."""
-    ends = lengths_of(cu_seqlens_k)
-    here = torch.arange(max_seqlen_k, device=query.device)
-    position = torch.arange(max_seqlen_q, device=query.device) + (ends - lengths_of(cu_seqlens_q))[:, None]
-    see = (here <= position[..., None]) & (here < ends[:, None, None])
-    chosen = _listed(block_offset, block_count, BLOCK, max_seqlen_k) | _listed(column_index, column_count, 1, max_seqlen_k)
-    mask = chosen.repeat_interleave(BLOCK, 2)[:, :, :max_seqlen_q]
-    out, z = attend(
-        wide(pad(query, cu_seqlens_q, max_seqlen_q)),
-        wide(pad(key, cu_seqlens_k, max_seqlen_k)),
-        wide(pad(value, cu_seqlens_k, max_seqlen_k)),
-        see,
-        mask,
-        None,
-        Rules(scale, True, -1, -1, 0.0),
-    )
-    tokens = query.shape[0]
-    output.copy_(unpad(out, cu_seqlens_q, tokens))
-    if lse is not None:
-        lse.copy_(unpad(z.transpose(1, 2), cu_seqlens_q, tokens, float("-inf")))
+def vertical_slash_attention(call: VerticalSlashAttention) -> None:
+    """The reference of `attnops.ops.vertical_slash_attention`."""
+    queries, keys, longest_q, longest_k = call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
+    ends = lengths_of(keys)
+    see = visible(longest_q, longest_k, ends - lengths_of(queries), None, ends, Rules(call.scale, causal=True))
+    blocks = _listed(call.block_offset, call.block_count, BLOCK, longest_k)
+    chosen = blocks | _listed(call.column_index, call.column_count, 1, longest_k)
+    mask = chosen.repeat_interleave(BLOCK, 2)[:, :, :longest_q]
+    key, value = (wide(pad(x, keys, longest_k)) for x in (call.key, call.value))
+    out, lse = attend(wide(pad(call.query, queries, longest_q)), key, value, see, mask, None, Rules.of(call))
+    call.output.copy_(unpad(out, queries, call.query.shape[0]))
+    if call.lse is not None:
+        call.lse.copy_(unpad(lse.transpose(1, 2), queries, call.query.shape[0], float("-inf")))
 
 
 def _listed(starts: Tensor, count: Tensor, width: int, keys: int) -> Tensor:

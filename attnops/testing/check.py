@@ -239,9 +239,8 @@ def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[
 
 def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Compare stored numbers with exact ones: within half a step, plus float32's rounding of the rotation."""
-    wide: dict[str, Any] = {"q_scale": 1.0, "kv_scale": 1.0, "interleaved": False}
-    wide |= {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.arguments.items()}
-    parts, errors = scaled(**wide), {}
+    wide = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
+    parts, errors = scaled(wide.record), {}
     for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
         top = torch.finfo(got.dtype).max
         want = exact.clamp(-top, top)

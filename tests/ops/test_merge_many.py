@@ -12,11 +12,12 @@ from attnops.testing import Source, builders
 @settings(max_examples=30)
 def test_many_at_once_are_two_at_a_time(parts, seed):
     call = builders.merge_states(Source(seed), 3, parts, 2, 4, torch.float64, empty=0.4)
-    outputs, lses = call.args
+    outputs, lses = call.arguments["outputs"], call.arguments["lses"]
     merged = outputs[:, 0], lses[:, 0]
     for n in range(1, parts):
-        merged = OPS["merge_state"].reference.of_arguments(*merged, outputs[:, n], lses[:, n])
-    got = OPS["merge_states"].reference.of_arguments(outputs, lses)
+        two = OPS["merge_state"]
+        merged = two.reference(two.call(*merged, outputs[:, n], lses[:, n]))
+    got = OPS["merge_states"].reference(call.record)
     blind = (lses == -float("inf")).all(1)
     torch.testing.assert_close(got[0], merged[0].masked_fill(blind[..., None], 0.0), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got[1], merged[1], rtol=1e-6, atol=1e-6)

@@ -33,7 +33,7 @@ def narrow(call):
     names = {a.name for a in forward.packet.default._schema.arguments}
     given = {n: v for n, v in call.arguments.items() if n in names}
     given |= {n: clone(v).masked_fill_(call.free[n], 0) for n, v in given.items() if n in call.free}
-    output, lse = forward.reference.of_arguments(**given, return_lse=True)
+    output, lse = forward.reference(forward.call(**given | {"return_lse": True}))
     return call.with_(output=output, lse=lse)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
-from attnops.kernel import Kernel, kernels_of
+from attnops.kernel import kernels_of
 from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
 from attnops.kernels.sgl import wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
@@ -199,13 +199,13 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
             free[int(indices[token, place])] = False
     holed = replace(a_call.with_(indices=indices), free={"latent_pages": free.view(a_call.free["latent_pages"].shape)})
     # One of another project, which knows of no holes.
-    plain = kernels_of(OP)["reference"].run.of_arguments
+    plain = kernels_of(OP)["reference"]
 
-    def body(q_nope, q_pe, latent_pages, indices, topk_length=None, sinks=None, *, scale, output, lse=None, policy="", workspace=None):
-        assert ((indices >= -1) & (indices < slots)).all()
-        plain(q_nope, q_pe, latent_pages, indices, topk_length, sinks, scale=scale, output=output, lse=lse)
+    def body(call):
+        assert ((call.indices >= -1) & (call.indices < slots)).all()
+        plain.run(call)
 
-    kernel = Kernel("another", OP, body) if name == "another" else kernels_of(OP)[name]
+    kernel = replace(plain, name="another", run=body, takes=plain.takes - {"holes"}) if name == "another" else kernels_of(OP)[name]
     if name == "another" and lengths:
         holed = holed.with_(indices=indices.masked_fill(indices == sparse.PAST, -1))
     with pretend(SM90):

@@ -97,7 +97,7 @@ def make_plan(
     tables.copy_(torch.cat([starts, page_starts, last]))
     workspace[: 4 * c.tables].view(I32).copy_(tables, non_blocking=True)
     asked = torch.where(cu_seqlens_q.diff() > 0, seq_lens, 0)
-    at.indices.copy_(data.kv_indices(page_table, asked, page_size=s.page_size)[1])
+    at.indices.copy_(data.indices_of(page_table, asked, s.page_size)[1])
     fi.load_unlike(s, c.path)
     write_header(plan, c.path, num_pages, c.fields, call_planner(c, sms, at, ints, (starts, page_starts, keys)))
 

@@ -4,6 +4,8 @@ into its place in float8 and stores nothing else of it, in one function on the C
 
 from __future__ import annotations
 
+import torch
+
 from attnops.kernel import Inline, Invariant, Kernel, register
 from attnops.kernels.torch.scatter import float8_in_triton
 from attnops.problem import Problem
@@ -21,6 +23,8 @@ register(
         "rope_quantize_latent",
         rope_quantize_latent,
         takes=frozenset({"interleaved"}),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        kv_dtypes=(torch.float8_e4m3fn,),
         needs=(float8_in_triton,),
         cost_us=_cost_us,
         invariant=Invariant(),

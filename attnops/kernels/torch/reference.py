@@ -1,14 +1,68 @@
-"""`reference`: the plain torch implementation of every op. Always there, always right, never fast."""
+"""`reference`: the plain torch implementation of every op. It takes every call of its op, and is never the fast one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import LOOPS, by_request
 from attnops.problem import Problem
 from attnops.reference import attention, data, holes, mla, moves, packed, rope_quantize, sparse, vertical_slash
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn,)
+QUANTISED = (*FLOAT8, torch.float8_e5m2, torch.int8)
+QUERY, STORED, BYTES = (*FLOATS, *FLOAT8), (*FLOATS, *QUANTISED), (torch.uint8,)
+INT32 = (torch.int32,)
+INDEX = (*INT32, torch.int64)
+
+
+class Reference(NamedTuple):
+    """One row of the table; the arguments are those of `Kernel`. takes: names, separated by spaces."""
+
+    op: str
+    run: Callable[[Any], Any]
+    dtypes: tuple[torch.dtype, ...]
+    kv_dtypes: tuple[torch.dtype, ...] | None = None
+    takes: str = ""
+
+
+VISIBLE = "mask sinks causal window_left window_right softcap attention_chunk"
+SCALED = "q_scale k_scale v_scale"
+CALLED = (
+    Reference("attention", attention.attention, QUERY, STORED, f"{VISIBLE} {SCALED} kv_start kv_end return_lse"),
+    Reference("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
+    Reference("varlen_attention", packed.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
+    Reference("varlen_attention_backward", packed.varlen_attention_backward, FLOATS, None, VISIBLE),
+    Reference("paged_attention", packed.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
+    Reference("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
+    Reference("mla_attention", mla.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    Reference("write_latent", mla.write_latent, STORED, STORED, "kv_scale"),
+    Reference("sparse_mla_attention", sparse.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    Reference("write_latent_packed", sparse.write_latent_packed, FLOATS, BYTES),
+    Reference("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
+    Reference("copy_kv", moves.copy_kv, STORED + BYTES),
+    Reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
+    Reference("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
+)
+# Pointwise on small tensors: the compiler fuses these better than any call could.
+INLINE = (
+    Reference("merge_state", data.merge_state, FLOATS),
+    Reference("merge_states", data.merge_states, FLOATS),
+    Reference("cu_seqlens", data.cu_seqlens, INDEX),
+    Reference("token_rows", data.token_rows, INT32),
+    Reference("slot_mapping", data.slot_mapping, INDEX),
+    Reference("named_pages", holes.named_pages, INT32),
+    Reference("kv_indices", data.kv_indices, INT32),
+)
+# The host writes: a graph that held it would write once, at its capture.
+PLANS = (
+    Reference("plan_paged_attention", data.no_plan, QUERY, STORED),
+    Reference("plan_mla_attention", data.no_plan, QUERY, STORED),
+)
 
 
 def _cost_us(p: Problem) -> float:
@@ -18,52 +72,26 @@ def _cost_us(p: Problem) -> float:
 
 
 def _fused_us(p: Problem) -> float:
-    # What is pointwise and lowered in place costs the compiler's one launch and its bytes.
+    # A pointwise kernel that is lowered in place costs the compiler's one launch and its bytes.
     parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
     return 4.0 + (parts + 1) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
 
 
-def _reference(op: str, run: Callable[..., Any], inline: bool = False, capture: Capture = Capture.WHOLE) -> None:
-    about = "plain torch, float32 accumulation"
-    cost_us = _fused_us if inline else _cost_us
-    multiplies = op in LOOPS
+for _row in (*CALLED, *INLINE, *PLANS):
+    _inline, _multiplies = _row in INLINE, _row.op in LOOPS
     register(
         Kernel(
             "reference",
-            op,
-            by_request(op, run) if multiplies else run,
-            cost_us=cost_us,
-            capture=capture,
-            invariant=Invariant((device("cpu"),) if multiplies else ()),
-            judge=not inline,  # what the compiler fuses in place is a kernel like any other
-            inline=Inline() if inline else None,
-            about=about,
+            _row.op,
+            by_request(_row.op, _row.run) if _multiplies else _row.run,
+            takes=frozenset(_row.takes.split()),
+            dtypes=_row.dtypes,
+            kv_dtypes=_row.kv_dtypes,
+            cost_us=_fused_us if _inline else _cost_us,
+            capture=Capture.NEVER if _row in PLANS else Capture.WHOLE,
+            invariant=Invariant((device("cpu"),) if _multiplies else ()),
+            judge=not _inline,  # a kernel that the compiler fuses in place is like any other
+            inline=Inline() if _inline else None,
+            about="plain torch, float32 accumulation",
         )
     )
-
-
-_reference("attention", attention.attention)
-_reference("attention_backward", attention.attention_backward)
-_reference("varlen_attention", packed.varlen_attention)
-_reference("varlen_attention_backward", packed.varlen_attention_backward)
-_reference("paged_attention", packed.paged_attention)
-_reference("write_kv", data.write_kv)
-_reference("mla_attention", mla.mla_attention)
-_reference("write_latent", mla.write_latent)
-_reference("sparse_mla_attention", sparse.sparse_mla_attention)
-_reference("write_latent_packed", sparse.write_latent_packed)
-_reference("rope_quantize_latent", rope_quantize.rope_quantize_latent)
-_reference("copy_kv", moves.copy_kv)
-_reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes)
-_reference("vertical_slash_attention", vertical_slash.vertical_slash_attention)
-# Pointwise on small tensors: the compiler fuses these better than any call could.
-_reference("merge_state", data.merge_state, inline=True)
-_reference("merge_states", data.merge_states, inline=True)
-_reference("cu_seqlens", data.cu_seqlens, inline=True)
-_reference("token_rows", data.token_rows, inline=True)
-_reference("slot_mapping", data.slot_mapping, inline=True)
-_reference("named_pages", holes.named_pages, inline=True)
-_reference("kv_indices", data.kv_indices, inline=True)
-# The host writes: a graph that held it would write once, at its capture.
-_reference("plan_paged_attention", data.no_plan, capture=Capture.NEVER)
-_reference("plan_mla_attention", data.no_plan, capture=Capture.NEVER)

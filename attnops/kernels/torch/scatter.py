@@ -1,15 +1,12 @@
 """`scatter`: the write of keys and values, or of latents, as torch's own index_put, lowered in place, so that the compiler fuses
 it with whatever makes them; for packed latents with their quantisation, too.
-
-Float8 pages are left to others: writing them takes a view of another dtype, and a write through such a view is lost when inlined.
-Packed pages are bytes.
 """
 
 from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Inline, Invariant, Kernel, one_of, register
+from attnops.kernel import Inline, Invariant, Kernel, register
 from attnops.problem import Problem, Refusal
 from attnops.reference.data import write_kv
 from attnops.reference.mla import write_latent
@@ -28,11 +25,13 @@ def float8_in_triton(p: Problem) -> Refusal | None:
     return Refusal("target", p.target, "cpu | sm89 or later") if older else None
 
 
-_FITS = one_of("kv_dtype", torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)
-for _op, _run, _takes, _need in (
-    ("write_kv", write_kv, {"k_scale", "v_scale"}, _FITS),
-    ("write_latent", write_latent, {"kv_scale"}, _FITS),
-    ("write_latent_packed", write_latent_packed, (), float8_in_triton),
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INT8 = (torch.int8,)
+# Float8 pages are left out: a write through a view of another dtype is lost where it is inlined.
+for _op, _run, _dtypes, _pages, _takes, _needs in (
+    ("write_kv", write_kv, FLOATS, FLOATS + INT8, {"k_scale", "v_scale"}, ()),
+    ("write_latent", write_latent, FLOATS + INT8, FLOATS + INT8, {"kv_scale"}, ()),
+    ("write_latent_packed", write_latent_packed, FLOATS, (torch.uint8,), set(), (float8_in_triton,)),
 ):
     register(
         Kernel(
@@ -40,7 +39,9 @@ for _op, _run, _takes, _need in (
             _op,
             _run,
             takes=frozenset(_takes),
-            needs=(_need,),
+            dtypes=_dtypes,
+            kv_dtypes=_pages,
+            needs=_needs,
             cost_us=_cost_us,
             invariant=Invariant(),
             inline=Inline(),

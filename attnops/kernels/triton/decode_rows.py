@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,28 +14,22 @@ from attnops.kernels.sgl.flashmla_sparse import LIBRARY
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference import data
 
+if TYPE_CHECKING:
+    from attnops.ops.by_token import DecodeRows
+
 PACKAGE = wheel.package("0.4.3")
 
 
-def decode_rows(
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    causal: bool = True,
-    q_heads: int = 0,
-    float8: bool = False,
-    policy: str = "",
-) -> Tensor:
+def decode_rows(call: DecodeRows) -> Tensor:
     """See `attnops.ops.decode_rows`. Torch ops around the vendor's, so that the compiler makes few kernels of them."""
-    if not (q_heads and num_tokens and page_table.shape[0]):
-        return data.decode_rows(page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8)
-    rows = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal)
-    lengths = rows[:num_tokens]
+    tokens = call.num_tokens
+    if not (call.q_heads and tokens and call.page_table.shape[0]):
+        return data.decode_rows(call)
+    rows = torch.ops.attnops.decode_rows.default(call.page_table, call.seq_lens, call.cu_seqlens_q, num_tokens=tokens, causal=call.causal)
+    lengths = rows[:tokens]
     # The float8 kernel gives a row without keys one; see there.
-    schedule = torch.ops.attnops.decode_rows__flashmla(lengths.clamp(min=1) if float8 else lengths, q_heads, float8)
-    return torch.cat([schedule, rows])
+    seen = lengths.clamp(min=1) if call.float8 else lengths
+    return torch.cat([torch.ops.attnops.decode_rows__flashmla(seen, call.q_heads, call.float8), rows])
 
 
 def _fake_core(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
