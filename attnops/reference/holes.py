@@ -31,7 +31,7 @@ def without_holes(call: PagesT, pages: Tensor) -> PagesT:
     """The call with the table and the lengths that `named_pages` gives, unless it promises that there are no holes."""
     if not call.holes:
         return call
-    table, lengths = _named(call, *pages.shape[:2], **how(Rules.of(call), call.mask))
+    table, lengths = _named(call, pages.shape[0], pages.shape[1], **how(Rules.of(call), call.mask))
     return changed(call, page_table=table, seq_lens=lengths, holes=False)
 
 

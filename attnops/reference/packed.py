@@ -38,14 +38,13 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
 
-def pad(x: Tensor, cu_seqlens: Tensor, width: int, cut: bool = False) -> Tensor:
-    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request (what lies there may be NaN). cut: longer ones may be."""
+def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
+    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request, where `x` may hold NaN."""
     start = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - start
     j = torch.arange(width, device=x.device)[None]
     inside = j < lengths[:, None]
-    if not cut:
-        _fits(lengths, width)
+    _fits(lengths, width)
     if x.shape[0] == 0:
         return x.new_zeros((lengths.shape[0], width, *x.shape[1:]))
     index = torch.where(inside, start[:, None] + j, 0)
