@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
-from attnops.kernels.sgl import wheel
+from attnops.kernels.sgl import flashmla_schedule, flashmla_sparse, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target
 from attnops.reference.latent_format import pack, unpack
@@ -29,7 +28,7 @@ def installed_wheel() -> None:
     if target.arch not in (90, 100):
         pytest.skip(f"FlashMLA has no sparse kernel for {target}")
     for op in ("sparse_prefill_fwd", "sparse_decode_fwd"):
-        wheel.load(op, _flashmla_sparse.LIBRARY)
+        wheel.load(op, flashmla_schedule.LIBRARY)
 
 
 def made(tokens: int, slots: int, topk: int, heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +66,7 @@ def test_the_log_base_of_sparse_prefill(found: dict[str, Any]) -> None:
     found["flashmla_sparse"]["prefill_max_logits"] = {"base": base_of(top, most)[0], "off": base_of(top, most)[1]}
     assert off[base] < 1e-3, f"lse fits neither base: off by {off}"
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
-    says = f"{_flashmla_sparse.PREFILL_LSE_BASE:g}" if math.e != _flashmla_sparse.PREFILL_LSE_BASE else "e"
+    says = f"{flashmla_sparse.PREFILL_LSE_BASE:g}" if math.e != flashmla_sparse.PREFILL_LSE_BASE else "e"
     assert base == says, f"sparse_prefill_fwd gives lse to base {base}: set PREFILL_LSE_BASE of its file to it"
 
 
@@ -145,7 +144,7 @@ def test_only_the_kernel_and_one_copy_run(packed: bool, found: dict[str, Any]) -
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_more_tokens_than_one_call_takes(heads: int, found: dict[str, Any]) -> None:
-    tokens = 2 * _flashmla_sparse.MOST_TOKENS + 76
+    tokens = 2 * flashmla_sparse.MOST_TOKENS + 76
     query, latents, lists = made(tokens, 4096, 1024, heads)
     lists[::7, 100:] = -1
     results = {}

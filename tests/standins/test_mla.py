@@ -9,9 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
-from attnops.kernels.sgl import cutlass_mla, flashmla, flashmla_fp8, wheel
-from attnops.kernels.sgl import flashmla_schedule as _flashmla_schedule
-from attnops.kernels.shared import workspace as _workspace
+from attnops.kernels.sgl import cutlass_mla, flashmla_schedule, wheel
+from attnops.kernels.sgl.flashmla_schedule import LIBRARY
+from attnops.kernels.shared.workspace import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
@@ -79,10 +79,10 @@ def test_schemas_are_the_wheels():
 @pytest.mark.parametrize(
     ("pattern", "schema"),
     [
-        (flashmla.LIBRARY, schemas.DENSE_DECODE),
-        (flashmla.LIBRARY, schemas.METADATA_DENSE),
-        (flashmla_fp8.LIBRARY, schemas.DECODE_FP8),
-        (flashmla_fp8.LIBRARY, schemas.METADATA_FP8),
+        (LIBRARY, schemas.DENSE_DECODE),
+        (LIBRARY, schemas.METADATA_DENSE),
+        (LIBRARY, schemas.DECODE_FP8),
+        (LIBRARY, schemas.METADATA_FP8),
         ("sm*/common_ops.*", schemas.CUTLASS_DECODE),
     ],
 )
@@ -154,9 +154,9 @@ def test_opcheck(name):
 def test_opcheck_of_the_core(name, scheduled):
     call = decode_for(name)
     t = call.arguments
-    schedule = _flashmla_schedule.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
+    schedule = flashmla_schedule.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
     scales = (t["q_scale"], t["kv_scale"]) if name == "flashmla_fp8" else ()
-    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, *scales, t["scale"])
+    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, t["scale"], *scales)
     with pretend(TARGETS[name]):
         checked = torch.library.opcheck(getattr(torch.ops.attnops, f"mla_attention__{name}").default, args, test_utils=CHECKS[name])
     assert set(checked.values()) == {"SUCCESS"}
@@ -185,13 +185,13 @@ def test_the_callers_workspace_is_used_behind_the_counters():
     call = decode()
     with pretend(TARGETS["cutlass_mla"]):
         size = cutlass_mla.workspace_size(4 * 64, 3)
-        workspace = torch.zeros(_workspace.total(size), dtype=torch.uint8)
+        workspace = torch.zeros(total(size), dtype=torch.uint8)
         for given, used in ((workspace, True), (workspace[:-1], False), (None, False)):
             workspace.zero_()
             run = call.with_(workspace=given)
             assert check_kernel(KERNELS["cutlass_mla"], run).worst <= 1.0
             KERNELS["cutlass_mla"].run(run.record)
-            assert bool(workspace[_workspace.COUNTERS :].any()) == used and not workspace[: _workspace.COUNTERS].any()
+            assert bool(workspace[COUNTERS:].any()) == used and not workspace[:COUNTERS].any()
         workspace.zero_()
         run = call.with_(workspace=workspace, plan=torch.zeros(64, dtype=torch.int64))
         KERNELS["cutlass_mla"].run(run.record)
@@ -253,17 +253,17 @@ REFUSED = {
         "queries": (decode(q_lens=(9, 1, 1)), 90, ["queries=9..16 (wants <= 8)"]),
         "dims": (decode(f=replace(DEEPSEEK, head_dim=160, v_head_dim=128)), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
         "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32, mask="bool")), 90,
-                     ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+                     ["windowed=True (wants no)", "softcap=True (wants no)", "mask=bool (wants none)", "sinks=True (wants no)"]),
         "float8": (decode(f=replace(DEEPSEEK, kv_dtype=E4M3)), 90,
-                   ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)", "kv_scales=True (wants no)"]),
+                   ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16)"]),
     },
     "flashmla_fp8": {
         "page": (decode_for("flashmla_fp8", page=32), 90, ["page_size=32 (wants 64)"]),
         "arch": (decode_for("flashmla_fp8"), 100, ["target=sm100 (wants sm90)"]),
         "queries": (decode_for("flashmla_fp8", q_lens=(9, 1, 1)), 90, ["queries=9..16 (wants <= 8)"]),
         "tokens": (decode_for("flashmla_fp8", f=replace(DEEPSEEK, q_heads=1), padding=4100), 90, ["tokens=4097..8192 (wants <= 4095)"]),
-        "query": (decode(f=replace(DEEPSEEK, kv_dtype=E4M3)), 90, ["kv_dtype=float8_e4m3fn (wants the query's bfloat16)"]),
-        "bfloat16": (decode(), 90, ["dtype=bfloat16 (wants float8_e4m3fn)"]),
+        "query": (decode(f=replace(DEEPSEEK, kv_dtype=E4M3)), 90, ["dtype=bfloat16 (wants float8_e4m3fn)"]),
+        "bfloat16": (decode(), 90, ["dtype=bfloat16 (wants float8_e4m3fn)", "kv_dtype=bfloat16 (wants float8_e4m3fn)"]),
     },
     "cutlass_mla": {
         "page": (decode(page=48), 100, ["page_size=48 (wants 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128)"]),
@@ -275,7 +275,7 @@ REFUSED = {
         "gaps": (decode().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100,
                  ["pages_packed=False (wants True)"]),
         "features": (decode(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32)), 100,
-                     ["sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+                     ["windowed=True (wants no)", "softcap=True (wants no)", "sinks=True (wants no)"]),
     },
 }  # fmt: skip
 
@@ -297,7 +297,7 @@ def test_absent_wheels_are_named(monkeypatch, tmp_path):
     for name in NAMES:
         assert "sgl_kernel missing" in str(KERNELS[name].absences(Target("cuda", 90, assume=()))[0])
     monkeypatch.setattr(wheel, "library", lambda pattern: None)
-    assert str(flashmla.wheel.lacks(Target("cuda", 90), flashmla.LIBRARY)) == (
+    assert str(wheel.lacks(Target("cuda", 90), LIBRARY)) == (
         "package=sgl_kernel without flashmla_ops.* (wants a wheel that holds flashmla_ops.*)"
     )
     monkeypatch.setattr("attnops.package._installed", lambda module: True)

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla_sparse as _flashmla_sparse
-from attnops.kernels.sgl import wheel
+from attnops.kernels.sgl import flashmla_schedule, flashmla_sparse, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse
@@ -78,9 +77,9 @@ def test_schemas_are_the_wheels():
 
 @pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
-    path = wheel.library(_flashmla_sparse.LIBRARY)
+    path = wheel.library(flashmla_schedule.LIBRARY)
     if path is None:
-        pytest.skip(f"no sgl_kernel with {_flashmla_sparse.LIBRARY}")
+        pytest.skip(f"no sgl_kernel with {flashmla_schedule.LIBRARY}")
     assert schema.encode() in path.read_bytes()
 
 
@@ -124,7 +123,7 @@ def test_scales_of_every_sign(packed, scale):
 
 
 def test_many_tokens_are_several_calls(monkeypatch):
-    monkeypatch.setattr(_flashmla_sparse, "MOST_TOKENS", 3)
+    monkeypatch.setattr(flashmla_sparse, "MOST_TOKENS", 3)
     a_call = call((5, 0, 64, 1, 3, 128, 2), packed=True, lengths=True, f=replace(LSE, sinks=F32))
     with pretend(SM90):
         assert check_kernel(KERNEL, a_call).worst <= 1.0
@@ -136,7 +135,7 @@ def test_the_log_base_is_one_constant(monkeypatch, base):
     monkeypatch.setattr(standin, "LOG_BASE_OF_PREFILL", base)
     with pretend(SM90), pytest.raises(AssertionError, match="lse"):
         check_kernel(KERNEL, call())
-    monkeypatch.setattr(_flashmla_sparse, "PREFILL_LSE_BASE", base)
+    monkeypatch.setattr(flashmla_sparse, "PREFILL_LSE_BASE", base)
     with pretend(SM90):
         assert check_kernel(KERNEL, call((128, 0, 3))).worst <= 1.0
 
@@ -307,7 +306,7 @@ REFUSED: dict[str, tuple[Call, int, list[str]]] = {
     "dims": (call(f=NARROW), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
     "packed_dims": (call(f=NARROW, packed=True), 90, ["v_head_dim=128 (wants 512)", "rope_dim=32 (wants 64)"]),
     "float8": (call(f=replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn)), 90,
-               ["kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)", "kv_scales=True (wants no)"]),
+               ["kv_scales=True (wants no)", "kv_dtype=float8_e4m3fn (wants bfloat16 | uint8)"]),
     "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 90, ["pages_packed=False (wants True)"]),
     "strided": (call().map(lambda n, t: t.repeat_interleave(2, -1)[..., ::2] if n == "q_pe" else t), 90,
                 ["last_dim_contiguous=False (wants True)"]),

@@ -1,24 +1,28 @@
 """`cutlass_mla`: the CUTLASS MLA decode inside the sgl_kernel wheel, for latents of 512 + 64 on exactly SM100.
 
-The kernel works on 128 heads, so the query's are padded; what it computes for the padding is thrown away. Its pages come in tiles of
-128 keys, so the page table is padded to whole tiles. It takes pages for packed whatever
-their strides, and returns no lse. It never ran here on an SM100 device.
+The kernel works on 128 heads, so the query's are padded; the padding's results are dropped. Its pages come in tiles of 128 keys, so the
+page table is padded to whole tiles. It takes pages for contiguous whatever their strides, and returns no lse. It never ran here on an
+SM100 device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, Plan, arch, at_most, dtypes, extent_at_most, one_of, register, without
+from attnops.kernel import Kernel, Plan, arch, at_most, extent_at_most, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.shared import workspace as _workspace
-from attnops.kernels.shared.decode import batch_by_token, rows
+from attnops.kernels.shared.decode import batch_by_token, blank, rows
+from attnops.kernels.shared.workspace import COUNTERS
 from attnops.measured import Roofline
 from attnops.problem import Problem
+
+if TYPE_CHECKING:
+    from attnops.ops.mla import MlaAttention
 
 LIBRARY = "sm100/common_ops.*"
 TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
@@ -31,50 +35,28 @@ MOST_QUERIES = 8
 """Of one request. Every token is a row of its own and reads all keys of its request."""
 
 
-def mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here.
+def mla_attention(call: MlaAttention) -> None:
+    """plan: from `decode_rows`, or None to make it here.
 
     workspace: where it has `workspace_size` bytes behind the counters that kernels share, those are used; otherwise they are made here,
     for only the device can tell how many. A workspace that came with a host's plan is that plan's.
     """
-    if not (output.numel() and page_table.numel() and latent_pages.numel()):
-        output.zero_()
+    if blank(call):
         return
     wheel.load("cutlass_mla_decode", LIBRARY)
-    tokens, page = q_nope.shape[0], latent_pages.shape[1]
-    tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
+    query, pages, plan, workspace = call.q_nope, call.latent_pages, call.plan, call.workspace
+    (tokens, heads, _), page = query.shape, pages.shape[1]
+    tables, lengths, _ = batch_by_token(plan, call.page_table, call.seq_lens, call.cu_seqlens_q, tokens, call.causal, heads)
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
     size = workspace_size(tables.shape[1] * page, tokens)
-    given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[_workspace.COUNTERS :]
-    scratch = q_nope.new_empty(size, dtype=torch.uint8) if given is None or given.numel() < size else given
-    padded = q_nope.new_empty((tokens, HEADS, LATENT))
-    # A request without keys is given one, so that the kernel has no empty loop; what comes of it is thrown away.
+    given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[COUNTERS:]
+    scratch = query.new_empty(size, dtype=torch.uint8) if given is None or given.numel() < size else given
+    padded = query.new_empty((tokens, HEADS, LATENT))
+    # A request without keys is given one, so that the kernel has no empty loop; its results are dropped.
     torch.ops.sgl_kernel.cutlass_mla_decode(
-        padded, _pad_heads(q_nope), _pad_heads(q_pe), latent_pages, lengths.clamp(min=1), tables, scratch, scale, KV_SPLITS
+        padded, _pad_heads(query), _pad_heads(call.q_pe), pages, lengths.clamp(min=1), tables, scratch, call.scale, KV_SPLITS
     )
-    output.copy_(padded[:, : q_nope.shape[1]].masked_fill((lengths == 0)[:, None, None], 0.0))
+    call.output.copy_(padded[:, :heads].masked_fill((lengths == 0)[:, None, None], 0.0))
 
 
 def workspace_size(keys: int, tokens: int) -> int:
@@ -96,7 +78,7 @@ HARDWARE = Roofline(12.0, 0.83, 0.55)
 
 
 def _cost_us(p: Problem) -> float:
-    """Whatever heads there are, those of a whole tile; of the hardware's figures, not measured."""
+    """The cost of 128 heads, however many there are; by the hardware's figures, not measured."""
     return HARDWARE(replace(p, q_heads=HEADS))
 
 
@@ -105,9 +87,10 @@ register(
         "cutlass_mla",
         "mla_attention",
         mla_attention,
+        takes=frozenset({"causal"}),
+        dtypes=(torch.float16, torch.bfloat16),
         needs=(
             arch(100),
-            dtypes(torch.float16, torch.bfloat16),
             at_most("q_heads", HEADS),
             one_of("v_head_dim", LATENT),
             one_of("rope_dim", ROPE),
@@ -115,7 +98,6 @@ register(
             extent_at_most("queries", MOST_QUERIES),
             one_of("last_dim_contiguous", True),
             one_of("pages_packed", True),
-            *without("lse", "mask", "sinks", "kv_scales", "softcap", "windowed"),
         ),
         packages=(wheel.package(below=wheel.DROPPED, holds="cutlass_mla_decode"),),
         probe=lambda target: wheel.lacks(target, LIBRARY),

@@ -1,7 +1,7 @@
 """FlashMLA's schedule of a dense decode: how the keys of all tokens are shared out among the multiprocessors.
 
 Both dense decodes read it as int32 `[parts, 8]` and `[T + 1]`, the parts' entries aligned to 32 bytes, and make it of their lengths
-before they start unless it is given. In a plan of `decode_rows` it lies first, where every allocator aligns it.
+before they start unless it is given. In a plan of `decode_rows` it comes first, where every allocator aligns it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
 from attnops.kernels.sgl import wheel
-from attnops.kernels.sgl.flashmla_sparse import LIBRARY
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem, Refusal, Target
 from attnops.reference.data import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedule_parts
 
+LIBRARY = "flashmla_ops.*"
+PACKAGE = wheel.package("0.4.3")
 ALIGNMENT = PART_WORDS * 4
 MOST_FLOAT8_TOKENS = 4095
 """Rows that the metadata kernel of float8 has shared memory for (flash_fwd_mla_metadata.cu: MaxBatchSize)."""
+
+
+def missing(target: Target) -> Refusal | None:
+    """The probe of all FlashMLA kernels."""
+    return wheel.lacks(target, LIBRARY)
 
 
 def made(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tensor]:
@@ -38,7 +44,7 @@ def made(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tensor]:
 
 
 def written(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
-    """As a plan holds it: `[rows_schedule_words(T, q_heads, float8)]`, 0 past the parts of this GPU and in words nobody reads."""
+    """As in a plan: `[rows_schedule_words(T, q_heads, float8)]`, 0 past the parts of this GPU and in words that no kernel reads."""
     parts, splits = made(lengths, q_heads, float8)
     room = rows_schedule_parts(q_heads, float8)
     if parts.shape[0] > room:
@@ -49,7 +55,7 @@ def written(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:
 
 
 def split(schedule: Tensor, tokens: int, q_heads: int) -> tuple[Tensor, Tensor]:
-    """What `written` wrote, as views. Raises InvalidInput on a plan that does not begin where the kernel may read whole entries."""
+    """The result of `written` as views (parts, splits). Raises InvalidInput unless the kernel may read whole entries from its start."""
     if schedule.data_ptr() % ALIGNMENT:
         raise InvalidInput("plan", f"{schedule.data_ptr():#x}", f"to begin at a multiple of {ALIGNMENT} bytes, as decode_rows made it")
     parts = max(_multiprocessors(schedule.device) // -(-q_heads // PART_HEADS), 1)
@@ -62,25 +68,16 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def plan(*, q_nope: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, causal: bool = True, **_: object) -> Tensor:
-    """The device plan of a call with these arguments: rows and schedule."""
-    out: Tensor = torch.ops.attnops.decode_rows.default(
-        page_table, seq_lens, cu_seqlens_q, num_tokens=q_nope.shape[0], causal=causal, q_heads=q_nope.shape[1],
-        float8=q_nope.dtype == torch.float8_e4m3fn,
-    )  # fmt: skip
-    return out
-
-
 def few_tokens(p: Problem) -> Refusal | None:
-    """What `made` has room for in float8. A size of which nothing is known is checked when the kernel is called."""
+    """The room of `made` in float8. A size of which nothing is known is checked when the kernel is called."""
     if p.dtype != torch.float8_e4m3fn or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS:
         return None
     return Refusal("tokens", p.tokens, f"<= {MOST_FLOAT8_TOKENS}")
 
 
 def cost_us(p: Problem) -> float:
-    """What rows and schedule take in each layer when nobody makes a plan: measured for 64 tokens, where the schedule takes 26.
+    """The time of rows and schedule in each layer of a call without a plan: measured for 64 tokens, where the schedule takes 26.
 
-    Whoever plans on the host plans for the kernel that is chosen, so such a call has this kernel's plan if it is this one.
+    A host's planner plans for the kernel that is chosen, so that a call of this kernel with a host's plan has its own.
     """
     return 20.0 + 0.16 * max(p.tokens.hint, 1) if p.plan == "none" else 0.0

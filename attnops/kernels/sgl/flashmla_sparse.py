@@ -1,23 +1,30 @@
-"""FlashMLA's sparse attention inside the sgl_kernel wheel, for latents of 512 + 64: what `flashmla` calls for `sparse_mla_attention`.
+"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention inside the sgl_kernel wheel, for latents of 512 + 64.
 
-Which of two raw ops answers follows from how the latents lie, not from decode or prefill: `sparse_decode_fwd` reads packed pages
-and splits a token's keys among SMs, `sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads. Neither
-takes an output, so that there is always one copy; queries in one piece of 64 or 128 heads, and lists of whole tiles, cost no other.
-It never ran here on an SM100 device.
+Which of two raw ops answers follows from the layout of the latents, not from decode or prefill: `sparse_decode_fwd` reads the pages of
+656 bytes a token and splits a token's keys among SMs, `sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads.
+Neither takes an output, so that there is always one copy; queries in one piece of 64 or 128 heads, and lists of whole tiles, cost no
+other. It never ran here on an SM100 device.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
+from attnops.kernel import Invariant, Kernel, arch, at_most, one_of, register
 from attnops.kernels.sgl import wheel
+from attnops.kernels.sgl.flashmla_schedule import LIBRARY, PACKAGE, missing
+from attnops.kernels.shared.decode import whole
+from attnops.problem import Problem, Refusal
 
-LIBRARY = "flashmla_ops.*"
+if TYPE_CHECKING:
+    from attnops.ops.sparse import SparseMlaAttention
+
 LATENT, ROPE = 512, 64
 HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
@@ -31,102 +38,64 @@ MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
 
 
-def sparse_mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    scale: float,
-    holes: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """See `attnops.ops.sparse_mla_attention`. Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes."""
-    if not (output.numel() and indices.numel() and latent_pages.numel()):
+def sparse_mla_attention(call: SparseMlaAttention) -> None:
+    """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes."""
+    pages, indices, sinks, scale, output, lse = call.latent_pages, call.indices, call.sinks, call.scale, call.output, call.lse
+    if not (output.numel() and indices.numel() and pages.numel()):
         output.zero_()
         if lse is not None:
             lse.copy_(sinks) if sinks is not None else lse.fill_(float("-inf"))
         return
-    if latent_pages.data_ptr() % 16:
-        raise InvalidInput("latent_pages.data_ptr()", latent_pages.data_ptr(), "a multiple of 16: rows are loaded 16 bytes at a time")
-    have = q_nope.shape[1]
+    if pages.data_ptr() % 16:
+        raise InvalidInput("latent_pages.data_ptr()", pages.data_ptr(), "a multiple of 16: rows are loaded 16 bytes at a time")
+    tokens, have, _ = call.q_nope.shape
     heads = next(h for h in HEADS if h >= have)
-    query = _query(q_nope, q_pe, heads)
+    query = _query(call.q_nope, call.q_pe, heads)
     if scale <= 0:
-        # What a token does not see is -inf before the kernels multiply by the scale.
+        # The logits of unseen latents are -inf before the kernels multiply by the scale.
         query, scale = query * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     logits = None if sinks is None else sinks.float()
-    padded = logits
-    if logits is not None:
-        padded = logits.contiguous() if heads == have else pad(logits, (0, heads - have))
-    run = _packed if latent_pages.dtype == torch.uint8 else _plain
-    step = MOST_TOKENS if run is _packed else query.shape[0]
-    for start in range(0, query.shape[0], step):
+    sinks = None if logits is None else logits.contiguous() if heads == have else pad(logits, (0, heads - have))
+    quantised = pages.dtype == torch.uint8
+    step = MOST_TOKENS if quantised else tokens
+    for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        length = None if topk_length is None else topk_length[rows]
-        out, z = run(query[rows], latent_pages, indices[rows], length, padded, scale, holes)
+        # Every token is a request of one query. The lse of no key is +inf, and sinks are not in it.
+        q, lists, length = query[rows], indices[rows], None if call.topk_length is None else call.topk_length[rows]
+        if quantised:
+            wheel.load("sparse_decode_fwd", LIBRARY)
+            # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
+            lists = _lists(lists, length, pages, PACKED_TILE, call.holes)
+            out, z, _, _ = torch.ops.sgl_kernel.sparse_decode_fwd(
+                q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
+            )
+            out, z = out[:, 0], z[:, :, 0]
+        else:
+            wheel.load("sparse_prefill_fwd", LIBRARY)
+            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes)
+            length = None if length is None else length.contiguous()
+            keys = pages.flatten(0, 1)[:, None]
+            out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(q, keys, lists[:, None], scale, LATENT, sinks, length)
         output[rows].copy_(out[:, :have])
         if lse is not None:
-            natural = z[:, :have] if run is _packed else z[:, :have] * math.log(PREFILL_LSE_BASE)
-            _write_lse(lse[rows], natural, logits)
+            _write_lse(lse[rows], z[:, :have] if quantised else z[:, :have] * math.log(PREFILL_LSE_BASE), logits)
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
-    """`[T, heads, Dc + Dr]`; what the added heads hold means nothing."""
+    """`[T, heads, Dc + Dr]`, aligned as TMA wants it. The contents of added heads do not matter."""
     tokens, have = q_nope.shape[:2]
     if have == heads:
-        whole = _beside(q_nope, q_pe)
-        return torch.cat([q_nope, q_pe], -1) if whole is None else whole
+        query = whole(q_nope, q_pe)
+        aligned = not (query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8)
+        return query if aligned else query.clone(memory_format=torch.contiguous_format)
     query = q_nope.new_empty((tokens, heads, LATENT + ROPE))
     query[:, :have, :LATENT] = q_nope
     query[:, :have, LATENT:] = q_pe
     return query
 
 
-def _beside(q_nope: Tensor, q_pe: Tensor) -> Tensor | None:
-    """The tensor whose two parts these are, if they are, and it lies as TMA wants it."""
-    if q_nope.untyped_storage().data_ptr() != q_pe.untyped_storage().data_ptr() or q_nope.stride() != q_pe.stride():
-        return None
-    apart = q_pe.storage_offset() - q_nope.storage_offset()
-    if apart != LATENT or q_nope.data_ptr() % 16 or q_nope.stride(0) % 8 or q_nope.stride(1) % 8:
-        return None
-    return q_nope.as_strided((*q_nope.shape[:2], LATENT + ROPE), q_nope.stride())
-
-
-def _packed(
-    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
-) -> tuple[Tensor, Tensor]:
-    """(output `[T, heads, Dc]`, lse `[T, heads]`, +inf for none, without sinks). Every token is a request of one query."""
-    wheel.load("sparse_decode_fwd", LIBRARY)
-    # The kernel asserts that it is given no lengths for this format: what lies past them is named none.
-    lists = _lists(indices, length, pages, PACKED_TILE, holes)
-    out, z, _, _ = torch.ops.sgl_kernel.sparse_decode_fwd(
-        query[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
-    )
-    return out[:, 0], z[:, :, 0]
-
-
-def _plain(
-    query: Tensor, pages: Tensor, indices: Tensor, length: Tensor | None, sinks: Tensor | None, scale: float, holes: bool
-) -> tuple[Tensor, Tensor]:
-    """As `_packed`, but lse is to PREFILL_LSE_BASE."""
-    wheel.load("sparse_prefill_fwd", LIBRARY)
-    length = None if length is None else length.contiguous()
-    keys, lists = pages.flatten(0, 1)[:, None], _lists(indices, None, pages, PLAIN_TILE, holes)
-    out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(query, keys, lists[:, None], scale, LATENT, sinks, length)
-    return out, z
-
-
 def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, holes: bool) -> Tensor:
-    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for what is no slot of the pages: one launch."""
+    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch."""
     if not holes and length is None:
         return _tiles(indices, tile)
     slots = min(pages.shape[0] * pages.shape[1], LARGEST) if holes else LARGEST
@@ -143,15 +112,58 @@ def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, hol
 
 
 def _tiles(indices: Tensor, tile: int) -> Tensor:
-    """The lists made whole tiles; they are loaded up to 32 bytes at a time."""
+    """The lists padded to whole tiles; they are loaded up to 32 bytes at a time."""
     if missing := -indices.shape[1] % tile:
         return pad(indices, (0, missing), value=-1)
     return indices if indices.is_contiguous() and indices.data_ptr() % 32 == 0 else indices.clone(memory_format=torch.contiguous_format)
 
 
 def _write_lse(lse: Tensor, z: Tensor, sinks: Tensor | None) -> None:
-    # The kernels say +inf where there is no key, and leave the sinks out.
     if sinks is None:
         torch.nan_to_num(z, nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"), out=lse)
     else:
         torch.logaddexp(z.masked_fill(z == float("inf"), float("-inf")), sinks, out=lse)
+
+
+def _cost_us(p: Problem) -> float:
+    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90.
+
+    bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or not.
+    """
+    blocks = max(p.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
+    quantised = p.kv_dtype == torch.uint8
+    filled = blocks if quantised else -(-blocks // 132) * 132
+    products = 2 * HEADS[0] * (p.head_dim + p.v_head_dim) / (4.1e8 if quantised else 6e8)
+    return (15.0 if quantised else 10.0) + max(p.context.hint, 1) * max(
+        filled * products, p.tokens.hint * (656 if quantised else 1152) / 3.5e6
+    )
+
+
+def _unsplit(p: Problem) -> Refusal | None:
+    """A token of bfloat16 latents has blocks of its own. How the keys of byte pages are split follows from the whole batch."""
+    return Refusal("kv_dtype", p.kv_dtype, "bfloat16 (policy.deterministic)") if p.kv_dtype == torch.uint8 else None
+
+
+register(
+    Kernel(
+        "flashmla",
+        "sparse_mla_attention",
+        sparse_mla_attention,
+        takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
+        dtypes=(torch.bfloat16,),
+        kv_dtypes=(torch.bfloat16, torch.uint8),
+        needs=(
+            arch(90, 100),
+            at_most("q_heads", HEADS[-1]),
+            one_of("v_head_dim", LATENT),
+            one_of("rope_dim", ROPE),
+            one_of("last_dim_contiguous", True),
+            one_of("pages_packed", True),
+        ),
+        packages=(PACKAGE,),
+        probe=missing,
+        cost_us=_cost_us,
+        invariant=Invariant((_unsplit,)),
+        about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
+    )
+)

@@ -1,12 +1,17 @@
-"""What kernels of one query token a row share: the batch by token, and a query in one piece."""
+"""Helpers of kernels that take every query token as a row of its own: the batch by token, and a query in one piece."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.reference.data import rows_schedule_words
+
+if TYPE_CHECKING:
+    from attnops.ops.mla import MlaAttention
 
 
 def batch_by_token(
@@ -19,7 +24,7 @@ def batch_by_token(
     q_heads: int,
     schedules: tuple[bool, ...] = (False, True),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: out of `plan` if `decode_rows` made one, else made by it without the last.
+    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: from the `plan` that `decode_rows` made, else made here without schedule.
 
     A plan may hold a schedule for `q_heads` heads, of each kind in `schedules`: float8 or not. B and M are at least 1.
     Raises InvalidInput on a plan of another length.
@@ -39,15 +44,29 @@ def batch_by_token(
     return plan[start + tokens :].view(tokens, width), plan[start : start + tokens], plan[:start] if which else None
 
 
-def rows(*, q_nope: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, causal: bool = True, **_: object) -> Tensor:
-    """The device plan of a call with these arguments, without a schedule."""
-    tokens = q_nope.shape[0]
-    out: Tensor = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=tokens, causal=causal)
+def rows(
+    *, q_nope: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, causal: bool = True, schedule: bool = False, **_: object
+) -> Tensor:
+    """The device plan of a call with these arguments, with a schedule for its heads or without."""
+    heads, float8 = (q_nope.shape[1], q_nope.dtype == torch.float8_e4m3fn) if schedule else (0, False)
+    out: Tensor = torch.ops.attnops.decode_rows.default(
+        page_table, seq_lens, cu_seqlens_q, num_tokens=q_nope.shape[0], causal=causal, q_heads=heads, float8=float8
+    )
     return out
 
 
+def blank(call: MlaAttention) -> bool:
+    """Has the call no query or no key? Its results are then written: 0, and -inf for lse."""
+    if call.output.numel() and call.page_table.numel() and call.latent_pages.numel():
+        return False
+    call.output.zero_()
+    if call.lse is not None:
+        call.lse.fill_(float("-inf"))
+    return True
+
+
 def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
-    """Do both parts of the query lie in one `[T, H, Dc + Dr]`? Known of fake tensors too, whose storages are those of their views."""
+    """Are both parts of the query views of one `[T, H, Dc + Dr]`? Known of fake tensors too, whose storages are those of their views."""
     return (
         q_nope.untyped_storage()._cdata == q_pe.untyped_storage()._cdata
         and q_nope.stride() == q_pe.stride()
@@ -58,23 +77,19 @@ def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
 
 
 def adjoin(q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parts as they are if they lie side by side, else `[T, H, Dc + Dr]` and None: a torch op the compiler sees.
+    """The parts as they are if they are side by side, else `[T, H, Dc + Dr]` and None: a torch op the compiler sees.
 
     Views of the joined query would be two copies: on a GPU, Inductor makes of a `cat` one expression and of each view of it a kernel.
     """
-    return (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (_cat(q_nope, q_pe), None)
+    return (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (whole(q_nope, q_pe), None)
 
 
 def whole(q_nope: Tensor, q_pe: Tensor | None) -> Tensor:
-    """`[T, H, Dc + Dr]` of what `adjoin` returned, or of two parts: a view where they lie side by side."""
+    """`[T, H, Dc + Dr]` of the results of `adjoin`, or of two parts: a view where they are side by side."""
     if q_pe is None:
         return q_nope
-    if not side_by_side(q_nope, q_pe):
-        return _cat(q_nope, q_pe)
-    return q_nope.as_strided((*q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]), q_nope.stride(), q_nope.storage_offset())
-
-
-def _cat(q_nope: Tensor, q_pe: Tensor) -> Tensor:
+    if side_by_side(q_nope, q_pe):
+        return q_nope.as_strided((*q_nope.shape[:2], q_nope.shape[2] + q_pe.shape[2]), q_nope.stride(), q_nope.storage_offset())
     if q_nope.dtype.itemsize > 1:
         return torch.cat([q_nope, q_pe], -1)
     return torch.cat([q_nope.view(torch.uint8), q_pe.view(torch.uint8)], -1).view(q_nope.dtype)  # bytes, where float8 has no cat

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from attnops.kernel import Core, Inline, Invariant, Kernel, arch, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.sgl.flashmla_schedule import few_tokens, written
-from attnops.kernels.sgl.flashmla_sparse import LIBRARY
+from attnops.kernels.sgl.flashmla_schedule import LIBRARY, few_tokens, written
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference import data
 
