@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer.build import Module
+from attnops.kernels.flashinfer.build import parse, timed
+from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, Shape, path_of
 from attnops.problem import Problem, Target, pretend
 from attnops.testing import CASES
 
@@ -31,13 +32,18 @@ AT_ONCE = 3
 
 def module_of(problem: Problem, queries: int) -> Module:
     """The module of a paged or packed call, or of its plan."""
-    return Module.of(replace(problem, op=problem.op.removeprefix("plan_")), queries)
+    p, paged = problem, problem.op.endswith("paged_attention")
+    shape = Shape(
+        1, 1, int(paged), p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.page_size or 1, p.dtype, paged and queries <= 1, p.causal,
+        p.window[0], p.softcap, p.sinks, False,
+    )  # fmt: skip
+    return Module.of(shape, path_of(shape, p.target.arch, queries))
 
 
 @functools.cache
 def suite(target: Target) -> frozenset[Module]:
     """The modules that the GPU suite builds on `target`."""
-    found = {Module.parse(text) for text in OWN} if target.arch == 90 else set()
+    found = {parse(text) for text in OWN} if target.arch == 90 else set()
     with pretend(target):
         for op in ("paged_attention", "varlen_attention"):
             kernel = kernels_of(op)["flashinfer"]
@@ -56,13 +62,12 @@ def is_built(problem: Problem, queries: int) -> bool:
 
 def others() -> dict[str, Callable[[], Any]]:
     """What loads, and so builds, each module of latent attention and of XQA."""
-    from attnops.kernels.flashinfer.mla import _module
-    from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES
+    from attnops.kernels.flashinfer import mla
     from tests.gpu.test_xqa import BUILT, load
 
     half, bf16, e4m3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
     pairs = [(path, *dtypes) for path in (FA2, FA3) for dtypes in ((bf16, bf16), (half, half), (bf16, e4m3))]
-    latents: dict[str, Callable[[], Any]] = {f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(_module, *p) for p in pairs}
+    latents: dict[str, Callable[[], Any]] = {f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(mla.load, *p) for p in pairs}
     return latents | {f"xqa {name}": functools.partial(load, *point) for name, point in BUILT.items()}
 
 
@@ -85,7 +90,9 @@ def main(arguments: list[str]) -> int:
     if "list" not in arguments:
         import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
 
-        rest = [(str(module), module.load) for module in sorted(wanted, key=lambda m: (-m.path, str(m)))]  # the slow ones first
+        rest = [
+            (str(module), functools.partial(timed, module)) for module in sorted(wanted, key=lambda m: (-m.path, str(m)))
+        ]  # the slow ones first
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda one: loaded(*one), [*rest, *others().items()]))
     return 0

@@ -278,7 +278,7 @@ def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
     planned_by, run_by = Counter(), Counter()
     from attnops.kernels.flashinfer import plan_batch as maker
 
-    real_plan, real_run = maker.call_planner, fi.run_prefill
+    real_plan, real_run = maker._call_planner, fi.run
 
     def count_plan(*args: Any) -> Any:
         planned_by["plan"] += 1
@@ -288,8 +288,8 @@ def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
         run_by["run"] += 1
         return real_run(*args)
 
-    monkeypatch.setattr(maker, "call_planner", count_plan)
-    monkeypatch.setattr(fi, "run_prefill", count_run)
+    monkeypatch.setattr(maker, "_call_planner", count_plan)
+    monkeypatch.setattr(fi, "run", count_run)
     counters.clear()
     took = []
     for step, new in enumerate(([30, 3, 9], *[1] * 12)):

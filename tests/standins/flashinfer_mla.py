@@ -145,11 +145,11 @@ def installed() -> Iterator[list[str]]:
 
     modules = {n: ModuleType(n) for n in ("flashinfer", "flashinfer.jit")}
     modules["flashinfer.jit"].gen_batch_mla_module = gen_batch_mla_module  # type: ignore[attr-defined]
-    _flashinfer_mla._module.cache_clear()
+    _flashinfer_mla.load.cache_clear()
     CALLS.clear()
     BUILT.clear()
     try:
         with importable(modules):
             yield CALLS
     finally:
-        _flashinfer_mla._module.cache_clear()
+        _flashinfer_mla.load.cache_clear()

@@ -438,7 +438,7 @@ def forget() -> None:
     """No module is built, and nothing was called."""
     from attnops.kernels.flashinfer import modules as _flashinfer
 
-    for cache in (_flashinfer.load_module, get_batch_decode_module, get_batch_prefill_module):
+    for cache in (_flashinfer.load, get_batch_decode_module, get_batch_prefill_module):
         cache.cache_clear()
     CALLS.clear()
     BUILT.clear()

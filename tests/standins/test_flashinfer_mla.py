@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, kernels_of
 from attnops.kernels.flashinfer import mla as fm
-from attnops.kernels.shared.plan import FIRST, HEADER
-from attnops.ops import LatentSpec, mla_attention, plan_mla_attention, plan_mla_sizes
+from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
+from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_mla_sizes
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel, latent, planned
@@ -65,7 +65,7 @@ def test_float8_scales_cost_a_launch_a_tensor(calls, monkeypatch):
             ops.append(str(func))
             return func(*args, **kwargs or {})
 
-    monkeypatch.setattr(fm, "_module", lambda *_: SimpleNamespace(run=lambda *_: None))
+    monkeypatch.setattr(fm, "load", lambda *_: SimpleNamespace(run=lambda *_: None))
     with Ops(), torch.no_grad():
         FA3.run(given.record)
     assert [op for op in ops if "mul" in op or "copy" in op] == ["aten.mul.out"] * 3
@@ -116,22 +116,31 @@ def test_other_layouts(kernel):
 
 
 def test_rows_of_a_plan():
-    def rows(q_lens, seq_lens, tokens, causal=True, most=9):
+    def rows(q_lens, seq_lens, tokens, causal=True):
         s = fm.Shape(tokens, 4, 16, 64, BF16, causal)
         cu = torch.tensor([sum(q_lens[:i]) for i in range(len(q_lens) + 1)], dtype=torch.int32)
-        return [t.tolist() for t in fm.rows_of_plan(s, torch.tensor(seq_lens, dtype=torch.int32), cu, most)]
+        return [t.tolist() for t in fm.rows_of_plan(s, torch.tensor(seq_lens, dtype=torch.int32), cu)]
 
     assert rows((1, 0, 1), (70, 9, 3), 3) == [[0, 1, 2, 3], [0, 8, 0, 0], [70, 3, 0]]
     assert rows((4, 2), (3, 0), 6) == [[0, 1, 4, 6], [0, 0, 0, 0], [0, 3, 0]]
     assert rows((4, 2), (3, 0), 6, causal=False) == [[0, 4, 6], [0, 0, 0], [3, 0]]
     assert rows((), (), 2) == [[0, 1, 2], [0, 0, 0], [0, 0]]
-    for q_lens, seq_lens, want in (
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "seq_lens", "want"),
+    [
         ((1,), (257,), r"seq_lens: got \[257\], want 0 <= each <= 256"),
         ((10,), (20,), r"lengths of cu_seqlens_q: got \[10\], want 0 <= each <= 9"),
-        ((4,), (4,), r"cu_seqlens_q\[-1\]: got 4, want <= 3 tokens"),
-    ):
-        with pytest.raises(InvalidInput, match=f"^{want}"):
-            rows(q_lens, seq_lens, 3)
+        ((4,), (4,), r"cu_seqlens_q\[-1\]: got \[4\], want 0 <= each <= 3"),
+    ],
+)
+def test_lengths_that_would_be_read_past_the_tables_are_refused(q_lens, seq_lens, want):
+    tables = (torch.zeros(1, 4, dtype=torch.int32), *(torch.tensor(x, dtype=torch.int32) for x in (seq_lens, (0, *q_lens))))
+    given = {**LatentSpec(16, 64, BF16).statics, "plan": torch.zeros(1), "workspace": torch.zeros(1)}
+    made = OPS["plan_mla_attention"].call(*tables, num_tokens=3, max_seqlen_q=9, **given)
+    with pytest.raises(InvalidInput, match=f"^{want}"):
+        host_lengths(made, made.seq_lens)
 
 
 def test_the_bound_on_works_holds_what_the_planner_makes(calls):
@@ -203,7 +212,7 @@ def test_a_plan_of_another_call_is_refused(kernel, change, want):
 
 def test_a_plan_of_the_other_kernel_is_refused(calls):
     given = planned(FA3, call())
-    with pytest.raises(InvalidInput, match=r"^plan\.path: got fa3, want fa2: made for another kernel"):
+    with pytest.raises(InvalidInput, match=r"^plan\.path: got fa3, want fa2: the plan was made for another kernel"):
         KERNELS["flashinfer_mla_fa2"].run(given.record)
 
 
@@ -230,15 +239,18 @@ def planned_problem(given):
 REFUSED = {
     "no_plan": (call().problem, 90, ["plan=none (wants host: attnops.ops.plan_mla_attention)"]),
     "arch": (planned_problem(call()), 100, ["target=sm100 (wants sm90)"]),
-    "float32": (planned_problem(call(f=replace(DEEPSEEK, dtype=F32))), 90, ["dtype=float32 (wants float16 | bfloat16)"]),
+    "float32": (planned_problem(call(f=replace(DEEPSEEK, dtype=F32))), 90,
+                ["dtype=float32 (wants float16 | bfloat16)", "kv_dtype=float32 (wants float16 | bfloat16 | float8_e4m3fn)"]),
     "dims": (planned_problem(call(f=replace(DEEPSEEK, head_dim=320, v_head_dim=256))), 90, ["v_head_dim=256 (wants 512)"]),
     "features": (planned_problem(call(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, sinks=F32, mask="bool"))), 90,
-                 ["mask=bool (wants none)", "sinks=True (wants no)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+                 ["windowed=True (wants no)", "softcap=True (wants no)", "mask=bool (wants none)", "sinks=True (wants no)"]),
     "float8": (planned_problem(call(f=replace(DEEPSEEK, dtype=F16, kv_dtype=E4M3))), 90,
-               ["kv_dtype=float8_e4m3fn (wants the query's float16)"]),
-    "int8": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=torch.int8))), 90, ["kv_dtype=int8 (wants the query's bfloat16)"]),
+               ["kv_dtype=float8_e4m3fn (wants the query's dtype (float8_e4m3fn for bfloat16 on sm90))"]),
+    "int8": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=torch.int8))), 90,
+             ["kv_dtype=int8 (wants float16 | bfloat16 | float8_e4m3fn)"]),
     "float8_arch": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=E4M3))), 100,
-                    ["target=sm100 (wants sm90)", "kv_dtype=float8_e4m3fn (wants the query's bfloat16 (float8_e4m3fn on sm90))"]),
+                    ["target=sm100 (wants sm90)",
+                     "kv_dtype=float8_e4m3fn (wants the query's dtype (float8_e4m3fn for bfloat16 on sm90))"]),
     "float8_lse": (planned_problem(call(f=replace(DEEPSEEK, kv_dtype=E4M3, lse=True))), 90, ["lse=True (wants no (over float8 latents))"]),
     "scales": (replace(planned_problem(call()), kv_scales=True), 90, ["kv_scales=True (wants no (but of float8 latents))"]),
     **{

@@ -13,7 +13,7 @@ def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = Target("cuda", 90, assume=())
     kernel = kernels_of("mla_attention")["flashmla"]
     assert [str(r) for r in kernel.absences(nowhere)] == [f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.3')})"]
-    package = _flashinfer_pkg.package()
+    package = _flashinfer_pkg.PACKAGE
     assert package.has("0.7.2.post1") and not package.has("0.6.13") and package.versions() == ">= 0.7.2"
     monkeypatch.setattr(_flashinfer_pkg, "find_spec", lambda name: None)
     assert str(_flashinfer_pkg.missing(Target("cuda", 90))) == "package=tvm_ffi missing (wants pip install apache-tvm-ffi)"

@@ -13,8 +13,7 @@ import attnops
 from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import trtllm, xqa
-from attnops.kernels.flashinfer import trtllm_package as _trtllm
+from attnops.kernels.flashinfer import package, trtllm, xqa
 from attnops.kernels.shared import workspace as _workspace
 from attnops.ops import OPS
 from attnops.problem import Extent, Target, pretend
@@ -202,7 +201,7 @@ def test_a_workspace_that_does_not_serve_is_named(name):
     kernel, call = PAGED[name], DECODE["page_16"]()
     with pretend(TARGETS[name]):
         size = kernel.workspace_bytes(call.problem)
-        short = _workspace.total(xqa.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
+        short = _workspace.total(xqa.scratch_bytes(4, 64) if name == "xqa" else package.split_bytes(64))
         assert short == size
         with pytest.raises(InvalidInput, match=rf"^workspace: got None, want >= {size} bytes"):
             kernel.run(call.record)
@@ -320,7 +319,7 @@ REFUSED = {
     "xqa": [
         ({"target": Target("cuda", 80, ("flashinfer",))}, "target=sm80"),
         ({"dtype": F32, "kv_dtype": F32}, "dtype=float32"),
-        ({"kv_dtype": torch.int8, "kv_scales": True}, "kv_dtype=int8 (wants float8_e4m3fn)"),
+        ({"kv_dtype": torch.int8, "kv_scales": True}, "kv_dtype=int8 (wants float16 | bfloat16 | float8_e4m3fn)"),
         ({"kv_dtype": E4M3, "kv_scales": True, "per_head_scales": True}, "per_head_scales=True (wants no)"),
         ({"kv_scales": True}, "kv_scales=True (wants no (but with a float8 cache))"),
         ({"head_dim": 96, "v_head_dim": 96}, "head_dim=96 (wants 64 | 128 | 256)"),
@@ -394,10 +393,10 @@ def test_a_kernel_that_reads_unused_slots_is_caught():
 
 
 def test_a_host_without_a_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(_trtllm.shutil, "which", lambda name: None)
-    monkeypatch.setattr(_trtllm, "CUDA", "/nowhere")
-    assert "flashinfer without nvcc and ninja" in str(_trtllm.no_compiler(Target("cuda", 90)))
-    assert _trtllm.no_compiler(TARGETS["xqa"]) is None, "what is assumed is not looked for"
+    monkeypatch.setattr(package.shutil, "which", lambda name: None)
+    monkeypatch.setattr(package, "CUDA", "/nowhere")
+    assert "flashinfer without nvcc and ninja" in str(package.no_compiler(Target("cuda", 90)))
+    assert package.no_compiler(TARGETS["xqa"]) is None, "what is assumed is not looked for"
 
 
 # The truth about the foreign functions --------------------------------------------------------------------------------

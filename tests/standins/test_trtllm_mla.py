@@ -134,12 +134,11 @@ REFUSED = {
     "heads": (call(f=replace(DEEPSEEK, q_heads=96)), 100, ["q_heads=96 (wants <= 64, or 128)"]),
     "queries": (call((9, 1, 1)), 100, ["queries=9..16 (wants <= 8)"]),
     "float16": (call(f=replace(DEEPSEEK, dtype=F16)), 100,
-                ["dtype, kv_dtype=(torch.float16, torch.float16) (wants both bfloat16 or both float8_e4m3fn)"]),
-    "mixed": (call(f=FLOAT8), 100,
-              ["dtype, kv_dtype=(torch.bfloat16, torch.float8_e4m3fn) (wants both bfloat16 or both float8_e4m3fn)"]),
+                ["dtype=float16 (wants bfloat16 | float8_e4m3fn)"]),
+    "mixed": (call(f=FLOAT8), 100, ["kv_dtype=float8_e4m3fn (wants bfloat16)"]),
     "sinks_lse": (call(f=replace(DEEPSEEK, sinks=F32, lse=True)), 100, ["lse=True (wants no (with sinks))"]),
     "features": (call(f=replace(DEEPSEEK, window=(5, -1), softcap=2.0, mask="bool")), 100,
-                 ["mask=bool (wants none)", "softcap=True (wants no)", "windowed=True (wants no)"]),
+                 ["windowed=True (wants no)", "softcap=True (wants no)", "mask=bool (wants none)"]),
     "gaps": (call().map(lambda n, t: t.repeat(1, 2, 1)[:, :64] if n == "latent_pages" else t), 100, ["pages_packed=False (wants True)"]),
 }  # fmt: skip
 

@@ -1,7 +1,11 @@
-"""FlashInfer's attention over latents, called as `_flashinfer` calls the rest: the JIT module itself, on a plan made once a step.
+"""`flashinfer_mla_fa2`, `flashinfer_mla_fa3`: FlashInfer's attention over latents (https://arxiv.org/abs/2501.01005), planned by the host.
+
+Two names, so that the choice between the kernel of SM80 and later and the one with SM90's warp groups, and between them and FlashMLA, is
+selection's and can be measured, forced and read in the generated code like any other. They are called as `flashinfer` calls the
+rest: the JIT module itself, on a plan made once a step.
 
 The planner cuts queries times heads into tiles and the keys into parts, and keeps of the page table only where each row of it starts.
-So the table itself is what the kernel reads pages from: nothing is compressed, and it may change under a plan. In pages, both kernels
+So the kernel reads page ids from the table itself: it may change under a plan. In pages, both kernels
 zero the values past a request's end and replace their logits; a row without keys gives 0 and lse -inf.
 
 Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their scale as a number of the host's; a scale on
@@ -12,29 +16,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, dtypes, one_of, register, without
-from attnops.kernels.flashinfer.modules import ALL_KEYS, CAUSAL, FA2, FA3, NAMES, PACKAGE, sm_count
-from attnops.kernels.shared.plan import HEADER, Cutter, dtype_code, host_plan, read_header, whole_table, within, write_header
+from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, one_of, register
+from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, sm_count
+from attnops.kernels.flashinfer.package import CACHED, HALVES, PACKAGE, gapless, see_nothing
+from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
+from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
-from attnops.reference.holes import UNKNOWN
+
+if TYPE_CHECKING:
+    from attnops.ops.mla import MlaAttention
+    from attnops.ops.plan_mla import PlanMlaAttention
 
 MAKER = "attnops.ops.plan_mla_attention"
 LATENT, ROPE, TILE = 512, 64, 64
 MOST_WORKS = 16384
 """Pieces of work that a plan has room for (scheduler.cuh, MLAPlan); it does not look whether they fit."""
-FIELDS = ("num_tokens", "max_pages", "q_heads", "page_size", "dtype", "causal")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a plan is made for: all a call's numbers but its lengths. `causal`: no for a lone query, which sees every key either way."""
+class Shape(NamedTuple):
+    """What a plan is made for: all numbers of a call but its lengths. `causal`: False for a lone query, which sees every key either way."""
 
     num_tokens: int
     max_pages: int
@@ -43,45 +49,26 @@ class Shape:
     dtype: torch.dtype
     causal: bool
 
-    @property
-    def fields(self) -> list[int]:
-        """For the header."""
-        return [int(v) for v in (self.num_tokens, self.max_pages, self.q_heads, self.page_size, dtype_code(self.dtype), self.causal)]
+
+def sizes_of(sms: int) -> tuple[int, int]:
+    """Bytes of the int workspace and of the float workspace: what MLAPlan takes from them, which no length changes."""
+    sizes = (9 * 4 * MOST_WORKS + 5 * 4 * sms + 16 * 16, 2 * sms * TILE * (2 * LATENT + 4) + 64)
+    return padded(sizes[0], torch.uint8), padded(sizes[1], torch.uint8)
 
 
-def places(sms: int, workspace: Cutter) -> tuple[Tensor, Tensor]:
-    """(int workspace, float workspace): what MLAPlan takes from them, which no length changes."""
-    ints = 9 * 4 * MOST_WORKS + 5 * 4 * sms + 16 * 16
-    return workspace.cut(ints), workspace.cut(2 * sms * TILE * (2 * LATENT + 4) + 64)
-
-
-def rows_of_plan(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of_plan(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(query starts `[n + 1]`, first entries in the flat page table `[n + 1]`, keys `[n]`), int32 on the CPU, of rows of all tokens.
 
     Queries that see no key, and padding, are rows of their own without keys: causal tiles reckon from a row's keys minus its queries.
-    Raises InvalidInput for lengths that the kernels would read past the tables with.
     """
-    within("seq_lens", seq_lens, s.max_pages * s.page_size)
-    within("lengths of cu_seqlens_q", cu_seqlens_q.diff(), max_seqlen_q)
-    q_lens, k_lens, starts, firsts, keys = cu_seqlens_q.diff().tolist(), seq_lens.tolist(), [0], [], []
-    if (tokens := sum(q_lens)) > s.num_tokens:
-        raise InvalidInput("cu_seqlens_q[-1]", tokens, f"<= {s.num_tokens} tokens")
-
-    def row(queries: int, first: int, seen: int) -> None:
-        if queries:
-            starts.append(starts[-1] + queries)
-            firsts.append(first)
-            keys.append(seen)
-
-    for b, (n, length) in enumerate(zip(q_lens, k_lens, strict=True)):
+    rows: list[tuple[int, int, int]] = []  # queries, first entry, keys
+    for b, (n, length) in enumerate(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), strict=True)):
         blind = max(n - length, 0) if s.causal or length == 0 else 0
-        row(blind, 0, 0)
-        row(n - blind, b * s.max_pages, length)
+        rows += [(blind, 0, 0), (n - blind, b * s.max_pages, length)]
     # One row a token, so that a step's lengths do not change how many heads a tile holds when every request has one query.
-    for _ in range(s.num_tokens - tokens):
-        row(1, 0, 0)
-    made = (torch.tensor(x, dtype=torch.int32) for x in (starts, [*firsts, 0], keys))
-    return next(made), next(made), next(made)
+    rows = [row for row in rows if row[0]] + [(1, 0, 0)] * (s.num_tokens - int(cu_seqlens_q[-1]))
+    table = torch.tensor([(0, 0, 0), *rows], dtype=torch.int32)
+    return table[:, 0].cumsum(0, dtype=torch.int32), table[:, 1].roll(-1).contiguous(), table[1:, 2].contiguous()
 
 
 def works(s: Shape, starts: Tensor, keys: Tensor, sms: int) -> int:
@@ -96,85 +83,51 @@ def works(s: Shape, starts: Tensor, keys: Tensor, sms: int) -> int:
     return int((tiles * ((keys + part - 1) // part).clamp(min=1)).sum())
 
 
-def make_plan(
-    path: int, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, num_tokens: int, max_seqlen_q: int, q_heads: int,
-    head_dim: int, v_head_dim: int, page_size: int, dtype: str, kv_dtype: str, causal: bool = True, num_pages: int = UNKNOWN,
-    policy: str = "", plan: Tensor, workspace: Tensor,
-) -> None:  # fmt: skip
-    """See `attnops.ops.plan_mla_attention`. The copy of the lengths to the host waits for the stream, once a step."""
-    if num_tokens == 0 or page_table.numel() == 0:
-        plan.zero_()  # nothing to attend to, and nobody reads it
+def plan_mla_attention(path: int, call: PlanMlaAttention) -> None:
+    """See `attnops.ops.plan_mla_attention`."""
+    table, dtype = call.page_table, getattr(torch, call.dtype)
+    if call.num_tokens == 0 or table.numel() == 0:
+        call.plan.zero_()  # without tokens or pages, no kernel reads a plan
         return
-    s = Shape(num_tokens, page_table.shape[1], q_heads, page_size, getattr(torch, dtype), causal and max_seqlen_q > 1)
-    page_table, seq_lens = whole_table(page_table, seq_lens, cu_seqlens_q, num_pages, page_size)
-    sms = sm_count(page_table.device)
-    ints, floats = places(sms, Cutter("workspace", workspace))
-    staging = Cutter("plan", plan[HEADER:].view(torch.uint8)).cut(ints.numel())
-    lengths = torch.cat([seq_lens, cu_seqlens_q]).cpu()
-    starts, firsts, keys = rows_of_plan(s, lengths[: seq_lens.shape[0]], lengths[seq_lens.shape[0] :], max_seqlen_q)
+    s = Shape(call.num_tokens, table.shape[1], call.q_heads, call.page_size, dtype, call.causal and call.max_seqlen_q > 1)
+    sms = sm_count(table.device)
+    sizes = sizes_of(sms)
+    ints, floats = cut("workspace", call.workspace, sizes, torch.uint8)
+    [staging] = cut("plan", call.plan[HEADER:].view(torch.uint8), sizes[:1], torch.uint8)
+    starts, firsts, keys = rows_of_plan(s, *host_lengths(call, whole_table(call, call.num_pages, call.page_size)[1]))
     if (count := works(s, starts, keys, sms)) > MOST_WORKS:
         raise InvalidInput("work of a plan", f"up to {count} pieces", f"<= {MOST_WORKS}: fewer tokens or heads a call")
-    if page_table.is_cuda and not staging.is_pinned():
+    if table.is_cuda and not staging.is_pinned():
         staging = torch.empty_like(staging, pin_memory=True)  # FlashInfer takes no other
-    given = (floats, ints, staging, starts, firsts, keys, q_heads, v_head_dim, s.causal)
-    info, _ = _module(path, s.dtype, getattr(torch, kv_dtype)).plan_with_staged_workspace_bytes(*given)
-    write_header(plan, path, num_pages, s.fields, list(info))
+    given = (floats, ints, staging, starts, firsts, keys, call.q_heads, call.v_head_dim, s.causal)
+    info, _ = load(path, dtype, getattr(torch, call.kv_dtype)).plan_with_staged_workspace_bytes(*given)
+    write_header(call.plan, path, call.num_pages, s, list(info))
 
 
-def mla_attention(
-    path: int,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    holes: bool = True,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
+def mla_attention(path: int, call: MlaAttention) -> None:
     """See `attnops.ops.mla_attention`. The kernel writes every row of `output` and `lse`: padding has rows of its own in the plan."""
-    if not (output.numel() and page_table.numel() and latent_pages.numel()):
-        output.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
+    q_nope, q_pe, latents, table, kv_scale = call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.kv_scale
+    output, lse = call.output, call.lse
+    if not (output.numel() and table.numel() and latents.numel()):
+        see_nothing(call)
         return
-    s = Shape(
-        q_nope.shape[0], page_table.shape[1], q_nope.shape[1], latent_pages.shape[1], q_nope.dtype, causal and max_seqlen_q > 1
-    )  # fmt: skip
-    pages = latent_pages.shape[0]
-    made, info = read_header(plan, MAKER, FIELDS, s.fields, pages if holes else None)
-    if made != path:
-        raise InvalidInput("plan.path", NAMES.get(made, made), f"{NAMES[path]}: made for another kernel")
-    if workspace is None:
-        raise InvalidInput("workspace", "None", f"the workspace that {MAKER} was given with this plan")
-    ints, floats = places(sm_count(workspace.device), Cutter("workspace", workspace))
-    if holes:
+    s = Shape(q_nope.shape[0], table.shape[1], q_nope.shape[1], latents.shape[1], q_nope.dtype, call.causal and call.max_seqlen_q > 1)
+    info = read_header(call, MAKER, s, path, NAMES, latents.shape[0])
+    assert call.workspace is not None  # `read_header` looked
+    ints, floats = cut("workspace", call.workspace, sizes_of(sm_count(table.device)), torch.uint8)
+    if call.holes:
         # The lengths are the plan's, of the table as it is without holes.
-        page_table, _ = whole_table(page_table, seq_lens, cu_seqlens_q, pages, s.page_size)
+        table, _ = whole_table(call, latents.shape[0], s.page_size)
     if kv_scale is not None:
-        factor = kv_scale if q_scale is None else kv_scale * q_scale
+        factor = kv_scale if call.q_scale is None else kv_scale * call.q_scale
         # One launch a part: a product of its own would be float32, and a copy.
         q_nope, q_pe = (torch.mul(x, factor, out=torch.empty_like(x)) for x in (q_nope, q_pe))
     out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
-    z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    latent, table = latent_pages[..., :LATENT], page_table.contiguous().view(-1)
-    _module(path, q_nope.dtype, latent_pages.dtype).run(
-        floats, ints, info, q_nope, q_pe, latent, latent_pages[..., LATENT:], table, out, z, CAUSAL if s.causal else ALL_KEYS,
-        s.q_heads, s.page_size, scale, True, 1.0, 1.0, None,
+    z = None if lse is None else gapless(lse)
+    # MaskMode: 0 is all keys, 1 causal.
+    load(path, q_nope.dtype, latents.dtype).run(
+        floats, ints, info, q_nope, q_pe, latents[..., :LATENT], latents[..., LATENT:], table.contiguous().view(-1), out, z, int(s.causal),
+        s.q_heads, s.page_size, call.scale, True, 1.0, 1.0, None,
     )  # fmt: skip
     if kv_scale is not None:
         torch.mul(out, kv_scale, out=output)
@@ -185,7 +138,7 @@ def mla_attention(
 
 
 @functools.cache
-def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
+def load(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
     """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk. Its last argument: no profiler."""
     from flashinfer.jit import gen_batch_mla_module
 
@@ -194,22 +147,15 @@ def _module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
 
 def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
     """See `attnops.ops.plan_mla_sizes`. No length or size of a call matters."""
-    plan, workspace = Cutter("plan"), Cutter("workspace")
-    sms = sm_count(device)
-    places(sms, workspace)
-    plan.cut(9 * 4 * MOST_WORKS + 5 * 4 * sms + 16 * 16)
-    return HEADER + -(-plan.used // 8), workspace.used
+    ints, floats = sizes_of(sm_count(device))
+    return HEADER + ints // 8, ints + floats
 
 
-def _dtypes(p: Problem) -> Refusal | None:
-    if p.kv_dtype == torch.float8_e4m3fn and p.dtype == torch.bfloat16:
-        return None if p.target.arch == 90 else Refusal("kv_dtype", p.kv_dtype, "the query's bfloat16 (float8_e4m3fn on sm90)")
-    return dtypes(torch.float16, torch.bfloat16)(p)
-
-
-def _scales(p: Problem) -> Refusal | None:
+def _float8(p: Problem) -> Refusal | None:
     if p.kv_dtype == p.dtype:
         return Refusal("kv_scales", True, "no (but of float8 latents)") if p.kv_scales else None
+    if p.dtype != torch.bfloat16 or p.target.arch != 90:
+        return Refusal("kv_dtype", p.kv_dtype, "the query's dtype (float8_e4m3fn for bfloat16 on sm90)")
     return Refusal("lse", True, "no (over float8 latents)") if p.lse else None
 
 
@@ -220,44 +166,22 @@ def _heads(p: Problem) -> Refusal | None:
     return Refusal("q_heads", p.q_heads, f"a divisor of {TILE}, or {2 * TILE} (causal, more than one query a request)")
 
 
-NEEDS: tuple[Need, ...] = (
-    _dtypes,
-    one_of("v_head_dim", LATENT),
-    one_of("rope_dim", ROPE),
-    _heads,
-    _scales,
-    *without("mask", "sinks", "softcap", "windowed"),
-)
-
-
-def declare(path: int, where: Need, cost_us: Callable[[Problem], float], about: str) -> None:
-    """Register `flashinfer_mla_<path>`: its plan and its attention."""
-    name = f"flashinfer_mla_{NAMES[path]}"
-    assert path in (FA2, FA3)
+NEEDS: tuple[Need, ...] = (one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), _heads, _float8)
+TAKES = frozenset({"q_scale", "kv_scale", "causal", "lse", "holes"})
+FA2_US = phases(Roofline(18.4, 0.61, 0.41, 0.0032, 8300), Roofline(8.0, 0.44, 0.35, 0.085, 240))
+FA3_US = phases(Roofline(17.1, 1.2, 0.89, 0.0012, 31_000), Roofline(7.4, 0.54, 0.83, 0.07, 230))
+for _path, _where, _cost_us, _about in (
+    (FA2, arch(80, 86, 87, 89, 90, 100, 103, 120, 121), FA2_US, "FlashInfer: MLA of SM80 and later, planned by the host"),
+    (FA3, arch(90), FA3_US, "FlashInfer: MLA on SM90, planned by the host"),
+):
     # NEVER: as in `flashinfer`, for Inductor's recorder of CUDA graphs would copy the plan.
-    register(
-        Kernel(
-            name,
-            "plan_mla_attention",
-            functools.partial(make_plan, path),
-            needs=(where, *NEEDS),
-            packages=(PACKAGE,),
-            cost_us=lambda p: 700.0 + path,
-            capture=Capture.NEVER,
-            plan=Plan(sizes=plan_sizes),
-            about=about,
-        )
-    )
-    register(
-        Kernel(
-            name,
-            "mla_attention",
-            functools.partial(mla_attention, path),
-            needs=(where, *NEEDS, host_plan(MAKER), one_of("last_dim_contiguous", True)),
-            packages=(PACKAGE,),
-            cost_us=cost_us,
-            capture=Capture.NEVER,
-            tolerance=Tolerance(rounded_sums=path == FA2),
-            about=about,
-        )
-    )
+    _kernel = functools.partial(
+        Kernel, f"flashinfer_mla_{NAMES[_path]}", dtypes=HALVES, kv_dtypes=CACHED, packages=(PACKAGE,), capture=Capture.NEVER,
+        about=_about,
+    )  # fmt: skip
+    _us: Callable[[Problem], float] = functools.partial(lambda path, p: 700.0 + path, _path)
+    _plan = functools.partial(plan_mla_attention, _path)
+    register(_kernel("plan_mla_attention", _plan, needs=(_where, *NEEDS), cost_us=_us, plan=Plan(sizes=plan_sizes)))
+    _needs = (_where, *NEEDS, host_plan(MAKER), one_of("last_dim_contiguous", True))
+    _run, _tolerance = functools.partial(mla_attention, _path), Tolerance(rounded_sums=_path == FA2)
+    register(_kernel("mla_attention", _run, takes=TAKES, needs=_needs, cost_us=_cost_us, tolerance=_tolerance))

@@ -1,43 +1,35 @@
-"""FlashInfer seen from outside: which of its kernels a call takes, how much scratch it wants, and its JIT modules.
+"""The numbers of a FlashInfer call: which of its kernels the call takes, how much scratch that wants, and its JIT modules.
 
-Its wrapper classes hold buffers and the last plan; the modules under them hold nothing, so those are used. Plans are made in FlashInfer's
-CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only what lies in the workspace changes.
-
-Importing flashinfer asks every GPU for its capability, which initialises CUDA, and makes folders under the user's cache. Both are left
-to it: it is imported when a kernel or a plan runs on CUDA tensors, when CUDA is up already, and no variable is set in its behalf.
+FlashInfer's wrapper classes hold buffers and the last plan; the modules under them hold nothing, so those are used. Plans are made in
+its CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only the workspace's contents change.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Package
-from attnops.kernels.shared.plan import Cutter, dtype_code
+from attnops.kernel import deterministic
+from attnops.kernels.shared.plan import padded
 
-PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2", "pip install flashinfer-python")
+if TYPE_CHECKING:
+    from attnops.ops.paged import PagedAttention
+    from attnops.ops.plan import PlanPagedAttention
 
 DECODE, FA2, FA3 = 1, 2, 3
 """Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group packed, warp groups of SM90."""
 NAMES = {DECODE: "decode", FA2: "fa2", FA3: "fa3"}
-NHD, ALL_KEYS, CAUSAL = 0, 0, 1
+NHD = 0
 I32 = torch.int32
 
-FIELDS = (
-    "num_tokens", "requests", "max_pages", "q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size", "dtype", "kv_dtype",
-    "decode", "causal", "window_left", "softcap", "sinks", "deterministic",
-)  # fmt: skip
 
+class Shape(NamedTuple):
+    """What a plan is made for: all numbers of a call but its lengths.
 
-@dataclass(frozen=True)
-class Shape:
-    """What a plan is made for: all a call's numbers but its lengths. `decode`: no request has more than one query.
-
+    decode: no request has more than one query. causal: False for a decode, whose query sees every key either way.
     Packed calls have no pages: their page_size is 1 and max_pages 0.
     """
 
@@ -50,7 +42,6 @@ class Shape:
     v_head_dim: int
     page_size: int
     dtype: torch.dtype
-    kv_dtype: torch.dtype
     decode: bool
     causal: bool
     window_left: int
@@ -58,12 +49,26 @@ class Shape:
     sinks: bool
     deterministic: bool
 
-    @property
-    def fields(self) -> list[int]:
-        """For the header. A lone query at the last key sees the same keys, causal or not."""
-        values = {name: getattr(self, name) for name in FIELDS}
-        values |= {"dtype": dtype_code(self.dtype), "kv_dtype": dtype_code(self.kv_dtype), "causal": self.causal or self.decode}
-        return [int(v) for v in values.values()]
+    @classmethod
+    def of_layer(cls, call: PagedAttention) -> Shape:
+        """Of a layer's call."""
+        tokens, q_heads, head_dim = call.query.shape
+        _, page_size, kv_heads, v_head_dim = call.v_pages.shape
+        (requests, pages), decode = call.page_table.shape, call.max_seqlen_q <= 1
+        return cls(
+            tokens, requests, pages, q_heads, kv_heads, head_dim, v_head_dim, page_size, call.query.dtype, decode,
+            call.causal and not decode, call.window_left, call.softcap > 0, call.sinks is not None, deterministic(call.policy),
+        )  # fmt: skip
+
+    @classmethod
+    def of_plan(cls, call: PlanPagedAttention) -> Shape:
+        """Of the plan op's call."""
+        (requests, pages), decode = call.page_table.shape, call.max_seqlen_q <= 1
+        return cls(
+            call.num_tokens, requests, pages, call.q_heads, call.kv_heads, call.head_dim, call.v_head_dim, call.page_size,
+            getattr(torch, call.dtype), decode, call.causal and not decode, call.window_left, call.softcap, call.sinks,
+            deterministic(call.policy),
+        )  # fmt: skip
 
     @property
     def group(self) -> int:
@@ -72,13 +77,8 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """What FlashInfer takes for requests: the tokens when decoding, else the requests and one more that owns the padding."""
+        """Requests as FlashInfer sees them: the tokens when decoding, else the requests and one more that owns the padding."""
         return self.num_tokens if self.decode else self.requests + 1
-
-    @property
-    def mask_mode(self) -> int:
-        """FlashInfer's MaskMode."""
-        return CAUSAL if self.causal and not self.decode else ALL_KEYS
 
 
 def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
@@ -115,7 +115,7 @@ def tile_q(s: Shape) -> int:
 
 
 def total_rows(s: Shape) -> int:
-    """Rows that FA2 is told to reckon with. Deterministic: so many that its tile is the same for any batch."""
+    """The rows that FA2's planner is given. Deterministic: so many that its tile is the same for any batch."""
     return max(s.num_tokens, s.rows + 128) if s.deterministic else s.num_tokens
 
 
@@ -139,117 +139,112 @@ def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
 
 
 class Places(NamedTuple):
-    """What lies where in a workspace, int32 pieces: three tables side by side, the page ids, and what FlashInfer writes."""
+    """The pieces of a workspace, int32: three tables side by side, a gap, the page ids, and two that FlashInfer writes."""
 
     starts: Tensor
     page_starts: Tensor
     last: Tensor
+    gap: Tensor
     indices: Tensor
     ints: Tensor
     floats: Tensor
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call's shape and path, and what follows from them: `fields` of the header, `sizes` of the workspace's pieces in int32.
-
-    tables: numbers in the three tables. used: bytes of the workspace. overlap: a kernel may begin while the one before it ends
-    (programmatic dependent launch), as FlashInfer's wrappers launch them from SM90 on; the merge of split keys begins 1 to 2 us sooner.
-    """
-
-    shape: Shape
-    path: int
-    fields: tuple[int, ...]
-    sizes: tuple[int, ...]
-    tables: int
-    used: int
-    overlap: bool
-
-    def places(self, workspace: Tensor) -> Places:
-        """Cut `workspace`, uint8 `[n]`. Calls of the same sizes find the same addresses. Raises InvalidInput when it is too short."""
-        if workspace.numel() < self.used:
-            raise InvalidInput("workspace", f"{workspace.numel()} bytes", f">= {self.used}: the sizes that its plan_sizes give")
-        # One split: views one by one would cost more than the rest of a call.
-        starts, page_starts, last, _, indices, _, ints, _, floats = workspace[: self.used].view(I32).split_with_sizes(self.sizes)
-        return Places(starts, page_starts, last, indices, ints, floats)
-
-
-def cut(s: Shape, path: int, sms: int) -> Cutter:
-    """The workspace of a call, counted: tables, page ids, int and float workspace."""
-    ints, floats = scratch(s, path, sms)
-    counted = Cutter("workspace")
-    for size in (3 * s.rows + 2, s.requests * s.max_pages, -(-ints // 4), -(-floats // 4)):
-        counted.cut(size, I32)
-    return counted
-
-
-@functools.lru_cache(maxsize=1024)
-def call_of(arch: int, sms: int, max_seqlen_q: int, *numbers: Any) -> Call:
-    """The Call of these numbers, `numbers` being those of Shape in order. A pure function, asked by every layer."""
-    s = Shape(*numbers)
-    path = path_of(s, arch, max_seqlen_q)
-    counted = cut(s, path, sms)
-    indices, ints, floats = (start // 4 for start in counted.starts[1:])
-    used, pages = -(-counted.used // 4), s.requests * s.max_pages
-    ends = (s.rows + 1, s.rows + 1, s.rows, indices - 3 * s.rows - 2, pages, ints - indices - pages)
-    size = -(-scratch(s, path, sms)[0] // 4)
-    sizes = (*ends, size, floats - ints - size, used - floats)
-    return Call(s, path, tuple(s.fields), sizes, 3 * s.rows + 2, 4 * used, arch >= 90)
+def sizes_of(s: Shape, path: int, sms: int) -> tuple[int, ...]:
+    """The int32 numbers of each piece, each piece of FlashInfer's aligned."""
+    tables = 3 * s.rows + 2
+    ends = (s.rows + 1, s.rows + 1, s.rows, padded(tables, I32) - tables)
+    return *ends, padded(s.requests * s.max_pages, I32), *(padded(-(-size // 4), I32) for size in scratch(s, path, sms))
 
 
 # The modules ----------------------------------------------------------------------------------------------------------
 
 
-def module(s: Shape, path: int) -> Any:
-    """FlashInfer's module for the call: built by nvcc at first use, then loaded from its cache on disk."""
-    return load_module(path, s.dtype, s.kv_dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
+class Module(NamedTuple):
+    """The numbers that tell FlashInfer's modules apart, written path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]."""
+
+    path: int
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, s: Shape, path: int) -> Module:
+        """Of a call."""
+        return cls(path, s.dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
+
+    def __str__(self) -> str:
+        dims = str(self.head_dim) + (f"x{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
+        flags = [f for f in self._fields[4:] if getattr(self, f)]
+        return ":".join([NAMES[self.path], str(self.dtype).removeprefix("torch."), dims, *flags])
 
 
 @functools.cache
-def load_module(path: int, dtype: torch.dtype, kv_dtype: torch.dtype, d: int, dv: int, windowed: bool, softcap: bool, sinks: bool) -> Any:
-    """As `module`, of what tells modules apart."""
-    types = (dtype, kv_dtype, dtype, I32, d, dv, 0)
-    if sinks:
+def load(m: Module) -> Any:
+    """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk."""
+    types = (m.dtype, m.dtype, m.dtype, I32, m.head_dim, m.v_head_dim, 0)
+    if m.sinks:
         from flashinfer.jit.attention.modules import gen_batch_prefill_attention_sink_module
 
-        return gen_batch_prefill_attention_sink_module(NAMES[path], *types, windowed).build_and_load()
-    if path == DECODE:
+        return gen_batch_prefill_attention_sink_module(NAMES[m.path], *types, m.window).build_and_load()
+    if m.path == DECODE:
         from flashinfer.decode import get_batch_decode_module
 
-        return get_batch_decode_module(*types, windowed, softcap)
+        return get_batch_decode_module(*types, m.window, m.softcap)
     from flashinfer.prefill import get_batch_prefill_module
 
-    return get_batch_prefill_module(NAMES[path], *types, windowed, softcap, False)
+    return get_batch_prefill_module(NAMES[m.path], *types, m.window, m.softcap, False)
 
 
-def load_unlike(s: Shape, path: int) -> None:
-    """Load what a paged run with unlike strides of keys and values loads at its first call, which must not fall into a capture."""
-    if path == FA2 and s.head_dim != s.v_head_dim and not s.sinks:
-        module(s, path).prewarm_paged_kv_stride_variant()
+def load_paged(m: Module) -> Any:
+    """`load`, and what a paged run with unlike strides of keys and values loads at its first call, which must not be in a capture."""
+    found = load(m)
+    if m.path == FA2 and m.head_dim != m.v_head_dim and not m.sinks:
+        found.prewarm_paged_kv_stride_variant()
+    return found
 
 
-def run_decode(
-    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, scale: float,
-    softcap: float,
-) -> None:  # fmt: skip
-    """The CUDA-core kernel on (query, key pages, value pages). lse: base 2, written in place."""
-    s, tables = c.shape, (at.page_starts, at.indices, at.last, out, lse)
-    module(s, DECODE).run(at.floats, at.ints, ints, *tensors, *tables, NHD, s.window_left, c.overlap, None, softcap, scale, 1.0, 1e4)
+class Layout(NamedTuple):
+    """A call's shape and path, and what follows from them.
+
+    sizes: of `Places`. overlap: a kernel may begin while the one before it ends (programmatic dependent launch), as FlashInfer's
+    wrappers launch them from SM90 on; the merge of split keys begins 1 to 2 us sooner.
+    """
+
+    shape: Shape
+    path: int
+    module: Module
+    sms: int
+    sizes: tuple[int, ...]
+    overlap: bool
 
 
-def run_prefill(
-    c: Call, at: Places, ints: list[int], tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor,
-    lse: Tensor | None, scale: float, softcap: float,
-) -> None:  # fmt: skip
-    """FA2 or FA3 on (query, key, value), pages or packed. lse: base 2, written in place."""
-    s, pages = c.shape, c.shape.max_pages > 0
-    tables = (at.page_starts, at.indices, at.last) if pages else (at.page_starts,)
-    found = module(s, c.path)
-    call = found.paged_run if pages else found.ragged_run
-    given = (at.floats, at.ints, ints, *tensors, at.starts, *tables, out, lse, s.mask_mode, NHD, s.window_left, c.overlap)
-    if sinks is not None:
-        call(*given, sinks.detach().float().contiguous(), scale)
+@functools.lru_cache(maxsize=1024)
+def layout_of(device: torch.device, arch: int, max_seqlen_q: int, s: Shape) -> Layout:
+    """The layout of a call. A pure function, asked by every layer."""
+    path, sms = path_of(s, arch, max_seqlen_q), sm_count(device)
+    return Layout(s, path, Module.of(s, path), sms, sizes_of(s, path, sms), arch >= 90)
+
+
+def run(c: Layout, at: Places, ints: list[int], call: Any, tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None) -> None:
+    """A call's kernel on (query, key, value), pages or packed. lse: base 2, written in place."""
+    s, found, pages = c.shape, load(c.module), (at.page_starts, at.indices, at.last)
+    given: tuple[Any, ...]
+    if c.path == DECODE:
+        given = (*tensors, *pages, out, lse, NHD, s.window_left, c.overlap, None, call.softcap, call.scale, 1.0, 1e4)
+        found.run(at.floats, at.ints, ints, *given)
         return
-    nothing = (None,) * 6
-    scales = (None, None, None) if pages else ()
-    call(*given, *nothing, softcap, scale, *scales, 1.0, 1e4, 0, *((at.floats.nbytes,) if pages else ()))
+    paged = s.max_pages > 0
+    tables = (at.starts, *(pages if paged else pages[:1]))
+    # FlashInfer's MaskMode: 0 is all keys, 1 causal.
+    given = (at.floats, at.ints, ints, *tensors, *tables, out, lse, int(s.causal), NHD, s.window_left, c.overlap)
+    if call.sinks is not None:
+        given += (call.sinks.detach().float().contiguous(), call.scale)
+    elif paged:
+        given += (*(None,) * 6, call.softcap, call.scale, None, None, None, 1.0, 1e4, 0, at.floats.nbytes)
+    else:
+        given += (*(None,) * 6, call.softcap, call.scale, 1.0, 1e4, 0)
+    (found.paged_run if paged else found.ragged_run)(*given)

@@ -9,16 +9,21 @@ for SM90: read in the PTX) drops those loads.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
-from attnops.kernels.flashinfer import package as _pkg
+from attnops.kernels.flashinfer import package
 from attnops.kernels.shared.rows import aligned, countable
 from attnops.problem import Problem, Refusal
 from attnops.reference.rope_quantize import STORED
 
-ARCHS = tuple(a for a in _pkg.ARCHS if a >= 89)
+if TYPE_CHECKING:
+    from attnops.ops.rope_quantize import RopeQuantizeLatent
+
+ARCHS = tuple(a for a in package.ARCHS if a >= 89)
 """Those that round to float8 themselves."""
 
 ROPE_UNIT = 32
@@ -30,32 +35,21 @@ DIM_UNIT = 16
 GRID_Y = 65535
 
 
-def rope_quantize_latent(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent: Tensor,
-    k_pe: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    *,
-    q_scale: float = 1.0,
-    kv_scale: float = 1.0,
-    interleaved: bool = False,
-    policy: str = "",
-) -> tuple[Tensor, Tensor]:
+def rope_quantize_latent(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
     """See `attnops.ops.rope_quantize_latent`."""
+    q_nope, q_pe, latent, k_pe = call.q_nope, call.q_pe, call.latent, call.k_pe
     tokens, heads, dims = q_nope.shape
     both = dims + q_pe.shape[2]
     query = torch.empty((tokens, heads, both), dtype=STORED, device=q_nope.device)
     row = torch.empty((tokens, both), dtype=STORED, device=q_nope.device)
     if tokens == 0:
         return query, row
-    table = cos_sin.contiguous()
+    table = call.cos_sin.contiguous()
     aligned(q_nope=q_nope, q_pe=q_pe, latent=latent, k_pe=k_pe, cos_sin=table)
     countable(q_nope=q_nope)
-    _pkg.module("rope").mla_rope_quantize_fp8(
-        q_pe, k_pe, q_nope, latent, table, positions.contiguous(), is_neox=not interleaved, quantize_dtype=STORED,
-        quant_scale_q=1.0 / q_scale, quant_scale_kv=1.0 / kv_scale, q_rope_out=query[..., dims:], k_rope_out=row[:, dims:],
+    package.module("rope").mla_rope_quantize_fp8(
+        q_pe, k_pe, q_nope, latent, table, call.positions.contiguous(), is_neox=not call.interleaved, quantize_dtype=STORED,
+        quant_scale_q=1.0 / call.q_scale, quant_scale_kv=1.0 / call.kv_scale, q_rope_out=query[..., dims:], k_rope_out=row[:, dims:],
         q_nope_out=query[..., :dims], k_nope_out=row[:, :dims],
     )  # fmt: skip
     return query, row
@@ -78,16 +72,18 @@ register(
         "flashinfer_rope",
         "rope_quantize_latent",
         rope_quantize_latent,
+        takes=frozenset({"interleaved"}),
+        dtypes=package.HALVES,
+        kv_dtypes=(STORED,),
         needs=(
             arch(*ARCHS),
-            one_of("dtype", torch.float16, torch.bfloat16),
             multiple_of("rope_dim", ROPE_UNIT),
             multiple_of("v_head_dim", DIM_UNIT),
             one_of("last_dim_contiguous", True),
             _blocks,
         ),
-        packages=(_pkg.package(),),
-        probe=_pkg.missing,
+        packages=(package.PACKAGE,),
+        probe=package.missing,
         cost_us=_cost_us,
         invariant=Invariant(),
         about="FlashInfer's RoPE and quantisation for MLA",

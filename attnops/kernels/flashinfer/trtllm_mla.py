@@ -1,26 +1,27 @@
 """`trtllm_mla`: TensorRT-LLM's generated decode for latents of 512 + 64 through FlashInfer, on SM100 and SM103.
 
 `flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla` with its `trtllm-gen` kernels, binaries that it fetches at first use. Every query
-token is a row of its own: with queries of several lengths the kernels return no lse. What comes out is
-bfloat16, whatever dtype the output of a float8 query has. None of this ran here on such a device. Unknown for
-that reason: whether NaN in the slots of a page past its request's end reaches the output; and what lse holds where there are sinks,
-hence the refusal.
+token is a row of its own: with queries of several lengths the kernels return no lse. The result is bfloat16, whatever dtype the output
+of a float8 query has. None of this ran here on such a device. Unknown for that reason: whether NaN in the slots of a page past its
+request's end reaches the output; and the lse where there are sinks, hence the refusal.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.errors import InvalidInput
-from attnops.kernel import Kernel, Plan, Tolerance, arch, extent_at_most, one_of, register, without
-from attnops.kernels.flashinfer.trtllm import split_bytes, stats_bytes
-from attnops.kernels.flashinfer.trtllm_package import PACKAGE, no_compiler
-from attnops.kernels.shared import workspace as _workspace
+from attnops.kernel import Kernel, Plan, Tolerance, arch, extent_at_most, one_of, register
+from attnops.kernels.flashinfer import package as fi
+from attnops.kernels.shared import workspace
 from attnops.kernels.shared.decode import batch_by_token, rows, whole
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal
+
+if TYPE_CHECKING:
+    from attnops.ops.mla import MlaAttention
 
 LATENT, ROPE, NOPE = 512, 64, 128
 TILE = 128
@@ -29,52 +30,29 @@ MOST_QUERIES = 8
 """Of one request. Every token reads all keys of its request."""
 
 
-def mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    latent_pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    plan: Tensor | None = None,
-    *,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    policy: str = "",
-    output: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
+def mla_attention(call: MlaAttention) -> None:
     """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here. workspace: as `workspace_bytes` says."""
-    if not (output.numel() and page_table.numel() and latent_pages.numel()):
-        output.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
+    q_nope, pages, output, lse, sinks = call.q_nope, call.latent_pages, call.output, call.lse, call.sinks
+    if not (output.numel() and call.page_table.numel() and pages.numel()):
+        fi.see_nothing(call)
         return
     tokens, heads = q_nope.shape[:2]
-    counters, scratch = _workspace.split(workspace, split_bytes(LATENT) + (0 if lse is None else stats_bytes(tokens, heads, 1)))
-    if tokens * heads * 4 > counters.numel():
-        raise InvalidInput("q_nope.shape[0]", tokens, f"<= {counters.numel() // 4 // heads} tokens of {heads} heads")
+    stats = 0 if lse is None else fi.stats_bytes(tokens, heads, 1)
+    counters, scratch = fi.split(call.workspace, fi.split_bytes(LATENT) + stats, "q_nope.shape[0]", tokens, heads, "tokens")
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla  # pyright: ignore[reportAttributeAccessIssue]
 
-    tables, lengths, _ = batch_by_token(plan, page_table, seq_lens, cu_seqlens_q, tokens, causal, q_nope.shape[1])
-    tables = pad(tables, (0, -tables.shape[1] % (TILE // latent_pages.shape[1])))
+    tables, lengths, _ = batch_by_token(call.plan, call.page_table, call.seq_lens, call.cu_seqlens_q, tokens, call.causal, heads)
+    tables = pad(tables, (0, -tables.shape[1] % (TILE // pages.shape[1])))
     out = output if output.is_contiguous() and output.dtype == torch.bfloat16 else torch.empty_like(q_nope, dtype=torch.bfloat16)
-    z = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    scales = (scale, 1.0) if q_scale is None or kv_scale is None else (q_scale * kv_scale * scale, kv_scale)
-    # A row without keys is given one; what comes of it is thrown away.
+    z = None if lse is None else fi.gapless(lse)
+    q_scale, kv_scale = call.q_scale, call.kv_scale
+    scales = (call.scale, 1.0) if q_scale is None or kv_scale is None else (q_scale * kv_scale * call.scale, kv_scale)
+    # A row without keys is given one; its result is thrown away.
     trtllm_batch_decode_with_kv_cache_mla(
-        whole(q_nope, q_pe).contiguous()[:, None], latent_pages, scratch, NOPE, LATENT, ROPE, tables, lengths.clamp(min=1),
-        tables.shape[1] * latent_pages.shape[1], out=out.view(tokens, 1, heads, LATENT), backend="trtllm-gen",
-        bmm1_scale=scales[0], bmm2_scale=scales[1], sinks=None if sinks is None else sinks.float().contiguous(),
-        lse=z, return_lse=z is not None, return_lse_base="basee", multi_ctas_kv_counter_buffer=counters,
+        whole(q_nope, call.q_pe).contiguous()[:, None], pages, scratch, NOPE, LATENT, ROPE, tables, lengths.clamp(min=1),
+        tables.shape[1] * pages.shape[1], out=out.view(tokens, 1, heads, LATENT), backend="trtllm-gen", bmm1_scale=scales[0],
+        bmm2_scale=scales[1], sinks=None if sinks is None else sinks.float().contiguous(), lse=z, return_lse=z is not None,
+        return_lse_base="basee", multi_ctas_kv_counter_buffer=counters,
     )  # fmt: skip
     blind = (lengths == 0)[:, None]
     out.masked_fill_(blind[..., None], 0.0)
@@ -89,13 +67,7 @@ def mla_attention(
 def workspace_bytes(p: Problem) -> int:
     """Of a call. A number of tokens without a known bound counts as its hint; a call that turns out larger raises InvalidInput."""
     tokens = max(p.tokens.hint if p.tokens.hi is None else p.tokens.hi, 1)
-    return _workspace.total(split_bytes(LATENT) + (stats_bytes(tokens, p.q_heads, 1) if p.lse else 0))
-
-
-def _dtypes(p: Problem) -> Refusal | None:
-    if p.dtype == p.kv_dtype and p.dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        return None
-    return Refusal("dtype, kv_dtype", (p.dtype, p.kv_dtype), "both bfloat16 or both float8_e4m3fn")
+    return workspace.total(fi.split_bytes(LATENT) + (fi.stats_bytes(tokens, p.q_heads, 1) if p.lse else 0))
 
 
 def _heads(p: Problem) -> Refusal | None:
@@ -111,9 +83,10 @@ register(
         "trtllm_mla",
         "mla_attention",
         mla_attention,
+        takes=frozenset({"sinks", "q_scale", "kv_scale", "causal", "lse"}),
+        dtypes=(torch.bfloat16, torch.float8_e4m3fn),
         needs=(
             arch(100, 103),
-            _dtypes,
             _heads,
             one_of("v_head_dim", LATENT),
             one_of("rope_dim", ROPE),
@@ -122,11 +95,10 @@ register(
             one_of("last_dim_contiguous", True),
             one_of("pages_packed", True),
             _sinks,
-            _workspace.not_of_a_plan,
-            *without("mask", "softcap", "windowed"),
+            workspace.not_of_a_plan,
         ),
-        packages=(PACKAGE,),
-        probe=no_compiler,
+        packages=(fi.PACKAGE,),
+        probe=fi.no_compiler,
         cost_us=Roofline(13.0, 0.83, 0.55),  # of the hardware's figures: not measured
         plan=Plan(device=rows),
         tolerance=Tolerance(16.0),  # of float8, where the weights are rounded to it too; tests hold bfloat16 to an eighth of it

@@ -1,17 +1,19 @@
-"""Plans made by the host: the header that says what a plan is and what it was made for, and how one workspace is cut up.
+"""Plans made by the host: the header that says what a plan is and what it was made for, and how a buffer is cut up.
 
 A plan is an int64 tensor on the CPU. Its first HEADER numbers are
 
     MAGIC, path, number of fields, number of ints, pages of the pool, the fields, the ints
 
 where `path` is the maker's own number for what it planned (never 0), the fields are the call the plan was made for, and the ints are
-what the foreign planner returned. The pages are `holes.UNKNOWN` where the maker was given none. What follows the header is the maker's
-staging memory. A plan of zeros is no plan.
+what the foreign planner returned. The pages are `holes.UNKNOWN` where the maker was given none. The maker's staging memory follows the
+header. A plan of zeros is no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,62 +32,91 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, tor
 ALIGN = 256
 
 
-def whole_table(
-    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, num_pages: int, page_size: int, window_left: int = -1
-) -> tuple[Tensor, Tensor]:
-    """The table and lengths that a plan is made of: without holes."""
+def whole_table(call: Any, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """The page table and the lengths of a call without holes, from which its plan is made."""
+    left = getattr(call, "window_left", -1)
     named, lengths = torch.ops.attnops.named_pages.default(
-        page_table, seq_lens, cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=window_left < 0, window_left=window_left
+        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=left < 0, window_left=left
     )
     return named, lengths
 
 
-def write_header(plan: Tensor, path: int, num_pages: int, fields: Sequence[int], ints: Sequence[int]) -> None:
-    """Say what the plan is. `plan`: int64 `[>= HEADER]` on the CPU. The rest of the header becomes 0."""
-    numbers = [MAGIC, path, len(fields), len(ints), num_pages, *map(int, fields), *map(int, ints)]
+def host_lengths(call: Any, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """(`seq_lens`, cu_seqlens_q) of a plan op's call on the CPU. The copy waits for the stream, once a step.
+
+    Raises InvalidInput for a length with which the kernels would read past the tables.
+    """
+    keys, cu_seqlens = torch.cat([seq_lens, call.cu_seqlens_q]).cpu().split([seq_lens.shape[0], call.cu_seqlens_q.shape[0]])
+    within("seq_lens", keys, call.page_table.shape[1] * call.page_size)
+    within("lengths of cu_seqlens_q", cu_seqlens.diff(), call.max_seqlen_q)
+    within("cu_seqlens_q[-1]", cu_seqlens[-1:], call.num_tokens)
+    return keys, cu_seqlens
+
+
+def within(field: str, lengths: Tensor, most: int) -> None:
+    """Raise InvalidInput unless lengths on the CPU are from 0 to `most`."""
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
+        raise InvalidInput(field, lengths.tolist(), f"0 <= each <= {most}")
+
+
+@functools.lru_cache(maxsize=1024)
+def fields_of(shape: tuple[Any, ...]) -> list[int]:
+    """The numbers of a named tuple as a header holds them. Raises InvalidInput for a dtype that no plan is made for."""
+    for value in shape:
+        if isinstance(value, torch.dtype) and value not in DTYPES:
+            raise InvalidInput("dtype", value, " | ".join(str(d).removeprefix("torch.") for d in DTYPES))
+    return [DTYPES.index(v) if isinstance(v, torch.dtype) else int(v) for v in shape]
+
+
+def write_header(plan: Tensor, path: int, num_pages: int, shape: tuple[Any, ...], ints: Sequence[int]) -> None:
+    """Say what the plan is. `plan`: int64 `[>= HEADER]` on the CPU. shape: the call it was made for, a named tuple."""
+    fields = fields_of(shape)
+    numbers = [MAGIC, path, len(fields), len(ints), num_pages, *fields, *map(int, ints)]
     if len(numbers) > HEADER:
         raise InvalidInput("plan header", f"{len(numbers)} numbers", f"<= {HEADER}")
     plan[:HEADER] = torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
 
-def read_header(
-    plan: Tensor | None, maker: str, names: Sequence[str], fields: Sequence[int], num_pages: int | None
-) -> tuple[int, list[int]]:
-    """(path, ints) of a plan that was made for this call. No sync: the plan lies on the CPU.
+def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int, str], num_pages: int) -> list[int]:
+    """The ints of a plan that was made for this call. No sync: the plan is on the CPU.
 
-    maker: the op that makes such plans, for messages. names, fields: the call, as `write_header` was told. num_pages: pages of the pool;
-    None where the caller promises a table without holes.
-    Raises InvalidInput: there is no plan, it is of another format, or it was made for another call; the message names the field.
+    Args:
+        call: its plan, workspace and holes are looked at.
+        maker: the op that makes such plans, for messages.
+        shape: the call, as `write_header` was given it.
+        path: the call's. paths: their names.
+        num_pages: pages of the pool.
+
+    Raises:
+        InvalidInput: there is no plan, it has another format, or it was made for another call; the message names the field.
     """
+    plan, want = call.plan, f"what {maker} made for this batch"
     if plan is None:
-        raise InvalidInput("plan", "none", f"what {maker} made for this batch")
+        raise InvalidInput("plan", "none", want)
     numbers = plan[:HEADER].tolist()
     if len(numbers) < HEADER or numbers[0] != MAGIC:
         found = "no header" if not any(numbers) else "another header"
-        raise InvalidInput("plan", f"int64 {tuple(plan.shape)} with {found}", f"what {maker} made for this batch (format {FORMAT})")
-    path, count, ints, pages = numbers[1:FIRST]
-    made = numbers[FIRST : FIRST + count]
-    if made != list(fields):
+        raise InvalidInput("plan", f"int64 {tuple(plan.shape)} with {found}", f"{want} (format {FORMAT})")
+    made_path, count, ints, pages = numbers[1:FIRST]
+    made, fields = numbers[FIRST : FIRST + count], fields_of(shape)
+    if made != fields:
         if count != len(fields):
-            raise InvalidInput("plan", f"a plan of {count} fields", f"{len(fields)}: what {maker} made for this batch")
-        at = next(i for i, (a, b) in enumerate(zip(made, fields, strict=True)) if a != b)
-        raise InvalidInput(f"plan.{names[at]}", shown(names[at], made[at]), f"{shown(names[at], fields[at])}, as in this call")
-    if num_pages is not None and pages != num_pages:
+            raise InvalidInput("plan", f"a plan of {count} fields", f"{len(fields)}: {want}")
+        name, got, own = next(x for x in zip(shape._fields, made, fields, strict=True) if x[1] != x[2])
+        raise InvalidInput(f"plan.{name}", _shown(name, got), f"{_shown(name, own)}, as in this call")
+    if call.holes and pages != num_pages:
         want = f"{num_pages}, the pages of this call: give them to {maker}, or promise holes=False"
         raise InvalidInput("plan.num_pages", "unknown" if pages == UNKNOWN else pages, want)
-    return path, numbers[FIRST + count : FIRST + count + ints]
+    if made_path != path:
+        want = f"{paths[path]}: the plan was made for another kernel or another max_seqlen_q"
+        raise InvalidInput("plan.path", paths.get(made_path, made_path), want)
+    if call.workspace is None:
+        raise InvalidInput("workspace", "None", f"the workspace that {maker} was given with this plan")
+    return numbers[FIRST + count : FIRST + count + ints]  # type: ignore[no-any-return]
 
 
-def shown(name: str, value: int) -> str:
-    """A field as a reader knows it."""
+def _shown(name: str, value: int) -> str:
     return str(DTYPES[value]).removeprefix("torch.") if name.endswith("dtype") else str(value)
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in a header. Raises InvalidInput for one that no plan is made for."""
-    if dtype not in DTYPES:
-        raise InvalidInput("dtype", dtype, " | ".join(str(d).removeprefix("torch.") for d in DTYPES))
-    return DTYPES.index(dtype)
 
 
 def host_plan(maker: str) -> Need:
@@ -97,30 +128,19 @@ def host_plan(maker: str) -> Need:
     return need
 
 
-def within(field: str, lengths: Tensor, most: int) -> None:
-    """Raises InvalidInput for a length, on the CPU, that the kernels would read past the tables with."""
-    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
-        raise InvalidInput(field, lengths.tolist(), f"0 <= each <= {most}")
+def padded(size: int, dtype: torch.dtype) -> int:
+    """So many numbers, and those up to the next multiple of ALIGN bytes."""
+    unit = ALIGN // dtype.itemsize
+    return -(-size // unit) * unit
 
 
-class Cutter:
-    """Cuts one byte buffer into aligned pieces, one after the other; without a buffer it only counts.
+def cut(field: str, buffer: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """`buffer`, uint8, in pieces of so many numbers, one after the other: calls of the same sizes find the same addresses.
 
-    used: bytes up to the end of the last piece. starts: where each piece starts, in bytes. Raises InvalidInput when the buffer is too
-    small.
+    Raises InvalidInput when the buffer is too short.
     """
-
-    def __init__(self, field: str, buffer: Tensor | None = None) -> None:
-        self.field, self.buffer, self.used = field, buffer, 0
-        self.starts: list[int] = []
-
-    def cut(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """The next `size` numbers of `dtype`; when counting, an empty tensor."""
-        start = -(-self.used // ALIGN) * ALIGN
-        self.starts.append(start)
-        self.used = start + size * dtype.itemsize
-        if self.buffer is None:
-            return torch.empty(0, dtype=dtype)
-        if self.used > self.buffer.numel():
-            raise InvalidInput(self.field, f"{self.buffer.numel()} bytes", f">= {self.used}: the sizes that its plan_sizes give")
-        return self.buffer[start : self.used].view(dtype)
+    used = dtype.itemsize * sum(sizes)
+    if buffer.numel() < used:
+        raise InvalidInput(field, f"{buffer.numel()} bytes", f">= {used}: the sizes that its plan_sizes give")
+    # One split: views one by one would cost more than the rest of a call.
+    return buffer[:used].view(dtype).split_with_sizes(sizes)
