@@ -1,4 +1,4 @@
-"""Times launch configurations of our Triton kernels, vendors' kernels beside them, to fill the table of `launch/plan.py`. CUDA only.
+"""Times launch configurations of our Triton kernels, vendors' kernels beside them, to fill the table of `launch/grids.py`. CUDA only.
 
     python benchmarks/sweep_triton.py [--budget-s 200] [--case decode_1x8192,...] [--top 10]
 
@@ -23,7 +23,7 @@ from triton_vendors import CASES, FEATURES, NEAR, build_one, error_of, expected_
 
 from attnops.inputs import Call, Pool
 from attnops.kernel import Kernel, kernels_of
-from attnops.kernels.triton.launch.plan import Choice, Tile
+from attnops.kernels.triton.launch.grids import Choice, Tile
 from attnops.testing import check_kernel
 from attnops.tune import side_by_side
 from attnops.tune.clock import GraphClock
@@ -35,7 +35,7 @@ COMPILING = 0.5
 LATE = "not compiled in time"
 
 OURS = Choice(Tile(0, 0, 0, 0))
-"""Stands for what plan.py says now."""
+"""Stands for what grids.py says now."""
 
 DECODE_TILES = [
     Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 64, 4, 4), Tile(16, 64, 2, 2), Tile(16, 64, 2, 3), Tile(16, 64, 8, 3),
@@ -124,7 +124,7 @@ def in_worker(name: str, choice: Choice) -> None:
     """Compile a configuration into Triton's cache."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ptxas prints a whole module where it fails
-    # The choice of plan.py depends on the sizes.
+    # The choice of grids.py depends on the sizes.
     compile_choice(CASES[name].call(Pool("cuda")) if choice == OURS else CASES[name].small(Pool("cuda")), choice)
 
 
@@ -138,7 +138,7 @@ def compile_all(names: list[str], limit_s: float) -> dict[Any, str]:
     for name in names:
         case = CASES[name]
         for choice in choices_of(name):
-            # The code depends on whether there are splits, and for plan.py's choice on the sizes.
+            # The code depends on whether there are splits, and for grids.py's choice on the sizes.
             size = (case.batch, case.keys) if choice == OURS else ()
             jobs.setdefault((*case.kind, choice.tile, (min(choice.splits, 2), choice.overlap), size), (in_worker, (name, choice)))
     found = side_by_side(jobs, WORKERS, limit_s)
@@ -151,7 +151,7 @@ def compile_all(names: list[str], limit_s: float) -> dict[Any, str]:
 def label(choice: Choice) -> str:
     t = choice.tile
     if choice == OURS:
-        return "as in plan.py"
+        return "as in grids.py"
     return f"{t.rows}x{t.keys} w{t.warps} s{t.stages} r{t.registers} n{choice.splits}{'' if choice.overlap else ' in turn'}"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.triton.launch import plan
+from attnops.kernels.triton.launch import grids
 from attnops.testing import Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
 from tests.gpu.first_use import MOST, first_use
@@ -54,7 +54,7 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
         "mla_attention": lambda: latent.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
     }[op]()
     for splits in (2, 7, 40):
-        choice = plan.Choice(plan.Tile(16, 32, 4, 2), splits)
+        choice = grids.Choice(grids.Tile(16, 32, 4, 2), splits)
         attention(call.record, choice._replace(overlap=False))
         want = {n: call.arguments[n].clone() for n in ("output", "lse")}
         graph = torch.cuda.CUDAGraph()

@@ -36,9 +36,9 @@ def triton(op):
 @interpreted
 def test_a_request_does_not_see_its_mates(op):
     from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import plan
+    from attnops.kernels.triton.launch import grids
 
-    plan.SPLIT_KEYS, before = 128, plan.SPLIT_KEYS
+    grids.SPLIT_KEYS, before = 128, grids.SPLIT_KEYS
     host._launches.cache_clear()
     try:
         f = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True)
@@ -52,7 +52,7 @@ def test_a_request_does_not_see_its_mates(op):
             assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
             same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
     finally:
-        plan.SPLIT_KEYS = before
+        grids.SPLIT_KEYS = before
         host._launches.cache_clear()
 
 
@@ -61,9 +61,9 @@ def test_a_request_does_not_see_its_mates(op):
 def test_parts_are_bounded(op):
     """Requests that take turns give the bits of requests served at once, padding tokens too."""
     from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import plan
+    from attnops.kernels.triton.launch import grids
 
-    plan.SPLIT_KEYS, before = 128, (plan.SPLIT_KEYS, host.MOST_PARTS_BYTES)
+    grids.SPLIT_KEYS, before = 128, (grids.SPLIT_KEYS, host.MOST_PARTS_BYTES)
     host._launches.cache_clear()
     try:
         f = Features(dtype=F16, head_dim=32, q_heads=4, kv_heads=2, causal=True, lse=True)
@@ -84,7 +84,7 @@ def test_parts_are_bounded(op):
                 assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
             assert not any(x.isnan().any() for x in results[0])
     finally:
-        plan.SPLIT_KEYS, host.MOST_PARTS_BYTES = before
+        grids.SPLIT_KEYS, host.MOST_PARTS_BYTES = before
         host._launches.cache_clear()
 
 
@@ -146,7 +146,7 @@ def test_a_compiled_model_calls_it(step):
 
 def test_its_modules_do_not_import_triton_before_a_call():
     code = """
-import sys, attnops.kernels.triton.attention, attnops.kernels.triton.launch.plan as p
+import sys, attnops.kernels.triton.attention, attnops.kernels.triton.launch.grids as p
 print(p.TABLE is not None, 'triton' in sys.modules)"""
     assert fresh_process(code).split() == ["True", "False"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnops.call import changed
 from attnops.kernel import kernels_of
-from attnops.kernels.triton.launch import plan
+from attnops.kernels.triton.launch import grids
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
 from attnops.testing.latent import DEEPSEEK
@@ -31,17 +31,17 @@ def mode(name):
     """What a mode changes, and back. In a process of one test at a time."""
     from attnops.kernels.triton.launch import attention, gpu
 
-    before = plan.LEAST_KEYS, plan.LEAST_LATENTS, plan.SPLIT_KEYS, gpu.INTERPRETED
+    before = grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED
     if name == "split":
-        plan.LEAST_KEYS, plan.LEAST_LATENTS, gpu.INTERPRETED = 1, 1, gpu.INTERPRETED._replace(multiprocessors=16)
+        grids.LEAST_KEYS, grids.LEAST_LATENTS, gpu.INTERPRETED = 1, 1, gpu.INTERPRETED._replace(multiprocessors=16)
     if name == "deterministic":
-        plan.SPLIT_KEYS = 128
+        grids.SPLIT_KEYS = 128
     attention._launches.cache_clear()
     try:
         with pretend(SM90):
             yield
     finally:
-        plan.LEAST_KEYS, plan.LEAST_LATENTS, plan.SPLIT_KEYS, gpu.INTERPRETED = before
+        grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED = before
         attention._launches.cache_clear()
 
 
@@ -129,8 +129,8 @@ def test_ragged(name):
     q_lens = (1, 0, 90, 1, 1, 9, 1, 0, 1, 1, 64, 1, 1)
     f = Features(head_dim=16, q_heads=4, kv_heads=1, causal=True, lse=True)
     call = builders.paged(Source(3), q_lens, [n + 3 * i for i, n in enumerate(q_lens)], 16, f, padding=70)
-    shape = plan.Shape(sum(q_lens) + 70, len(q_lens), 90, 1024, 1, 4, 16, 16, 32, 4, 4)
-    assert plan.launches(shape, False, 4, 10**6)[1].ragged
+    shape = grids.Shape(sum(q_lens) + 70, len(q_lens), 90, 1024, 1, 4, 16, 16, 32, 4, 4)
+    assert grids.launches(shape, False, 4, 10**6)[1].ragged
     check(call, name)
 
 
@@ -146,11 +146,11 @@ def test_latents(heads, queries, name):
 @interpreted
 def test_more_parts_than_are_read_at_once():
     """Stage two in several steps: what is added up fades where a later part has the larger logits."""
-    before, plan.MANY_SPLITS = plan.MANY_SPLITS, 2
+    before, grids.MANY_SPLITS = grids.MANY_SPLITS, 2
     try:
         check(builders.paged(Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
     finally:
-        plan.MANY_SPLITS = before
+        grids.MANY_SPLITS = before
 
 
 @pytest.mark.parametrize("kv", [E4M3, torch.float8_e5m2, INT8], ids=str)

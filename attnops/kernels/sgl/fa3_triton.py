@@ -15,7 +15,7 @@ from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, register
 from attnops.kernels.sgl import fa3
 from attnops.kernels.triton import attention as triton
-from attnops.kernels.triton.launch.plan import DECODE_QUERIES
+from attnops.kernels.triton.launch.grids import DECODE_QUERIES
 from attnops.problem import Problem
 
 if TYPE_CHECKING:

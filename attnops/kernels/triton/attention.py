@@ -3,13 +3,13 @@
 Attention has two stages: a tile of queries attends over one split of its request's keys, then the splits are merged by their log-sum-exps;
 docs/triton.md has the picture. The number of splits follows from shapes alone, so that a captured graph replays for other lengths.
 Gradients take every rule of visibility, soft caps, sinks and ranges of keys. Their tiles follow from head dims and the GPU, and no two
-programs add to one number, so that a request's gradients do not depend on its batch mates.
+programs add to one number, so that a request's gradients do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -21,10 +21,12 @@ from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
 
 PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+STORED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def launched(module: str, name: str) -> Callable[[Any], Any]:
-    """The function `name` of `launch/<module>.py` as a kernel's `run`, on the device of the call. Its import of triton waits for a call."""
+    """The function `name` of `launch/<module>.py` as a kernel's `run`, on the call's device. The first call imports it, and triton."""
 
     @functools.cache
     def function() -> Any:
@@ -38,19 +40,24 @@ def launched(module: str, name: str) -> Callable[[Any], Any]:
 
 
 def gpu(p: Problem) -> Refusal | None:
-    """A need: the GPUs that Triton compiles for."""
+    """A need: a GPU that the kernels compile for."""
     ok = p.target.device == "cuda" and p.target.arch >= 80
     return None if ok else Refusal("target", p.target, "CUDA, sm80 or newer")
 
 
-def _stored(p: Problem) -> Refusal | None:
+def own(
+    op: str, run: Callable[[Any], Any], cost_us: Callable[[Problem], float], about: str, takes: Iterable[str] = (),
+    dtypes: tuple[torch.dtype, ...] = FLOATS, kv_dtypes: tuple[torch.dtype, ...] | None = None, needs: tuple[Need, ...] = (),
+) -> None:  # fmt: skip
+    """Register `triton` for an op; the arguments are fields of the Kernel."""
+    takes, needs = frozenset(takes), (gpu, *needs)
+    register(Kernel("triton", op, run, takes, dtypes, kv_dtypes, needs, (PACKAGE,), cost_us=cost_us, invariant=Invariant(), about=about))
+
+
+def _float8(p: Problem) -> Refusal | None:
     if p.kv_dtype == torch.float8_e4m3fn and p.target.arch < 89:
         return Refusal("kv_dtype", p.kv_dtype, "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)")
     return None
-
-
-PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
-LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
 
 
 def _backward_us(p: Problem) -> float:
@@ -63,75 +70,24 @@ def _merge_us(p: Problem) -> float:
     return 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-STORED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-ATTENTION: tuple[Need, ...] = (gpu, _stored, one_of("last_dim_contiguous", True))
-HEADS: tuple[Need, ...] = (*ATTENTION, at_most("head_dim", 256), at_most("v_head_dim", 256))
-LATENT_NEEDS: tuple[Need, ...] = (*ATTENTION, at_most("v_head_dim", 512), at_most("rope_dim", 64))
+PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
+LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
+
+LAYOUT: tuple[Need, ...] = (_float8, one_of("last_dim_contiguous", True))
+HEADS: tuple[Need, ...] = (*LAYOUT, at_most("head_dim", 256), at_most("v_head_dim", 256))
+LATENT_NEEDS: tuple[Need, ...] = (*LAYOUT, at_most("v_head_dim", 512), at_most("rope_dim", 64))
+
+RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks"})
+PAGED_TAKES = RULES | {"mask", "k_scale", "v_scale", "temperature", "lse"}
+LATENT_TAKES = {"causal", "window_left", "softcap", "sinks", "mask", "kv_scale", "lse"}
 
 attention = launched("attention", "attention")
 few_queries = launched("attention", "few_queries")
-"""`attention` of the requests of at most `plan.DECODE_QUERIES` queries. Other rows are left alone."""
+"""`attention` of the requests of at most `grids.DECODE_QUERIES` queries. All other rows keep what they hold."""
 
-RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks"})
-LATENT_TAKES = frozenset({"causal", "window_left", "softcap", "sinks", "mask", "kv_scale", "lse"})
-
-register(
-    Kernel(
-        "triton",
-        "paged_attention",
-        attention,
-        takes=RULES | {"mask", "k_scale", "v_scale", "temperature", "lse"},
-        dtypes=FLOATS,
-        kv_dtypes=STORED,
-        needs=HEADS,
-        packages=(PACKAGE,),
-        cost_us=PAGED,
-        invariant=Invariant(),
-        about="attnops' own, decode and extend",
-    )
-)
-register(
-    Kernel(
-        "triton",
-        "mla_attention",
-        attention,
-        takes=LATENT_TAKES,
-        dtypes=FLOATS,
-        kv_dtypes=STORED,
-        needs=LATENT_NEEDS,
-        packages=(PACKAGE,),
-        cost_us=LATENTS,
-        invariant=Invariant(),
-        about="attnops' own, decode and extend over latents",
-    )
-)
+own("paged_attention", attention, PAGED, "attnops' own, decode and extend", PAGED_TAKES, kv_dtypes=STORED, needs=HEADS)
+own("mla_attention", attention, LATENTS, "attnops' own, decode and extend over latents", LATENT_TAKES, kv_dtypes=STORED, needs=LATENT_NEEDS)
 for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("varlen_attention_backward", RULES)):
-    register(
-        Kernel(
-            "triton",
-            _op,
-            launched("gradient", _op),
-            takes=_takes,
-            dtypes=FLOATS,
-            needs=HEADS,
-            packages=(PACKAGE,),
-            cost_us=_backward_us,
-            invariant=Invariant(),
-            about="attnops' own gradient",
-        )
-    )
+    own(_op, launched("gradient", _op), _backward_us, "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):
-    register(
-        Kernel(
-            "triton",
-            _op,
-            launched("attention", _op),
-            dtypes=FLOATS,
-            needs=(gpu,),
-            packages=(PACKAGE,),
-            cost_us=_merge_us,
-            invariant=Invariant(),
-            about="attnops' own",
-        )
-    )
+    own(_op, launched("attention", _op), _merge_us, "attnops' own")

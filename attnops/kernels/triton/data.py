@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Invariant, Kernel, Need, one_of, register
-from attnops.kernels.triton.attention import FLOATS, PACKAGE, STORED, gpu, launched
+from attnops.kernel import one_of
+from attnops.kernels.triton.attention import FLOATS, STORED, launched, own
 from attnops.problem import Problem
-
-QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 
 def _cost_us(p: Problem) -> float:
@@ -22,32 +20,14 @@ def _cost_us(p: Problem) -> float:
     return 3.0 + max(p.tokens.hint, 1) * numbers * (p.dtype.itemsize + p.kv_dtype.itemsize) / 3.4e6
 
 
-def _add(
-    op: str, about: str, *takes: str, dtypes: tuple[torch.dtype, ...] = (), kv_dtypes: tuple[torch.dtype, ...] | None = None,
-    needs: tuple[Need, ...] = (),
-) -> None:  # fmt: skip
-    """Register `triton` for an op. dtypes: () for an op that moves any."""
-    register(
-        Kernel(
-            "triton",
-            op,
-            launched("data", op),
-            takes=frozenset(takes),
-            dtypes=dtypes,
-            kv_dtypes=kv_dtypes,
-            needs=(gpu, *needs),
-            packages=(PACKAGE,),
-            cost_us=_cost_us,
-            invariant=Invariant(),
-            about=about,
-        )
-    )
-
-
-_add("write_kv", "one launch, whatever is stored", "k_scale", "v_scale", dtypes=FLOATS, kv_dtypes=STORED)
-_add("write_latent", "one launch, both parts", "kv_scale", dtypes=(*FLOATS, *QUANTISED), kv_dtypes=(*FLOATS, *QUANTISED))
-_add("write_latent_packed", "one launch, scales included", dtypes=FLOATS, kv_dtypes=(torch.uint8,))
-_add("copy_kv", "one launch up to 256 slots, then two through a scratch buffer")
-for _op in ("kv_indices", "named_pages"):
-    _add(_op, "one launch")
-_add("decode_rows", "one launch, without a schedule", needs=(one_of("q_heads", 0),))
+LATENTS = (*FLOATS, torch.float8_e4m3fn, torch.int8)
+own("write_kv", launched("data", "write_kv"), _cost_us, "one launch, any stored dtype", ("k_scale", "v_scale"), kv_dtypes=STORED)
+own("write_latent", launched("data", "write_latent"), _cost_us, "one launch, both parts", ("kv_scale",), LATENTS, LATENTS)
+own("write_latent_packed", launched("data", "write_latent_packed"), _cost_us, "one launch, scales included", kv_dtypes=(torch.uint8,))
+for _op, _about, _needs in (
+    ("copy_kv", "one launch up to 256 slots, then two through a scratch buffer", ()),
+    ("kv_indices", "one launch", ()),
+    ("named_pages", "one launch", ()),
+    ("decode_rows", "one launch, without a schedule", (one_of("q_heads", 0),)),
+):
+    own(_op, launched("data", _op), _cost_us, _about, dtypes=(), needs=_needs)

@@ -12,7 +12,7 @@ from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, le
 
 @triton.jit
 def find(starts_ptr, tile, requests, steps, BLOCK_Q: tl.constexpr):
-    """The request of a tile, `requests` for padding, where request b's tiles begin at starts[b] // BLOCK_Q + b."""
+    """The request of a tile, or `requests` for a tile of padding rows. Request b's tiles begin at starts[b] // BLOCK_Q + b."""
     low = 0
     high = requests
     for _ in range(steps):
@@ -25,7 +25,7 @@ def find(starts_ptr, tile, requests, steps, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_keys(base, at, dims, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """`[keys, BLOCK]` rows of pages; what nobody may look at (other slots may hold NaN) is 0."""
+    """`[keys, BLOCK]` rows of pages; 0 for keys that are not seen, because their slots may hold NaN."""
     pointers = base + at[:, None] + dims[None, :]
     if MASKED:
         if WIDTH == BLOCK:
@@ -41,7 +41,7 @@ def load_keys(base, at, dims, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MA
 
 @triton.jit
 def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl.constexpr):
-    """Offsets of a tile's keys. One page holds the whole tile, or each key has its own."""
+    """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key."""
     if PAGE % TILE_N == 0:
         return page.to(tl.int64) * stride_p + (key % PAGE + tl.arange(0, TILE_N)) * stride_n
     else:
@@ -50,7 +50,7 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: tl.constexpr, TILE_N: tl
 
 @triton.jit
 def pages_of(row_ptr, key, high, PAGE: tl.constexpr, TILE_N: tl.constexpr):
-    """Ids of the pages of a tile: of the one that holds it, or of each key's."""
+    """The id of the page that holds a tile, or an id for each of its keys."""
     if PAGE % TILE_N == 0:
         return tl.load(row_ptr + key // PAGE, mask=key < high, other=0)
     else:
@@ -67,7 +67,7 @@ def attend_tile(
     PAGE: tl.constexpr, TILE_N: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CHUNKED: tl.constexpr, CAP: tl.constexpr, TEMPERED: tl.constexpr, MASK: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step over TILE_N keys, which lie in `page`; returns the next step's too. MASKED: some keys may be hidden from some row."""
+    """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a row may not see every key."""
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
@@ -113,7 +113,7 @@ def attend_tile(
     return acc, higher, total, page
 
 
-# Warps share the keys of so few rows. A sum over them waits for all, so it is made once, at the end, where registers allow.
+# With so few rows, warps share the keys. A sum over keys waits for all warps, so it is computed once, at the end, if registers allow.
 LATE_ROWS = tl.constexpr(16)
 VARYING = [
     "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
@@ -136,12 +136,12 @@ def attend(
 ):  # fmt: skip
     """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
 
-    tiles: tiles of queries in all, the last `pads` of them for tokens of no request, as are those after the requests' where RAGGED.
-    each: tiles of one request where not RAGGED. width: queries of one request, an upper bound.
-    fewest, most: requests with another number of queries are another launch's. PEEL: tiles that every row sees are not masked.
-    OVERLAP: stage two is launched while this runs. cap: soft cap in base 2; `scale` then holds scale / cap.
-    TEMPERED: capped logits are multiplied by their token's temperature.
-    `k_ptr` holds the value too where LATENT.
+    tiles: all tiles of queries. The last `pads` of them, and the tiles after those of the requests where RAGGED, serve padding rows.
+    each: tiles of one request, unless RAGGED. width: an upper bound of one request's queries.
+    fewest, most: another launch serves requests with fewer or more queries.
+    cap: soft cap in base 2; `scale` then holds scale / cap. TEMPERED: capped logits are multiplied by their token's temperature.
+    PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel runs.
+    LATENT: `k_ptr` holds the value, too.
     """
     HEADS: tl.constexpr = GROUP if GROUP < TILE_M else TILE_M
     BLOCK_Q: tl.constexpr = TILE_M // HEADS
@@ -166,7 +166,7 @@ def attend(
         begin = tl.load(starts_ptr + request)
         origin = request * each
 
-    # Asked for at once: one after the other, each would wait for memory anew.
+    # Both loads are issued together, so that the program waits for memory once.
     end = tl.load(starts_ptr + tl.minimum(request + 1, requests))
     length = tl.load(lengths_ptr + request, mask=request < requests, other=0)
     row = tl.arange(0, TILE_M)
@@ -175,7 +175,7 @@ def attend(
     head = kv_head * GROUP + group_head
     dims_v = tl.arange(0, BLOCK_DV)
     if request == requests:
-        # Tokens of no request.
+        # Padding rows.
         if split == 0:
             for first in range((tile - origin) * BLOCK_Q, tokens - begin, (tiles - origin) * BLOCK_Q):
                 i = first + row // HEADS
@@ -216,7 +216,7 @@ def attend(
     high = tl.maximum(high, start)
 
     row_ptr = table_ptr + request.to(tl.int64) * table_b
-    # Page ids are always a step ahead of the keys they lead to, the first ahead of the query.
+    # Page ids are loaded one step before their keys, and the first ids before the query.
     page = pages_of(row_ptr, start, high, PAGE, TILE_N)
     dims = tl.arange(0, BLOCK_D)
     q_at = q_ptr + (token * q_t + head.to(tl.int64) * q_h)[:, None] + dims[None, :]
@@ -243,7 +243,7 @@ def attend(
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
     stop = start
     if PEEL:
-        # What all rows see: whole tiles, from the first that begins at or after all_low to the last that ends by all_high.
+        # The tiles that every row sees, from the first that begins at or after all_low to the last that ends by all_high.
         middle = tl.minimum(tl.maximum(start, tl.cdiv(all_low, TILE_N) * TILE_N), high)
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
         if LEFT or CHUNKED:

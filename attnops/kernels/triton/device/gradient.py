@@ -1,7 +1,7 @@
 """Device functions: the gradient of attention over packed tokens, one program for a tile of queries, then one for a tile of keys.
 
-No program adds to what another writes, so that sums have one order: that of a request's own tiles. FlashAttention-2,
-https://arxiv.org/abs/2307.08691, section 3.1.2, with the two halves of its loop apart.
+Each number has one program that sums it, so that the order of a sum follows from the request's own tiles. FlashAttention-2,
+https://arxiv.org/abs/2307.08691, section 3.1.2, as two kernels in place of one loop.
 """
 
 import triton
@@ -12,14 +12,14 @@ from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, sees, span, t
 
 @triton.jit
 def rows_at(ptr, at, live, width: tl.constexpr, BLOCK: tl.constexpr):
-    """`[rows, BLOCK]` numbers at the offsets `at`; 0 where not live."""
+    """`[rows, BLOCK]` numbers at the offsets `at`; 0 for rows that are not live."""
     dims = tl.arange(0, BLOCK)
     return tl.load(ptr + at[:, None] + dims[None, :], mask=live[:, None] & (dims < width)[None, :], other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, at, x, live, width: tl.constexpr, BLOCK: tl.constexpr):
-    """Write `[rows, BLOCK]` numbers at the offsets `at`, where live."""
+    """Write live rows of `[rows, BLOCK]` numbers at the offsets `at`."""
     dims = tl.arange(0, BLOCK)
     tl.store(ptr + at[:, None] + dims[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (dims < width)[None, :])
 
@@ -34,7 +34,7 @@ def bounds_of(bounds_ptr, requests, request):
 
 @triton.jit
 def weights_of(s, z, visible, scale, cap, CAP: tl.constexpr):
-    """(weights, derivative of the capped logit by the bare one). s: products; z: log-sum-exps in base 2, which broadcast."""
+    """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
     slope = 1.0
     if CAP:
         bent = tanh(s * scale)
@@ -59,8 +59,8 @@ def grad_queries(
     """Grid: heads * tiles * requests, the last tile first: it sees the most keys.
 
     bounds: int32 `[6, requests]`: first query, queries, row of key 0, first key, end of keys, position of the first query.
-    scale: of the products, factor: of the gradient. Writes the gradient `[T, H, D]` and, for `grad_keys`, delta `[T, H]`: the sum
-    of grad_output * output, less grad_lse.
+    scale: of the products. factor: of the gradient. Writes the gradient `[T, H, D]` and, for `grad_keys`, delta `[T, H]`: the sum of
+    grad_output * output, minus grad_lse.
     """
     at = tl.program_id(0)
     head = at % HEADS

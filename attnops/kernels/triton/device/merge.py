@@ -18,7 +18,7 @@ def combine(
 ):  # fmt: skip
     """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
 
-    tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: it is launched while stage one runs.
+    tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: this kernel is launched while stage one runs.
     """
     at = tl.program_id(0)
     DV_TILES: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
@@ -46,7 +46,7 @@ def combine(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    # In chunks: where their size is the same for every batch, the order of summation follows from the request alone.
+    # Where AT_ONCE is the same for every batch, the order of summation follows from the request alone.
     for at_split in range(0, count, AT_ONCE):
         n = at_split + tl.arange(0, AT_ONCE)
         real = n < count
@@ -89,7 +89,7 @@ def merge(
     inverse = tl.where(total > 0, 1.0 / total, 0.0)
     dims = tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
-    # An empty side is not even read: it may hold anything.
+    # An empty side is not read, because it may hold anything.
     a_at = a_ptr + (token * a_t + head.to(tl.int64) * a_h)[:, None] + dims[None, :] * a_d
     b_at = b_ptr + (token * b_t + head.to(tl.int64) * b_h)[:, None] + dims[None, :] * b_d
     a = tl.load(a_at, mask=(wa > 0)[:, None] & inside, other=0.0).to(tl.float32)

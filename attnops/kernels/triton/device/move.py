@@ -17,12 +17,12 @@ def copy_part(
     source, target, tile, pages_ptr, p, n, h, d,
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of every entry: all are read before any is written, and no other program touches these columns."""
+    """Copy BLOCK columns of every entry. All are read before any is written, and no other program accesses these columns."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None] & (column < HEADS * D)[None, :]
     at = inner(column, h, d, D)
     x = tl.load(pages_ptr + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0)
-    # One thread reads what another writes.
+    # A thread may write a slot that another thread reads.
     tl.debug_barrier()
     tl.store(pages_ptr + place(target, p, n, PAGE)[:, None] + at, x, mask=real)
 
@@ -51,7 +51,7 @@ def through(
     source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n, h, d,
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: slots into scratch `[layers, entries, HEADS * D]`, else back from it."""
+    """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: from slots into scratch `[layers, entries, HEADS * D]`, else back."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     source = slots_at(source_ptr, entry, source_t, entries, total)
     target = slots_at(target_ptr, entry, target_t, entries, total)
@@ -70,7 +70,7 @@ def through(
 
 @triton.jit
 def clear_part(starts_ptr, end_at, ptr, rows, fill, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """The program's rows of `[rows, COLUMNS]`: those of no request become `fill`."""
+    """Set the padding rows among the program's rows of `[rows, COLUMNS]` to `fill`."""
     end = tl.load(starts_ptr + end_at)
     first = tl.program_id(0) * BLOCK_R
     if first + BLOCK_R > end:

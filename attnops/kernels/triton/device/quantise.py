@@ -1,7 +1,7 @@
-"""Device functions: numbers rounded to what pages store, to the nearest and ties to even, saturated: the bits of `attnops.reference.data`.
+"""Device functions: float32 numbers rounded to the dtype of pages, with the bits of `attnops.reference.data`.
 
-What is stored is returned as bits: pages are written through integers. HARDWARE: the GPU rounds to float8 itself (from SM89 on);
-elsewhere, and in the interpreter, whose conversions cut off, it is done in integers.
+Numbers saturate, and round to the nearest, ties to even. The functions return bits, because pages are written as integers.
+HARDWARE: the GPU rounds to float8 itself (from SM89 on). Elsewhere, and in the interpreter, which truncates, integers do it.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 INF_BITS = tl.constexpr(0x7F800000)
 EVEN = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 nearer to 0 than 2^22 that it is added to keeps no fraction."""
+"""1.5 * 2^23: a float32 within 2^22 of 0 loses its fraction when this is added to it."""
 
 
 @triton.jit
@@ -21,12 +21,12 @@ def saturated(x, TOP: tl.constexpr):
 
 @triton.jit
 def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """uint8: float32, saturated already, as a float8 of MANTISSA bits."""
+    """uint8 bits of a saturated float32 as a float8 of MANTISSA bits."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     SHIFT: tl.constexpr = 23 - MANTISSA
     normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Below the least normal number steps are all alike: those of a float32 that is large enough.
+    # Subnormal numbers have one step size, that of a float32 that is large enough.
     LARGE: tl.constexpr = (127 + 1 - BIAS + 23 - MANTISSA) << 23
     large = tl.full(x.shape, LARGE, tl.int32).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + large).to(tl.int32, bitcast=True) - LARGE
@@ -37,7 +37,7 @@ def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """int16: float32 as bfloat16. An infinity stays, a NaN is quiet."""
+    """int16 bits of float32 as bfloat16. An infinity stays, a NaN becomes quiet."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > INF_BITS, (bits >> 16) | 0x40, rounded).to(tl.int16)
@@ -47,7 +47,7 @@ def bfloat16_bits(x):
 def stored_bits(x, AS: tl.constexpr, HARDWARE: tl.constexpr):
     """float32 `x` as the bits of dtype AS: "float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16" or "float32"."""
     if AS == "int8":
-        # Saturated first, so that it is near enough to 0; whole numbers round to themselves, so the order makes no difference.
+        # Saturation comes first, because EVEN wants numbers near 0. It gives whole numbers, so the order makes no difference.
         return ((saturated(x, 127.0) + EVEN) - EVEN).to(tl.int8)
     elif AS == "float8_e4m3fn":
         if HARDWARE:

@@ -1,4 +1,4 @@
-"""Device functions: the running softmax in base 2, log-sum-exps, and how a request's keys are shared out among programs."""
+"""Device functions: the running softmax in base 2, the rules of visibility, and the split of a request's keys among programs."""
 
 import triton
 import triton.language as tl
@@ -9,13 +9,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def finite(top):
-    """`top`, and 0 where it is -inf: what may be subtracted from logits when all of them are -inf."""
+    """`top`, and 0 where it is -inf, so that it can be subtracted from logits that are all -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def tanh(x):
-    """tanh to float32's precision. exp alone cancels near 0, so that a series (Abramowitz and Stegun, 4.5.64) serves there."""
+    """tanh to float32's precision. Near 0, where exp cancels, it is a series (Abramowitz and Stegun, 4.5.64)."""
     y = x * x
     near = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
     far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
@@ -24,7 +24,7 @@ def tanh(x):
 
 @triton.jit
 def with_sink(acc_factor, z, sink):
-    """(factor on the output, log-sum-exp) once a logit `sink` without a value has joined; all in base 2."""
+    """(factor on the output, log-sum-exp) with the logit `sink`, which has no value, among the others; all in base 2."""
     top = tl.maximum(z, sink)
     top = finite(top)
     joined = tl.exp2(z - top) + tl.exp2(sink - top)
@@ -34,13 +34,13 @@ def with_sink(acc_factor, z, sink):
 
 @triton.jit
 def chunk_of(position, chunk):
-    """The first key of a position's chunk; before the first key, that of a chunk of no key."""
+    """The first key of a position's chunk. A position before the first key has an empty chunk."""
     return tl.where(position < 0, -chunk, position // chunk * chunk)
 
 
 @triton.jit
 def span(first, last, low, high, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
-    """The range within `[low, high)` of the keys that the positions first..last see, some of them, or all where last <= first."""
+    """The range of keys within `[low, high)` that some position of first..last sees. span(last, first, ...): that all positions see."""
     if CAUSAL:
         high = tl.minimum(high, last + 1)
     if RIGHT:
@@ -55,7 +55,7 @@ def span(first, last, low, high, left, right, chunk, CAUSAL: tl.constexpr, LEFT:
 
 @triton.jit
 def sees(visible, position, key, left, right, chunk, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNKED: tl.constexpr):
-    """Does each position see each key, of those that are `visible`? position and key broadcast."""
+    """`visible` and the rules: does a position see a key? position and key broadcast."""
     if CAUSAL:
         visible = visible & (key <= position)
     if LEFT:
@@ -70,13 +70,13 @@ def sees(visible, position, key, left, right, chunk, CAUSAL: tl.constexpr, LEFT:
 
 @triton.jit
 def closed(top, total):
-    """(factor on the sum, log-sum-exp in base 2) of weights that add up to `total * 2^top`: 0 and -inf where there are none."""
+    """(factor on the weighted sum, log-sum-exp in base 2) of weights that add up to `total * 2^top`; 0 and -inf without weights."""
     return tl.where(total > 0, 1.0 / total, 0.0), finite(top) + tl.log2(total)
 
 
 @triton.jit
 def share(length, queries, left, chunk, splits, split_keys, tile, LEFT: tl.constexpr, CHUNKED: tl.constexpr):
-    """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: as even a share as `splits` allow."""
+    """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: `splits` shares as even as possible."""
     first = 0
     if LEFT:
         first = tl.maximum(length - queries - left, 0)
@@ -91,11 +91,11 @@ def share(length, queries, left, chunk, splits, split_keys, tile, LEFT: tl.const
 
 @triton.jit
 def let_next_begin():
-    """Programs of the next kernel may be placed once all of this one have come here (PTX: griddepcontrol, sm90)."""
+    """Let programs of the next kernel start once all programs of this one have called it (PTX: griddepcontrol, sm90)."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def await_previous():
-    """What the kernel before wrote is there. Needed before every exit too: who comes next takes it that both are done."""
+    """Wait for the writes of the previous kernel. Every exit needs it, too: the kernel after this one relies on both."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

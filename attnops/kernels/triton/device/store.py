@@ -1,4 +1,4 @@
-"""Device function: rows of tokens into slots of pages, two sets of rows in one launch: keys and values, or the two parts of a latent."""
+"""Device functions: rows of tokens into slots of pages: keys and values, or the two parts of a latent, plain or in packed pages."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,13 @@ from attnops.kernels.triton.device.quantise import bfloat16_bits, stored_bits
 
 @triton.jit
 def place(slot, stride_p, stride_n, PAGE: tl.constexpr):
-    """Offsets of slots; int64."""
+    """int64 offsets of slots."""
     return (slot // PAGE) * stride_p + (slot % PAGE) * stride_n
 
 
 @triton.jit
 def slots_at(slots_ptr, entry, stride, entries, total):
-    """int64 slots of entries; -1 for what is none of the `total` slots."""
+    """int64 slots of entries; -1 for numbers that are no slot."""
     slot = tl.load(slots_ptr + entry * stride, mask=entry < entries, other=-1).to(tl.int64)
     return tl.where(slot < total, slot, -1)
 
@@ -29,7 +29,7 @@ def store_part(
     # Strides may be as wide as a pool of all layers.
     head = (column // D).to(tl.int64)
     dim = (column % D).to(tl.int64)
-    # What is read does not wait for the slot: a skipped token's row may hold anything, and is not stored.
+    # The load does not wait for the slot: only the store skips tokens without one.
     read, write = here[:, None], (slot >= 0)[:, None]
     if HEADS * D % BLOCK != 0:
         inside = (column < HEADS * D)[None, :]
@@ -38,7 +38,7 @@ def store_part(
     if AS != "same":
         x = x.to(tl.float32)
         if scale_ptr is not None:
-            # As IEEE 754 divides: the usual quotient may be off by one, and with it what is stored.
+            # IEEE 754 division: the approximate quotient may be off by one ulp, which changes the stored number.
             x = tl.div_rn(x, tl.broadcast_to(tl.load(scale_ptr + head * scale_h, mask=column < HEADS * D, other=1.0)[None, :], x.shape))
         x = stored_bits(x, AS, HARDWARE)
     tl.store(pages_ptr + place(slot, p, n, PAGE)[:, None] + (head * ph + dim * pd)[None, :], x, mask=write)
@@ -74,7 +74,7 @@ def store(
         )  # fmt: skip
 
 
-# Latents into packed pages; the format is described in `attnops.reference.latent_format`.
+# Packed pages of latents. `attnops.reference.latent_format` describes them.
 
 
 @triton.jit
@@ -82,10 +82,10 @@ def pack_group(
     row_ptr, real, here, latent_ptr, token_at, group, latent_d, d,
     DC: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of a group, and its scale."""
+    """Store the numbers of a group, and its scale."""
     dims = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(latent_ptr + token_at + (dims * latent_d)[None, :], mask=here, other=0).to(tl.float32)
-    # By the bits: log2 may be off by one on an edge. The bits of a NaN are larger than any number's.
+    # The exponent comes from the bits, because log2 may be off by one at a power of two. The bits of a NaN exceed those of any number.
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum((most >> 23) - 8 + above, 127 + LEAST)
@@ -100,7 +100,7 @@ def pack_group(
 
 @triton.jit
 def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: tl.constexpr, DR: tl.constexpr, BLOCK: tl.constexpr):
-    """The rotated key, byte by byte: a row need not begin where a number of two bytes may."""
+    """Store the rotated key byte by byte, because a row may begin at an odd address."""
     at = tl.arange(0, BLOCK)
     inside = (at < 2 * DR)[None, :]
     x = tl.load(rope_ptr + token_at + ((at // 2) * rope_d)[None, :], mask=here & inside, other=0)

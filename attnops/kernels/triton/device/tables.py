@@ -9,9 +9,9 @@ def kv_indices(
     table_ptr, lengths_ptr, indptr_ptr, indices_ptr, last_ptr, batch, width, table_b, table_m, lengths_b,
     PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (max(batch, 1), max(cdiv(width, BLOCK), 1)): a row of the table a program, and as much of the zeros that follow.
+    """Grid: (max(batch, 1), max(cdiv(width, BLOCK), 1)): a program writes a row of the table, and as many of the zeros at the end.
 
-    Every program adds up the lengths for itself: there are few, and they are in the cache.
+    Every program adds up all lengths, which are few and in the cache.
     """
     request = tl.program_id(0)
     before = tl.zeros([BLOCK_B], tl.int32)
@@ -35,7 +35,7 @@ def kv_indices(
     inside = column < tl.where(request < batch, width, 0)
     real = inside & (column < count)
     page = tl.load(table_ptr + request.to(tl.int64) * table_b + column.to(tl.int64) * table_m, mask=real, other=0)
-    # The zeros of the rows before this one come first among those past the end.
+    # The zeros of earlier rows come first.
     at = tl.where(column < count, start + column, end + request * width - start + column - count)
     tl.store(indices_ptr + at, page, mask=inside & (at < batch * width))
 
@@ -70,7 +70,7 @@ def by_token(
 
 @triton.jit
 def pages_at(row_ptr, at, width, length, pages, table_m, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns, their ids, is each a page of the pool within the length, is it a hole)."""
+    """(columns, their page ids, is each a page of the pool within the length, is it a hole)."""
     column = at + tl.arange(0, BLOCK)
     used = (column < width) & (column < (length + (PAGE - 1)) // PAGE)
     page = tl.load(row_ptr + column.to(tl.int64) * table_m, mask=used, other=-1)
@@ -125,7 +125,7 @@ def named_pages(
 def lists(
     indices_ptr, lengths_ptr, out_ptr, topk, width, slots, indices_t, indices_k, lengths_t, LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots that a list names, and -1."""
+    """Grid: (tokens, cdiv(width, BLOCK)). out: int32 `[T, width]`, contiguous: the slots of a list, and -1 elsewhere."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(indices_ptr + token * indices_t + column.to(tl.int64) * indices_k, mask=column < topk, other=-1)

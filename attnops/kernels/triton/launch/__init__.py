@@ -1,1 +1,1 @@
-"""What is behind `attnops.kernels.triton.attention`: `plan` (plain Python), `call` (the launches) and `device` (what runs there)."""
+"""The host side of the kernels: `grids` and `tiles` choose sizes in plain Python, the other modules launch device functions."""

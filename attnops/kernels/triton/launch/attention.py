@@ -13,7 +13,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import deterministic
 from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
-from attnops.kernels.triton.launch import plan
+from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.reference.attention import Rules
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnops.ops.paged import PagedAttention
 
 MOST_PARTS_BYTES = 1 << 29
-"""Of float32 that stage one leaves for stage two. A fixed split leaves many where the page table is wide; then requests take turns."""
+"""The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave more, requests take turns."""
 
 STAGE_TWO = (
     "parts_ptr", "lengths_ptr", "starts_ptr", "sinks_ptr", "out_ptr", "lse_ptr", "left", "chunk", "width", "splits", "split_keys", "rows",
@@ -31,7 +31,7 @@ STAGE_TWO = (
 )  # fmt: skip
 """The arguments of stage one that stage two takes, too."""
 
-_launches = functools.lru_cache(maxsize=4096)(plan.launches)
+_launches = functools.lru_cache(maxsize=4096)(grids.launches)
 
 
 class Operands(NamedTuple):
@@ -59,7 +59,7 @@ def _operands(call: Any) -> Operands:
     return Operands(call.q_nope, call.q_pe, latents, latents, 1, call.kv_scale, call.kv_scale, None)
 
 
-def attention(call: PagedAttention | MlaAttention, choice: plan.Choice | None = None, most: int = 0) -> None:
+def attention(call: PagedAttention | MlaAttention, choice: grids.Choice | None = None, most: int = 0) -> None:
     """Write attention into the call's output and lse.
 
     choice: a configuration to launch in place of the table's. most: serve only requests of at most so many queries, and leave padding
@@ -70,26 +70,15 @@ def attention(call: PagedAttention | MlaAttention, choice: plan.Choice | None = 
         return
     tokens, heads, dims = o.query.shape
     v_dims, page, gpu = output.shape[2], o.k.shape[1], gpu_of(output)
-    block_d, block_dv = plan.padded(dims), plan.padded(v_dims)
-    block_dr = 0 if o.rope is None else plan.padded(o.rope.shape[2])
+    block_d, block_dv = grids.padded(dims), grids.padded(v_dims)
+    block_dr = 0 if o.rope is None else grids.padded(o.rope.shape[2])
     requests, width = call.page_table.shape
-    shape = plan.Shape(
-        tokens,
-        requests,
-        min(call.max_seqlen_q, tokens),
-        width * page,
-        o.heads,
-        heads // o.heads,
-        max(dims, v_dims),
-        block_d + block_dr,
-        block_d + (block_dr or block_dv),
-        o.query.dtype.itemsize,
-        o.k.dtype.itemsize,
-        call.mask is not None,
-        # How many keys before its own a query may see, -1 for all.
-        min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1),
-        gpu.warpgroups,
-    )
+    # How many keys before its own a query may see, -1 for all.
+    behind = min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1)
+    shape = grids.Shape(
+        tokens, requests, min(call.max_seqlen_q, tokens), width * page, o.heads, heads // o.heads, max(dims, v_dims), block_d + block_dr,
+        block_d + (block_dr or block_dv), o.query.dtype.itemsize, o.k.dtype.itemsize, call.mask is not None, behind, gpu.warpgroups,
+    )  # fmt: skip
     given: dict[str, Any] = _arguments(call, o, rules) | {
         "D": dims, "DV": v_dims, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_DR": block_dr or 16, "PAGE": page,
         "KV_HEADS": o.heads, "GROUP": heads // o.heads,
@@ -106,12 +95,12 @@ def attention(call: PagedAttention | MlaAttention, choice: plan.Choice | None = 
             end = min(first + turn, requests)
             some = {f"{n}_ptr": given[f"{n}_ptr"][first:end] for n in ("table", "lengths")}
             some |= {"starts_ptr": given["starts_ptr"][first : end + 1], "requests": end - first}
-            _stages(plan.part_of(at, end - first, end == requests), given | some)
+            _stages(grids.part_of(at, end - first, end == requests), given | some)
 
 
 def few_queries(call: MlaAttention) -> None:
     """Attention of the requests of at most DECODE_QUERIES queries. Other rows, those of no request included, are left alone."""
-    attention(call, most=plan.DECODE_QUERIES)
+    attention(call, most=grids.DECODE_QUERIES)
 
 
 def _arguments(call: Any, o: Operands, rules: Rules) -> dict[str, Any]:
@@ -146,7 +135,7 @@ def _arguments(call: Any, o: Operands, rules: Rules) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stages(at: plan.Launch, given: dict[str, Any]) -> None:
+def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
     """Launch stage one, and stage two where stage one leaves parts."""
     if at.blocks == 0:
         return
@@ -198,7 +187,7 @@ def _merged(kernel: Any, tensors: tuple[Any, ...], shape: tuple[int, ...], numbe
     """(output of `shape` `[T, H, D]`, lse). tensors: outputs and lses in turn. numbers: those of one program, about."""
     output, lse = tensors[0].new_empty(shape), tensors[1].new_empty(shape[:2])
     if output.numel():
-        rows, block_d = lse.numel(), plan.padded(shape[2])
+        rows, block_d = lse.numel(), grids.padded(shape[2])
         block_r = max(1, numbers // block_d)
         constants = {"HEADS": shape[1], "D": shape[2], "BLOCK_D": block_d, "BLOCK_R": block_r}
         launch(kernel, (-(-rows // block_r),), constants, (*tensors, output, lse, rows, *parts, *(n for x in tensors for n in x.stride())))

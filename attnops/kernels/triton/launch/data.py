@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS = 1024
-"""Columns of a table that a program makes, at most; a table's width is the server's, and does not change from step to step."""
+"""The most columns of a table that a program writes. A table's width does not change from step to step."""
 REQUESTS = 512
-"""Requests whose lengths are added up at once: one number for all batches, so that one compiled kernel serves them."""
+"""Requests whose lengths a program adds up at once. One number serves all batches, so that one kernel is compiled."""
 CLEARED, CLEARED_COLUMNS = 64, 256
 """Rows that a program of `clear_rows` covers, and columns of one store. Most programs read the last length only, and return."""
 
@@ -55,7 +55,7 @@ def write_latent(call: WriteLatent) -> None:
 
 
 def _write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]) -> None:
-    """Write two sets of rows: of each (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None)."""
+    """Write two sets of rows. parts: (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None) of each."""
     (a, a_pages, _), (b, *_) = parts
     if slots.shape[0] == 0 or a_pages.shape[0] == 0:
         return
@@ -183,7 +183,7 @@ def named_pages(call: NamedPages) -> tuple[Tensor, Tensor]:
 
 
 def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor) -> None:
-    """Write `[T, width]` lists that name slots below `slots`, and -1 elsewhere, from those of `[T, topk]` within their lengths."""
+    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length."""
     if out.numel() == 0:
         return
     tokens, width = out.shape
@@ -196,7 +196,7 @@ def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor)
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
-    """Of up to three (starts, contiguous rows, fill), set the rows from `starts[-1]` on to `fill`."""
+    """For each of up to three (starts, contiguous rows, fill): set the rows from `starts[-1]` on to `fill`."""
     most = max(rows.shape[0] for _, rows, _ in parts)
     if most == 0:
         return

@@ -30,7 +30,7 @@ class Gpu(NamedTuple):
 
 
 INTERPRETED = Gpu(4, 227 * 1024, True, False)
-"""Stands for a GPU in Triton's interpreter. So few multiprocessors split small calls as a GPU splits large ones."""
+"""In place of a GPU for Triton's interpreter. So few multiprocessors split small calls as a GPU splits large ones."""
 
 
 @functools.cache

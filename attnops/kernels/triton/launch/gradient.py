@@ -1,4 +1,4 @@
-"""Launches of the gradient: one body for rectangular batches and for packed tokens. Importing this module imports triton."""
+"""Launches of the gradient: one body for rectangular and for packed batches. Importing this module imports triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.call import changed
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
-from attnops.kernels.triton.launch.plan import padded
+from attnops.kernels.triton.launch.grids import padded
 from attnops.reference.attention import Rules
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By what is multiplied and the wider padded head dim: for a tile of queries, for one of keys. Smaller ones follow where memory is short.
+# (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short.
 TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
     ("half", 64): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("half", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
@@ -110,7 +110,7 @@ def _launch_both(call: Any, bounds: Tensor, longest: tuple[int, int], found: lis
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
-    """The tiles of a call's two launches, from static facts alone. memory: bytes of shared memory that a program may have."""
+    """The tiles of both launches, from static facts alone. memory: bytes of shared memory that a program may have."""
     width, wider = padded(head_dim) + padded(v_head_dim), max(padded(head_dim), padded(v_head_dim), 64)
     found = TILES["float32" if dtype == torch.float32 else "half", wider]
     first, second = (_fitting(t, width, dtype.itemsize, memory) for t in found)

@@ -1,6 +1,6 @@
-"""How rows that are moved are cut into programs, from shapes alone. Plain Python: no triton, no device.
+"""The tiles of the ops that move rows. They follow from shapes alone. Plain Python: no triton, no device.
 
-Nothing is tuned while serving: `BYTES` and `WARPS` are the committed table, and benchmarks/data.py tries its neighbours.
+Serving never tunes: `BYTES` and `WARPS` are the committed table, and benchmarks/data.py measures other values.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ WIDEST = 1024
 """Columns of a program at most: 16 bytes a thread of four warps, in two-byte numbers."""
 
 WAVE = 4
-"""Programs a multiprocessor that there are to be before a program takes more rows: until then they lie idle."""
+"""Programs a multiprocessor must have before a program takes more rows."""
 
 BYTES = (2048, 4096, 8192)
-"""Bytes a program reads, by how many there are to read: the largest that leaves WAVE programs a multiprocessor, else the first."""
+"""Bytes that a program reads: the largest that leaves WAVE programs a multiprocessor, else the first."""
 
 WARPS = 4
 
 WHOLE = 256
-"""Up to this many entries, a copy between slots takes one launch, each program reading all of them before it writes."""
+"""The most entries of a copy between slots in one launch. Each program reads all of them before it writes."""
 
 HELD = 16384
-"""Bytes that such a program holds in registers: 32 of them a thread."""
+"""Bytes that such a program keeps in registers, 32 registers a thread."""
 
 SCRATCH = 32 << 20
-"""Bytes of scratch of a longer copy: as many layers at once as fit, and the L2 cache holds them on the way."""
+"""Bytes of scratch of a longer copy, which takes as many layers at once as fit. The L2 cache holds the scratch."""
 
 
 class Tile(NamedTuple):
@@ -43,7 +43,7 @@ def power(n: int) -> int:
 
 
 def block(columns: int) -> int:
-    """Columns of a program: the widest power of two of which at most an eighth lies past the row's end, or the one that holds it."""
+    """Columns of a program: the widest power of two with at most an eighth of the columns past the row's end, or that of the whole row."""
     wide = [w for w in (1024, 512, 256, 128, 64) if w <= min(columns, WIDEST) and -columns % w * 8 <= columns]
     return wide[0] if wide else min(power(columns), WIDEST)
 
@@ -57,11 +57,11 @@ def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Ti
 
 
 def copy_tile(entries: int, columns: int, itemsize: int) -> Tile:
-    """For a copy of at most WHOLE entries in one launch: all of them, and as many columns as fit."""
+    """For a copy of at most WHOLE entries in one launch: all entries, and as many columns as fit."""
     rows = power(entries)
     return Tile(rows, min(max(HELD // (rows * itemsize), 16), power(columns)), WARPS)
 
 
 def layers_at_once(layers: int, entries: int, row_bytes: int) -> int:
-    """Of a longer copy: how many layers go through the scratch together, at least one."""
+    """The layers that go through the scratch of a longer copy together, at least one."""
     return max(1, min(layers, SCRATCH // max(entries * row_bytes, 1)))

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from attnops.kernels.triton.launch import plan
-from attnops.kernels.triton.launch.plan import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
+from attnops.kernels.triton.launch import grids
+from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
 
 H200 = (132, 227 * 1024)
 SMALL_GPU = (20, 99 * 1024)
@@ -78,7 +78,7 @@ def test_ragged_tiles_are_as_many_as_needed():
 class Tiled:
     """What the device function makes of a launch: which tile begins where."""
 
-    launch: plan.Launch
+    launch: grids.Launch
     starts: list[int]
     block_q: int
     tokens: int
