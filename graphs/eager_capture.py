@@ -64,7 +64,7 @@ class CaptureMode(TorchDispatchMode):
         out = self._device.call(func, args, kwargs)
         for t in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
             if isinstance(t, Tensor):
-                self._made.add(t.untyped_storage().data_ptr())
+                self._made.add(_address(t))
         return out
 
     def between(self, found: Break, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,13 +75,14 @@ class CaptureMode(TorchDispatchMode):
             out = call(*args, **kwargs)
         finally:
             self._paused = False
-        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {_address(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         leaves = pytree.tree_leaves(out)
         if bad := next((x for x in leaves if x is not None and not isinstance(x, Tensor)), None):
             fail(NotCapturable, str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
         # Later captures may reuse the memory of captured tensors: this call has read them by then, at every replay.
-        args, kwargs = pytree.tree_map_only(Tensor, self._weak, (args, kwargs))
-        results = [x if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given else None for x in leaves]
+        weak, made = self._device.weak, self._made
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: weak(t) if _address(t) in made else t, (args, kwargs))
+        results = [x if isinstance(x, Tensor) and _address(x) not in given else None for x in leaves]
 
         def again() -> None:
             for ours, new in zip(results, pytree.tree_leaves(call(*args, **kwargs)), strict=True):
@@ -95,8 +96,9 @@ class CaptureMode(TorchDispatchMode):
         self.start()
         return out
 
-    def _weak(self, tensor: Tensor) -> Tensor:
-        return self._device.weak(tensor) if tensor.untyped_storage().data_ptr() in self._made else tensor
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -217,9 +217,14 @@ def _between(part: Part, env: dict[str, Any], into: Recorded) -> None:
 def compile_parts(found: Split, inner: Inner) -> Program:
     """Compile the pieces of a split model, equal ones once.
 
-    Pieces of two traces are never shared: a symbol of one name has another range in each, and compiled code may rely on it.
+    Pieces of two traces are never shared: a symbol of one name has another range in each, and compiled code may rely on it. Raises
+    NotCapturable for a result whose size or value depends on data: a replay would return that of the capture.
     """
-    _check_results(found)
+    for node in (node for part in found.parts for name, node in part.results if name in found.kept):
+        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
+        read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
+        if any(depends_on_data(value_of(n)) for n in (node, *read)):
+            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
     pieces = {}
     cache: dict[Any, Piece] = {}
     for part in found.parts:
@@ -229,15 +234,6 @@ def compile_parts(found: Split, inner: Inner) -> Program:
                 cache[code] = inner(part.module, part.examples)
             pieces[part.name] = cache[code]
     return Program(found, pieces, len(cache))
-
-
-def _check_results(found: Split) -> None:
-    """Raise NotCapturable for a result whose size or value depends on data: a replay would return that of the capture."""
-    for node in (node for part in found.parts for name, node in part.results if name in found.kept):
-        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
-        read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
-        if any(depends_on_data(value_of(n)) for n in (node, *read)):
-            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
 
 
 def structure(part: Part) -> Any:

@@ -231,7 +231,9 @@ def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[f
             else:
                 pending.append(node)
             continue
-        if node not in breaks and node not in calls and _joins(node, kind):
+        # A node that launches nothing may join the part after it. A compiled part keeps all of its nodes.
+        joins = kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
+        if node not in breaks and node not in calls and joins:
             pending.append(node)
             continue
         found: Literal["compiled", "call", "break"] = "break" if node in breaks else "call" if node in calls else "compiled"
@@ -246,18 +248,14 @@ def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[f
     return where
 
 
-def _joins(node: fx.Node, kind: str | None) -> bool:
-    """May the node join the part after it? A compiled part keeps all of its nodes."""
-    return kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
-
-
 def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
     """Compute sizes that follow from other sizes in every part that uses them, at the first use.
 
     As inputs of a part, or at the first use in the whole model, they would make pieces of equal layers differ.
     """
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
-    numbers = {node for node in where if _is_size(node)}
+    known = {node for node in where if isinstance(value_of(node), _NUMBERS) and not depends_on_data(value_of(node))}
+    numbers = {n for n in known if n.op == "call_function" and all(isinstance(value_of(x), _NUMBERS) for x in n.all_input_nodes)}
 
     def of_its_part(user: fx.Node) -> None:
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), functools.partial(copied, user))
@@ -279,12 +277,6 @@ def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
     for node in reversed(graph.nodes):
         if node in numbers and not node.users:
             graph.erase_node(node)
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Is the node a number computed from numbers that the host knows?"""
-    numbers = all(isinstance(value_of(n), _NUMBERS) for n in (node, *node.all_input_nodes))
-    return node.op == "call_function" and numbers and not depends_on_data(value_of(node))
 
 
 def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dict[str, list[str]]) -> Split:

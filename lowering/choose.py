@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from ..kernel import Kernel
 from ..ops import Op
+from ..problem import Problem
 from ..select import choose, select
 from ..traced import equal_calls
 
@@ -29,38 +30,33 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         if (earlier := kept["attnops_equal"].get(node)) is not None:
             return lowered[earlier]
         values = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
-        kernel = decide(op, *values)
-        inline = _in_place(op, kernel, *values)
+        call: Any = op.call(*values[0], **values[1])
+        # Heads, head dims and page size specialise: each is a guard.
+        problem = op.problem(call)
+        kernel = choose(problem, call.policy)
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", select(problem, call.policy))
+        inline = _in_place(kernel, problem, values)
         lowered[node] = _inline(op, kernel, values, args, kwargs) if inline else _call(op, kernel, args, kwargs)
         return lowered[node]
 
     return lower
 
 
-def decide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
-    """The kernel chosen for fake arguments. Heads, head dims and page size specialise: each is a guard."""
-    call: Any = op.call(*args, **kwargs)
-    problem, policy = op.problem(call), call.policy
-    kernel = choose(problem, policy)
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", select(problem, policy))
-    return kernel
-
-
 def _value(x: Any) -> Any:
     return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 
-def _in_place(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _in_place(kernel: Kernel, problem: Problem, values: Any) -> bool:
     """Are the torch ops of `kernel` lowered here, rather than the kernel called?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if kernel.inline is None or kernel.inline.when is None:
         return kernel.inline is not None
-    if not kernel.inline.when(op.problem(op.call(*args, **kwargs))):
+    if not kernel.inline.when(problem):
         return False
     # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
-    sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (torch.Tensor, torch.SymInt))]
+    sizes = [x for x in pytree.tree_leaves(values) if isinstance(x, (torch.Tensor, torch.SymInt))]
     return not any(map(free_unbacked_symbols, sizes))
 
 

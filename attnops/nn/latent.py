@@ -145,7 +145,12 @@ def attend_expanded(
         NoGradient: with chunks, an input requires grad in grad mode.
     """
     _check_query(dims, q_nope, q_pe)
-    _check_pages(dims, latent_pages, kv_scale, q_nope.dtype)
+    check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
+    if latent_pages.shape[2] != dims.latent + dims.rope:
+        fail(InvalidInput, "latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
+    check_stored(latent_pages, kv_scale, q_nope.dtype)
+    if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
+        fail(InvalidInput, "kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")
     if batch.prefix is None:
         fail(InvalidInput, "batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
     heads = q_nope.shape[1]
@@ -319,15 +324,6 @@ def check_weights(dims: LatentDims, heads: int, w_uk: Tensor, w_uv: Tensor) -> N
 def _check_query(dims: LatentDims, q_nope: Tensor, q_pe: Tensor) -> None:
     check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
     check.last("q_pe", check.tensor("q_pe", q_pe, "[T, H, Dr]", 3), dims.rope)
-
-
-def _check_pages(dims: LatentDims, latent_pages: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
-    check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-    if latent_pages.shape[2] != dims.latent + dims.rope:
-        fail(InvalidInput, "latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
-    check_stored(latent_pages, kv_scale, dtype)
-    if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
-        fail(InvalidInput, "kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")
 
 
 def scale_tensor(value: float, like: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.ops import attention, varlen_attention
 
-_SAME, _SETTING_UP = "_one_input_projection", "_setting_up"
-
 MASKS = "bool (True: not to be seen) or float (added to the logits)"
 
 
@@ -28,15 +26,6 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
     """
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        """False, by which torch.nn.TransformerEncoderLayer calls a module and does not read its weights for a kernel of its own."""
-        return bool(self.__dict__.get(_SETTING_UP)) and bool(self.__dict__[_SAME])
-
-    @_qkv_same_embed_dim.setter
-    def _qkv_same_embed_dim(self, same: bool) -> None:
-        self.__dict__[_SAME] = same
 
     def __init__(
         self,
@@ -61,19 +50,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         for field, dim in (("kdim", kdim), ("vdim", vdim)):
             if dim is not None:
                 check.size(field, dim)
-        self.__dict__[_SETTING_UP] = True
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
-        self.__dict__.pop(_SETTING_UP)
         self.kernel = kernel
 
     def _reset_parameters(self) -> None:
-        self.__dict__[_SAME] = self.in_proj_weight is not None
-        before = self.__dict__.get(_SETTING_UP, False)
-        self.__dict__[_SETTING_UP] = True
-        try:
-            super()._reset_parameters()
-        finally:
-            self.__dict__[_SETTING_UP] = before
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # torch.nn.TransformerEncoderLayer calls a module without this flag, and does not read its weights for a kernel of its own.
+        self._qkv_same_embed_dim = False
 
     def forward(
         self,
@@ -115,9 +99,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         mask = self._mask(query, key, key_padding_mask, attn_mask)
-        # The hint spares the mask where both say the same: not with keys that only the mask leaves visible.
-        causal = is_causal and key_padding_mask is None and self.bias_k is None and not self.add_zero_attn
-        causal = causal and query.shape[1] == key.shape[1]
+        # The hint spares the mask where both mean the same: not with keys that only the mask leaves visible.
+        extra = key_padding_mask is not None or self.bias_k is not None or self.add_zero_attn
+        causal = is_causal and not extra and query.shape[1] == key.shape[1]
         q, k, v = (x.view(*x.shape[:2], self.num_heads, self.head_dim) for x in self._project(query, key, value, alike))
         k, v, mask = self._more_keys(k, v, mask)
         weights = None
@@ -129,8 +113,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = out[0] if not batched else out if self.batch_first else out.transpose(0, 1)
         if weights is None or not need_weights:
             return out, None
-        if average_attn_weights:
-            weights = weights.mean(1)
+        weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights[0]
 
     def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
@@ -195,29 +178,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         return _additive(padding, query.dtype) + _additive(attn, query.dtype)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
-        same = self.in_proj_weight is not None
-        if same and alike:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-            return q, k, v
-        if same:
-            q_weight, k_weight, v_weight = self.in_proj_weight.chunk(3)
+        one = self.in_proj_weight
+        if one is not None and alike:
+            q, k, v = F.linear(query, one, self.in_proj_bias).chunk(3, -1)
         else:
-            q_weight, k_weight, v_weight = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        q_bias, k_bias, v_bias = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return F.linear(query, q_weight, q_bias), F.linear(key, k_weight, k_bias), F.linear(value, v_weight, v_bias)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if one is None else one.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            q, k, v = map(F.linear, (query, key, value), weights, biases)
+        return q, k, v
 
     def _more_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The keys that add_bias_kv and add_zero_attn put behind the others, visible to all."""
-        ends = []
-        if self.bias_k is not None and self.bias_v is not None:
-            ends.append((self.bias_k, self.bias_v))
-        if self.add_zero_attn:
-            zero = k.new_zeros(self.embed_dim)
-            ends.append((zero, zero))
-        for end_k, end_v in ends:
+        ends = [(self.bias_k, self.bias_v)] if self.bias_k is not None and self.bias_v is not None else []
+        ends += [(k.new_zeros(self.embed_dim),) * 2] if self.add_zero_attn else []
+        for end in ends:
             shape = (k.shape[0], 1, self.num_heads, self.head_dim)
-            k = torch.cat((k, end_k.to(k.dtype).view(1, 1, *shape[2:]).expand(shape)), 1)
-            v = torch.cat((v, end_v.to(v.dtype).view(1, 1, *shape[2:]).expand(shape)), 1)
+            k, v = (torch.cat((x, e.to(x.dtype).view(1, 1, *shape[2:]).expand(shape)), 1) for x, e in zip((k, v), end, strict=True))
             if mask is not None:
                 mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
         return k, v, mask
