@@ -58,12 +58,12 @@ class Buckets:
     """Sizes to capture, and the fallback beyond them.
 
     decode: requests of decode batches.
-    tokens: new tokens of mixed batches; `()` captures none of these.
+    tokens: new tokens of mixed batches; `()`: mixed batches are not captured.
     requests: page table rows in mixed buckets; 0: as many as the largest decode bucket.
     verify: the most tokens of a request in verify batches, each captured for the requests of `decode`. A batch runs in the smallest
         bucket that holds its longest request; a batch of more requests runs as a mixed one.
     over: for a batch over the largest bucket, "raise" BatchTooLarge, or run it "eager", which the report counts.
-    padding: padding rows of decode buckets. "absent": rows of length 0, for which nothing is read or written; batches have
+    padding: padding rows of decode buckets. "absent": rows of length 0, neither read nor written; batches have
         `padded=True`. "null": requests of one token that is not stored and reads the null page 0; batches keep `padded=False`, which
         saves some kernels a launch. Verify buckets always use "absent", because a request may bring fewer tokens.
 

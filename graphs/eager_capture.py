@@ -33,7 +33,7 @@ class CaptureMode(TorchDispatchMode):
         super().__init__()
         self._device, self._into, self._eager = device, into, eager
         self._made: set[int] = set()
-        # By op: most may be captured whatever their arguments.
+        # By op: may every call be captured? For most ops it does not depend on the arguments.
         self._capturable: dict[Any, bool] = {}
         self._used = 0
         self._paused = False

@@ -135,7 +135,7 @@ class Graphed:
         """The model's result for this call.
 
         Raises InvalidInput, BatchTooLarge, StaleGraph, NotCapturable, OverBudget, ReplayMismatch, and errors of the model during compile
-        or capture. Before all but the latter, nothing is written to the cache.
+        or capture. All but errors of the model leave the cache as it was.
         """
         with torch.no_grad():
             values = self._named(args, kwargs)

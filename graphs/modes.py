@@ -63,12 +63,12 @@ def piecewise(
         tokens: names of the arguments with a row for every new token, copied at every call.
         requests: names of the arguments with a row for every request, copied at every call. All other arguments must be the same
             objects at every call, for instance a cache's pages.
-        returns: the rows of the results, "tokens" or "requests"; padding rows are cut off tensors as long as the bucket. "whole": none.
+        returns: the rows of the results, "tokens" or "requests"; padding rows are cut off tensors as long as the bucket. "whole": no rows.
         cache: the cache of the model's batches. Its pages have static addresses, and captured page tables are as wide as its own.
         prepare: makes metadata outside of graphs, once a step for the padded batch, for instance a Planner. Without it the plan that
             `cache` would make is made in the graph, once a step.
         eager: names of ops, by kind of batch, to run between graphs although their kernel may be captured.
-        inner: the compiler of pieces: "inductor"; "tuned", slower to compile, for steps of one row; "eager" for none; or a function of
+        inner: the compiler of pieces: "inductor"; "tuned", slower to compile, for steps of one row; "eager": no compiler; or a function of
             a module and fake inputs.
         one_differs: trace a bucket of one row by itself, for models that specialise on it, as most that broadcast do. Without it the
             first compilation of such a model is discarded.

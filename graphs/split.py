@@ -231,7 +231,7 @@ def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[f
             else:
                 pending.append(node)
             continue
-        # A node that launches nothing may join the part after it. A compiled part keeps all of its nodes.
+        # A node that launches no kernel may join the part after it. A compiled part keeps all of its nodes.
         joins = kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
         if node not in breaks and node not in calls and joins:
             pending.append(node)

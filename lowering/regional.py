@@ -1,4 +1,4 @@
-"""Regional compilation: identical layers compile once, whatever the depth."""
+"""Regional compilation: identical layers compile once, at any depth."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ class PrefixChunk:
     """Cached tokens of the requests, packed one request after the other, for layers that expand latents before they attend (MLA).
 
     slots: int64 `[N]`, `page_id * page_size + offset` of each token.
-    cu_seqlens_k: int32 `[B + 1]`; request b has tokens `cu[b]:cu[b + 1]` of the chunk, which may be none.
+    cu_seqlens_k: int32 `[B + 1]`; request b has tokens `cu[b]:cu[b + 1]` of the chunk, and may have no token in it.
     max_seqlen_k: the most tokens of one request in it.
     """
 
@@ -59,7 +59,7 @@ class PagedBatch:
         `workspace`; give both to the op. It holds for these lengths and tables: code that replaces them, as a captured step does,
         replaces the plan too, or sets it to None.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for it, or None.
-    prefix: the cached tokens of the requests, in chunks; `()`: there are none. None: not described, as in a decode step.
+    prefix: the cached tokens of the requests, in chunks; `()`: no request has any. None: not described, as in a decode step.
     shared: set when the requests begin with the same pages and the caller asked for `share`. The tables above hold these pages too.
     others: of a cache with several windows, the batches of its further page tables. Their tables begin at the first visible page, and
         their lengths count from there.

@@ -101,7 +101,7 @@ def _planned_by_host() -> tuple[str, ...]:
 
 
 def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:
-    """The function that makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None: it reads none."""
+    """The function that makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None: it reads no plan."""
     plan, heads, dim, latent, dtype, causal = kernel.plan.device, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
     if plan is None:
         return None

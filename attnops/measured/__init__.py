@@ -2,7 +2,6 @@
 
 from attnops.measured.grid import Grid as Grid
 from attnops.measured.hardware import never_run as never_run
-from attnops.measured.hardware import ran_on as ran_on
 from attnops.measured.rates import RATES as RATES
 from attnops.measured.rates import scaled as scaled
 from attnops.measured.roofline import Roofline as Roofline
@@ -11,7 +10,6 @@ from attnops.measured.roofline import phases as phases
 from attnops.measured.shape import Shape as Shape
 from attnops.measured.shape import Sizes as Sizes
 from attnops.measured.shape import sizes_of as sizes_of
-from attnops.measured.store import InForce as InForce
 from attnops.measured.store import cpu_name as cpu_name
 from attnops.measured.store import digests as digests
 from attnops.measured.store import forget as forget

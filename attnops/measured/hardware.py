@@ -1,7 +1,7 @@
 """On which GPUs each kernel of attnops has run its tests: `hardware.json`, which `make docs` writes from the committed results.
 
-A kernel may be written for a machine that was never at hand. Its layouts and refusals are then tested against a stand-in, and whatever
-names the kernel to a user says that it has never run.
+A kernel may be written for a machine that was never at hand. Its layouts and refusals are then tested against a stand-in, and every page
+and command that names the kernel says that it has never run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from attnops.problem import Problem
 class Roofline:
     """Device microseconds of a Problem: launches, then the hypotenuse of bytes, products and the keys that one program reads in turn.
 
-    launch_us: whatever the sizes. bandwidth, products: shares of the GPU's rates (`attnops.measured.rates`) that are reached. key_us:
+    launch_us: at any sizes. bandwidth, products: shares of the GPU's rates (`attnops.measured.rates`) that are reached. key_us:
     of a key, where programs are too few to hide it; keys: the most that a program reads, since more are split among several.
     """
 

@@ -2,7 +2,7 @@
 
 The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a sibling
 of its architecture, whose times are scaled. A target that is only named ("sm90" on a laptop) has no GPU of its own: it gets a shipped
-table of its arch as it is, whatever this machine has measured.
+table of its arch as it is, without this machine's own times.
 A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
 """
 

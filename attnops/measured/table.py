@@ -165,7 +165,7 @@ def from_json(text: str) -> Table:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise BadTable("file", f"no JSON ({error})", "what `attnops tune` writes") from None
+        raise BadTable("file", f"no JSON ({error})", "a file that `attnops tune` wrote") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise BadTable("format", got, str(FORMAT))
@@ -173,7 +173,7 @@ def from_json(text: str) -> Table:
         table = Table(str(data["gpu"]), str(data["target"]), dict(data["versions"]), tuple(map(_grid, data["grids"])), dict(data["made"]))
         _ = table.digest  # a table that cannot be written again is refused
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise BadTable("table", f"{type(error).__name__}: {error}", "what `attnops tune` writes") from None
+        raise BadTable("table", f"{type(error).__name__}: {error}", "a file that `attnops tune` wrote") from None
     return table
 
 

@@ -78,7 +78,7 @@ def pack_linears(model: nn.Module) -> Packed:
     A group are the children of one module, which is no container of layers, that are torch.nn.Linear and alike in in_features, dtype,
     device and whether they have a bias, in the order of registration: q, k and v of attention, gate and up of an MLP. Each
     `weight.data` becomes a contiguous slice `[n, K]` of the group's memory `[n1 + n2 + ..., K]`. Parameters, names, values,
-    requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and none after. Idempotent.
+    requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and no more afterwards. Idempotent.
 
     Linears are skipped that something else may look at or move: subclasses, parametrised, quantised or distributed weights, those with
     hooks or a forward of their own, tied ones, those on meta or in shared memory, and those whose bytes are no multiple of 16.

@@ -38,7 +38,7 @@ Dense  x1
   attention on sm100 -> flex; never run on sm100
     problem: q_heads=4 kv_heads=2 head_dim=16 v_head_dim=16 causal=True softcap=True sizes_equal=True tokens=9..16 batch=2 queries=5..8 context=5..8
     not reference: can run, on a GPU only where nothing else can; never run on sm100
-    not aten_flash: softcap=True (wants no); dtype=float32 (wants float16 | bfloat16 (CUDA))
+    not aten_flash: dtype=float32 (wants float16 | bfloat16 (CUDA)); softcap=True (wants no)
     not sdpa: softcap=True (wants no)""",  # noqa: E501
     )
 
