@@ -152,9 +152,8 @@ class Compiled(Step):
         if self.inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
         # Dynamo keeps a backend forever, so the backend may not keep the model.
-        ours: weakref.ref[Compiled] = weakref.ref(self)
-        run = torch.compile(self._traced(bucket), backend=lambda gm, _: _alive(ours)._backend(bucket, gm), fullgraph=True)
-        self._compiled[bucket.trace] = run
+        ours = weakref.proxy(self)
+        self._compiled[bucket.trace] = torch.compile(self._traced(bucket), backend=lambda gm, _: ours._backend(bucket, gm), fullgraph=True)
         try:
             self.plain(bucket, values)
         except (ConstraintViolationError, _SizeSpecialises):
@@ -247,25 +246,15 @@ class Compiled(Step):
             raise _SizeSpecialises(broken)
         for change in self.passes:
             change(gm)
-        program = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self.inner)
-        self.programs[trace] = program
+        program = self.programs[trace] = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self.inner)
         self.traces[trace] = self.traces.get(trace, 0) + 1
-
-        ours: weakref.ref[Compiled] = weakref.ref(self)
+        ours = weakref.proxy(self)
 
         def call(*flat: Any) -> Any:
-            if (into := _alive(ours)._into) is None:
-                return program.run(flat)
-            return program.record(flat, *into)
+            into = ours._into
+            return program.run(flat) if into is None else program.record(flat, *into)
 
         return call
-
-
-def _alive(found: weakref.ref[Compiled]) -> Compiled:
-    """The object of a weak reference, alive while a call runs."""
-    compiled = found()
-    assert compiled is not None
-    return compiled
 
 
 class _SizeSpecialises(AttnopsError):

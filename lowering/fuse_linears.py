@@ -1,7 +1,7 @@
 """`fuse_linears`: linears that share an input and whose weights are adjacent in memory become one matrix product."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,15 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     found: list[Fused] = []
     adjacent: list[Adjacent] = []
-    facts = _GraphFacts(graph)
+    # Facts of the whole graph, collected once, because there are as many groups as layers.
+    switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
+    inputs_in: dict[int, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(fake := _fake(node), Tensor):
+            inputs_in.setdefault(fake.untyped_storage()._cdata, []).append(node)
     for calls in _groups(graph):
         parameters = list(zip(*map(_parameters, calls), strict=True))
-        refusal = _refusal(facts, parameters) or _fuse(graph, calls)
+        refusal = _refusal(parameters, switches_grad, inputs_in) or _fuse(graph, calls)
         if not refusal:
             adjacent += [Adjacent(tuple(map(source_of, nodes)), tuple(_fake(n).nbytes for n in nodes)) for nodes in parameters]
         found.append(Fused(tuple(c.weight.name for c in calls), tuple(_fake(c.weight).shape[0] for c in calls), refusal))
@@ -133,28 +138,17 @@ def _follows(one: fx.Node, other: fx.Node) -> bool:
     return bool(same and a.storage_offset() + a.numel() == b.storage_offset())
 
 
-class _GraphFacts:
-    """Facts of the whole graph that every group needs, collected once because there are as many groups as layers."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
-        self.inputs_in: dict[int, list[fx.Node]] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            if isinstance(fake := _fake(node), Tensor):
-                self.inputs_in.setdefault(fake.untyped_storage()._cdata, []).append(node)
-
-
-def _refusal(graph: _GraphFacts, parameters: Sequence[Sequence[fx.Node]]) -> str:
-    """Why these may not be read as one, or ""."""
+def _refusal(parameters: Sequence[Sequence[fx.Node]], switches_grad: bool, inputs_in: Mapping[int, list[fx.Node]]) -> str:
+    """The reason why these may not be read as one, or "". inputs_in: the graph's inputs by storage."""
     nodes = [n for row in parameters for n in row]
     if not can_guard() or any(source_of(n) is None for n in nodes):
         return "no guard can be added here"
-    if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or graph.switches_grad):
+    if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or switches_grad):
         return "the weights need a gradient"
     if any(_fake(row[0]).storage_offset() * _fake(row[0]).element_size() % ALIGNED for row in parameters):
         return f"the first is not aligned to {ALIGNED} bytes"
     for storage in dict.fromkeys(_fake(n).untyped_storage()._cdata for n in nodes):
-        for node in graph.inputs_in[storage]:
+        for node in inputs_in[storage]:
             # A write through one input is visible through another only if the two overlap, which linears' weights do not.
             if not all(_only_multiplies(user, node) for user in node.users):
                 return f"{node.name} shares their storage and has users other than linears"
