@@ -39,12 +39,10 @@ class CaptureMode(TorchDispatchMode):
         self._paused = False
 
     def start(self) -> None:
-        """Begin a graph."""
         self._used = self._device.used()
         self._device.begin()
 
     def stop(self) -> None:
-        """End the graph and append it."""
         graph = self._device.end()
         self._into.add(graph, self._device.used() - self._used)
 

@@ -73,11 +73,6 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
     return None
 
 
-def is_cut(kernel: Kernel | None) -> bool:
-    """Does a capturable call of `kernel` end a compiled piece? Not where its torch ops are inlined, to be fused."""
-    return kernel is not None and kernel.op in ATTENTION and not (kernel.inline and kernel.inline.when is None)
-
-
 def forcing(kernel: Kernel, policy: str) -> str:
     """The key of `policy` with `kernel` forced on its op: the choice for all sizes of a trace holds at each of them."""
     return replace(parse_policy(policy), kernel=(f"{kernel.op}:{kernel.name}",)).key

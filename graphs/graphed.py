@@ -317,7 +317,6 @@ class Graphed:
 
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
-        """The context of compiling and capturing."""
         device = self._initialised(values)
         try:
             with device.session(), ordinary(), uncached_casts(), unchanged(self._state):

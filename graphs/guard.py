@@ -25,13 +25,7 @@ class Guard:
     """
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
-        """Record the state.
-
-        Args:
-            fixed: the arguments that are the same at every call.
-            watched: further tensors by name.
-            others: the number of arguments that are copied.
-        """
+        """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
         self.policy, self.casting = active_policy(), casting()
         self._fixed = dict(fixed)
         self._leaves = {n: _leaves(v) for n, v in fixed.items()}
@@ -145,12 +139,10 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def saved(state: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the tensors."""
     return [t.detach().clone() for t in state]
 
 
 def restore(state: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Write the copies back."""
     with torch.no_grad():
         for t, copy in zip(state, copies, strict=True):
             t.copy_(copy)

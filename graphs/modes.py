@@ -144,7 +144,6 @@ class Compiled(Step):
         self._specialising: set[str] = {b.trace for b in self.setup.buckets.all()} if self.one_differs else set()
 
     def splits(self) -> dict[str, Split]:
-        """The splits, by trace."""
         return {trace: program.split for trace, program in self.programs.items()}
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
@@ -163,7 +162,6 @@ class Compiled(Step):
             self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
-        """Run the compiled pieces and the calls between them."""
         from torch._dynamo.exc import Unsupported, UserError
 
         began, before = time.perf_counter(), sum(self.traces.values())
@@ -187,7 +185,6 @@ class Compiled(Step):
             raise
 
     def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        """Capture the pieces."""
         self._into = device, into
         try:
             return self.plain(bucket, values)
@@ -195,7 +192,6 @@ class Compiled(Step):
             self._into = None
 
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """See `Step`."""
         return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
 
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:

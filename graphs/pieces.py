@@ -50,7 +50,6 @@ def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
 
 
 def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:
-    """Do not compile."""
     return module
 
 
@@ -88,7 +87,6 @@ class Recorded:
     bytes_of: list[int] = field(default_factory=list)
 
     def add(self, graph: Any, taken: int) -> None:
-        """Append a graph that took `taken` bytes."""
         self.steps.append(graph.replay)
         self.graphs.append(graph)
         self.bytes_of.append(taken)

@@ -76,7 +76,6 @@ class Report:
         return {r.bucket.kind: r.mode for r in self.rows}
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows of the table, its head first."""
         lines: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
         for r in self.rows:
             between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
@@ -84,7 +83,6 @@ class Report:
         return lines
 
     def notes(self) -> list[str]:
-        """The lines below the table."""
         out = [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..kernel import Kernel
 from ..traced import equal_calls
-from .graph_breaks import DATA, Break, break_of, depends_on_data, forcing, is_cut, kernel_of
+from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, forcing, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
@@ -33,7 +33,7 @@ class Part:
 
     module: takes the values named `inputs` and returns a tuple of those named `outputs`.
     breaks: its calls that may not be captured; `()` for a captured part.
-    calls: its attention calls, `op.kernel`, captured but not compiled; `()` for a compiled part or one with breaks.
+    calls: its attention calls, `op.kernel`, captured but not compiled; `()` for a compiled part, a piece, or one with breaks.
     """
 
     name: str
@@ -45,12 +45,10 @@ class Part:
 
     @property
     def captured(self) -> bool:
-        """Is it captured?"""
         return not self.breaks
 
     @property
     def compiled(self) -> bool:
-        """Is it a piece for the compiler?"""
         return not self.breaks and not self.calls
 
     @property
@@ -135,7 +133,8 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         kernel, found = _decided(node, eager)
         if found is not None:
             breaks[node] = found
-        elif kernel is not None and is_cut(kernel):
+        elif kernel is not None and kernel.op in ATTENTION and not (kernel.inline and kernel.inline.when is None):
+            # A call whose torch ops are inlined, to be fused, does not end a piece.
             calls[node] = f"{kernel.op}.{kernel.name}"
     # A compiler of one layer's piece cannot see that other layers ask for the same metadata.
     for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):

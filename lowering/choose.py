@@ -17,8 +17,6 @@ log = logging.getLogger("attnops.lowering")
 
 
 def lowering_of(op: Op) -> Callable[..., Any]:
-    """The Inductor lowering of `op.default`."""
-
     def lower(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 

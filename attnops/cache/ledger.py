@@ -154,7 +154,6 @@ class Ledger:
         return self._release(request, self.get(request), 0, gone=True)
 
     def commit(self, plan: Plan) -> None:
-        """Make the change."""
         for pool, taken in zip(self.pools, plan.taken, strict=True):
             del pool.free[len(pool.free) - taken :]
         for step in plan.steps:

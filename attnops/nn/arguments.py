@@ -18,14 +18,12 @@ Given = Mapping[str, object]
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
-    """`value`, a positive int."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         fail(InvalidInput, field, repr(value), f"an int >= 1{unit and f' ({unit})'}")
     return value
 
 
 def number(field: str, value: Any, least: float, below: float = math.inf) -> float:
-    """`value`, a number with `least <= value < below`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < below:
         fail(InvalidInput, field, repr(value), f"a number >= {least} and < {below}")
     return float(value)

@@ -142,7 +142,6 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """The arguments that differ from the defaults."""
         return check.shown(
             f"{self.num_heads}", f"{self.num_kv_heads}", f"head_dim={self.head_dim}", v_head_dim=(self.v_head_dim, self.head_dim),
             causal=(self.causal, True), window=(self.window, (-1, -1)), softcap=(self.softcap, 0.0),

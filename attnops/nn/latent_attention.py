@@ -213,7 +213,6 @@ class LatentAttention(nn.Module):
             fail(InvalidInput, "float8_scales", scales, "None: this layer has no rope to fuse with")
 
     def extra_repr(self) -> str:
-        """Heads, their dims, and the arguments that differ from the defaults."""
         d = self.dims
         return check.shown(
             f"{self.hidden_size}", f"{self.num_heads}", q_lora_rank=(self.q_lora_rank, None), kv_lora_rank=(d.latent, 0),

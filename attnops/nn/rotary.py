@@ -138,7 +138,6 @@ class RotaryEmbedding(nn.Module):
         return self._softmax_scale
 
     def extra_repr(self) -> str:
-        """The arguments that differ from the defaults."""
         scaled = () if self.scaling == "none" else (f"scaling={self.scaling!r}, factor={self.factor}",)
         return check.shown(f"{self.head_dim}", f"theta={self.theta}", *scaled, interleaved=(self.interleaved, False))
 
