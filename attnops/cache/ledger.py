@@ -1,6 +1,6 @@
-"""`Ledger`: which request owns which page. Plain Python on the host: it plans a change, and commits it once the tensors have followed.
+"""`Ledger`: the owners of pages. Plain Python on the host: it prepares a change, and commits it once the tensors have followed.
 
-Planning raises the cache's typed errors, and makes no change. Pages are shared by reference count. Page 0 of each pool is the null page:
+Preparing raises the cache's typed errors, and makes no change. Pages are shared by reference count. Page 0 of each pool is the null page:
 it fills the unused entries of a page table and has no owner.
 """
 
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """One request's part of a plan: the cells that change, and its length and `high` afterwards."""
+    """One request's part of a change: the cells that change, and its length and `high` afterwards."""
 
     request: int
     row: int
@@ -97,8 +97,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A change that is made as a whole. taken: free pages it takes from each pool. copies: (from, to) page ids of each pool."""
+class Change:
+    """A change, made as a whole. taken: free pages it takes from each pool. copies: (from, to) page ids of each pool."""
 
     steps: tuple[Step, ...]
     taken: tuple[int, ...]
@@ -125,22 +125,22 @@ class Ledger:
             fail(UnknownRequest, request, len(self.requests))
         return found
 
-    def alloc(self, tokens: int) -> Plan:
+    def alloc(self, tokens: int) -> Change:
         """A new request of `tokens` tokens. Raises TooManyRequests, RequestTooLong, OutOfPages."""
         row = self._row()
         return self._grow([("(new)", next(_IDS), self._empty(row), tokens)])
 
-    def append(self, more: Sequence[tuple[int, int]]) -> Plan:
+    def append(self, more: Sequence[tuple[int, int]]) -> Change:
         """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
         return self._grow([(request, request, self.get(request), tokens) for request, tokens in more])
 
-    def fork(self, request: int) -> Plan:
+    def fork(self, request: int) -> Change:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)
         cells = tuple((i, column, page) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages))
         return self._alone(Step(next(_IDS), self._row(), parent.length, parent.high, cells))
 
-    def truncate(self, request: int, length: int) -> Plan:
+    def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
         entry = self.get(request)
         if length > entry.length:
@@ -149,14 +149,14 @@ class Ledger:
             check_kept("length", length, entry.high, pool.window, pool.columns * self.page_size)
         return self._release(request, entry, length)
 
-    def free(self, request: int) -> Plan:
+    def free(self, request: int) -> Change:
         """End a request. Raises UnknownRequest."""
         return self._release(request, self.get(request), 0, gone=True)
 
-    def commit(self, plan: Plan) -> None:
-        for pool, taken in zip(self.pools, plan.taken, strict=True):
+    def commit(self, change: Change) -> None:
+        for pool, taken in zip(self.pools, change.taken, strict=True):
             del pool.free[len(pool.free) - taken :]
-        for step in plan.steps:
+        for step in change.steps:
             entry = self.requests.get(step.request)
             if entry is None:
                 self.free_rows.remove(step.row)
@@ -178,14 +178,14 @@ class Ledger:
                 del self.requests[step.request]
                 self.free_rows.append(step.row)
 
-    def edits(self, plan: Plan, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
-        """(row, column, page) of each pool, and (row, length): the entries that `plan` writes into the tables, or (undo) overwrites.
+    def edits(self, change: Change, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
+        """(row, column, page) of each pool, and (row, length): the entries that `change` writes into the tables, or (undo) overwrites.
 
         Call it before the commit.
         """
         tables: list[list[Cell]] = [[] for _ in self.pools]
         lengths = []
-        for step in plan.steps:
+        for step in change.steps:
             before = self.requests.get(step.request) or self._empty(step.row)
             for i, column, page in step.cells:
                 pages = before.pages[i]
@@ -200,7 +200,7 @@ class Ledger:
         pages, kept = entry.pages[pool], entry.high - columns * size
         return [-1 if t < kept else pages[t // size % columns] * size + t % size for t in range(start, stop)]
 
-    def _grow(self, more: list[tuple[object, int, Request, int]]) -> Plan:
+    def _grow(self, more: list[tuple[object, int, Request, int]]) -> Change:
         """(name for messages, id, request, tokens to add) of distinct requests."""
         size, lengths = self.page_size, []
         for name, _, entry, tokens in more:
@@ -219,7 +219,7 @@ class Ledger:
                     column = index % pool.columns
                     old = pages[column] if column < len(pages) else 0
                     if old:
-                        # Of several requests that outgrow a shared page in one plan, the last keeps it.
+                        # Of several requests that outgrow a shared page in one change, the last keeps it.
                         if pool.refs[old] - released.get(old, 0) == 1:
                             continue
                         released[old] = released.get(old, 0) + 1
@@ -235,16 +235,16 @@ class Ledger:
             Step(key, entry.row, length, max(entry.high, length), tuple(own))
             for (_, key, entry, _), length, own in zip(more, lengths, cells, strict=True)
         )
-        return Plan(steps, tuple(taken), tuple(copies))
+        return Change(steps, tuple(taken), tuple(copies))
 
-    def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Plan:
+    def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)
         cells = ((i, c, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1))
         return self._alone(Step(request, entry.row, length, entry.high if length else 0, tuple(cells), gone))
 
-    def _alone(self, step: Step) -> Plan:
-        """A plan that takes no page."""
-        return Plan((step,), (0,) * len(self.pools), tuple([] for _ in self.pools))
+    def _alone(self, step: Step) -> Change:
+        """A change that takes no page."""
+        return Change((step,), (0,) * len(self.pools), tuple([] for _ in self.pools))
 
     def _empty(self, row: int) -> Request:
         return Request(row, 0, 0, tuple([] for _ in self.pools))

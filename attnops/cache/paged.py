@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.ledger import Layer, Ledger, Plan, Pool, Request, Room
+from attnops.cache.ledger import Change, Layer, Ledger, Pool, Request, Room
 from attnops.cache.step import Tokens, describe, ring_columns
 from attnops.call import FLOATS, QUANTISED, name
 from attnops.errors import InvalidInput, fail
@@ -189,15 +189,15 @@ class Pages:
         entries = [self._ledger.get(request) for request in ids]
         if not ids or len(set(ids)) != len(ids):
             fail(InvalidInput, "requests", ids, "at least one request, each once")
-        plan = self._ledger.append(list(zip(ids, counts, strict=True)))
+        change = self._ledger.append(list(zip(ids, counts, strict=True)))
         with ordinary():
-            self._write(plan)
+            self._write(change)
             try:
                 found = more(self._describe([entry.row for entry in entries], counts), entries, counts)
             except BaseException:
-                self._write(plan, undo=True)
+                self._write(change, undo=True)
                 raise
-        self._ledger.commit(plan)
+        self._ledger.commit(change)
         return found
 
     def _describe(self, rows: list[int], counts: list[int]) -> PagedBatch:
@@ -212,16 +212,16 @@ class Pages:
         )
         return replace(first, others=tuple(others)) if others else first
 
-    def _make(self, plan: Plan) -> int:
+    def _make(self, change: Change) -> int:
         with ordinary():
-            self._write(plan)
-        self._ledger.commit(plan)
-        return plan.steps[0].request
+            self._write(change)
+        self._ledger.commit(change)
+        return change.steps[0].request
 
-    def _write(self, plan: Plan, undo: bool = False) -> None:
-        """Let the tensors follow `plan`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
-        edits, lengths = self._ledger.edits(plan, undo)
-        parts: list[Any] = [*edits, lengths, *plan.copies]
+    def _write(self, change: Change, undo: bool = False) -> None:
+        """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
+        edits, lengths = self._ledger.edits(change, undo)
+        parts: list[Any] = [*edits, lengths, *change.copies]
         flat = self._upload([number for part in parts for entry in part for number in entry])
         pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in parts])
         for table, cells in zip(self.tables, pieces, strict=False):
@@ -230,7 +230,7 @@ class Pages:
         row, length = pieces[len(edits)].view(-1, 2).unbind(1)
         self.seq_lens[row] = length.int()
         for number, pairs in enumerate(pieces[len(edits) + 1 :]):
-            if plan.copies[number] and not undo:
+            if change.copies[number] and not undo:
                 slots = pairs.view(-1, 2, 1) * self.page_size + torch.arange(self.page_size, device=pairs.device)
                 source, target = (each.flatten() for each in slots.unbind(1))
                 for keys, *values in (pages for table, pages in self._allocations if table == number):

@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
     @property
     def timed(self) -> bool:
-        """Does a measured time say it, of this GPU or of a sibling?"""
+        """Is it a measured time, of this GPU or of a sibling?"""
         return self.how == MEASURED or self.how.startswith(SCALED)
 
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ def kind_of_call(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Gi
 
 
 def longest(field: str, value: int | None, cu: str) -> int:
-    """`value`, which packed calls need."""
+    """`value`, which packed calls require."""
     if value is None:
         fail(InvalidInput, field, None, f"an upper bound in tokens on the requests' lengths, because {cu} is given")
     return value

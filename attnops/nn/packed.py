@@ -112,7 +112,7 @@ class _Taken:
         return bool(self.by_storage[_storage(tensor)] - {id(t) for t in known})
 
     def move(self, tensor: Tensor, to: Tensor) -> None:
-        """Let it be the same tensor elsewhere."""
+        """Give `tensor` the memory of `to`."""
         self.by_storage[_storage(tensor)].discard(id(tensor))
         tensor.data = to
         self.by_storage.setdefault(_storage(tensor), set()).add(id(tensor))
@@ -141,7 +141,7 @@ def _alike(module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str])
 
 
 def _against(linear: nn.Linear, taken: _Taken) -> str:
-    """Why it may not be moved; empty: it may."""
+    """The reason why it may not be moved; "": it may."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}"
     if "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks:
