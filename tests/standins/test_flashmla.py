@@ -226,11 +226,9 @@ def test_a_schedule_for_others_is_refused():
 
 def test_kernels_that_read_rows_pass_over_a_schedule():
     call = batch((2, 0, 1), (70, 9, 130), padding=1)
-    t = call.arguments
-    tables = t["page_table"], t["seq_lens"], t["cu_seqlens_q"]
-    want = decode.batch_by_token(None, *tables, 4, True, 16)
+    want = decode.batch_by_token(call.record)
     for plan in (rows(call), scheduled(call), rows(call, q_heads=16, float8=True)):
-        got = decode.batch_by_token(plan, *tables, 4, True, 16)
+        got = decode.batch_by_token(call.with_(plan=plan).record)
         assert all(map(torch.equal, got[:2], want[:2]))
 
 

@@ -41,7 +41,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
 
 
 def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
-    """The value is copied once and the output cleared, unless nothing is padding."""
+    """The value is copied once and the output cleared, unless the call promises no padding rows."""
     query, key, value, cu_q, cu_k = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k
     tokens, heads, _ = query.shape
     output = query.new_empty((tokens, heads, value.shape[2]), dtype=result_dtype(query, call.q_scale))
@@ -57,7 +57,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(call: PagedAttention) -> None:
-    """The kernel writes into `output` itself, which is cleared first unless nothing is padding."""
+    """The kernel writes into `output` itself, which is cleared first unless the call promises no padding rows."""
     output = call.output
     runs = call.query.numel() and call.k_pages.numel() and call.page_table.numel() and call.max_seqlen_q
     # It takes strides of whole 16 bytes and no others.

@@ -41,7 +41,7 @@ def mla_attention(call: MlaAttention) -> None:
     counters, scratch = fi.split(call.workspace, fi.split_bytes(LATENT) + stats, "q_nope.shape[0]", tokens, heads, "tokens")
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla  # pyright: ignore[reportAttributeAccessIssue]
 
-    tables, lengths, _ = batch_by_token(call.plan, call.page_table, call.seq_lens, call.cu_seqlens_q, tokens, call.causal, heads)
+    tables, lengths, _ = batch_by_token(call)
     tables = pad(tables, (0, -tables.shape[1] % (TILE // pages.shape[1])))
     out = output if output.is_contiguous() and output.dtype == torch.bfloat16 else torch.empty_like(q_nope, dtype=torch.bfloat16)
     z = None if lse is None else fi.gapless(lse)

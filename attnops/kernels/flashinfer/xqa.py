@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnops.call import changed
 from attnops.kernel import Kernel, Tolerance, arch, at_most, extent_at_most, register
 from attnops.kernels.flashinfer import package as fi
 from attnops.kernels.shared import workspace
@@ -36,7 +37,7 @@ def paged_attention(call: PagedAttention) -> None:
     group = heads // kv_heads
     counters, scratch = workspace.split(call.workspace, scratch_bytes(group, dim))
     if call.padded or tokens != table.shape[0]:
-        table, seq_lens, _ = batch_by_token(None, table, seq_lens, call.cu_seqlens_q, tokens, True, heads)
+        table, seq_lens, _ = batch_by_token(changed(call, plan=None, causal=True))
     # The kernel scales by q_scale * kv_scale / sqrt(D), then its sum of the values by kv_scale.
     q_scale: float | Tensor = call.scale * sqrt(dim)
     kv_scale: float | Tensor = 1.0

@@ -46,7 +46,7 @@ def mla_attention(call: MlaAttention) -> None:
     wheel.load("cutlass_mla_decode", LIBRARY)
     query, pages, plan, workspace = call.q_nope, call.latent_pages, call.plan, call.workspace
     (tokens, heads, _), page = query.shape, pages.shape[1]
-    tables, lengths, _ = batch_by_token(plan, call.page_table, call.seq_lens, call.cu_seqlens_q, tokens, call.causal, heads)
+    tables, lengths, _ = batch_by_token(call)
     tables = pad(tables, (0, -tables.shape[1] % (TILE // page)))
     size = workspace_size(tables.shape[1] * page, tokens)
     given = None if workspace is None or (plan is not None and plan.dtype == torch.int64) else workspace[COUNTERS:]

@@ -6,7 +6,7 @@ but its own: it counts tiles in the plan's last word and leaves 0 there, as it f
 Data pointers must be 16-byte aligned, as torch allocates them: a view that starts elsewhere makes the kernel raise.
 
 Latents are absorbed: the rotated part is query and key, the latent is value and, through `q_v`, key as well. Key and value are strided
-views of the same rows, so nothing is copied. Their tiles are 64 x 64 (hopper/tile_size.h).
+views of the same rows, without a copy. Their tiles are 64 x 64 (hopper/tile_size.h).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attnops.ops.varlen import VarlenAttention
 
 FEW = 64
-"""Query rows of a key head and request up to which the kernel reads pages without TMA: none of its tiles is smaller."""
+"""Query rows of a key head and request up to which the kernel reads pages without TMA: its smallest tile."""
 LATENT, ROPE, TILE = 512, 64, 64
 
 
@@ -62,7 +62,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
 
 
 def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
-    """The value is copied once and the output cleared, unless nothing is padding."""
+    """The value is copied once and the output cleared, unless the call promises no padding rows."""
     query, value, cu_q, cu_k = call.query, call.value, call.cu_seqlens_q, call.cu_seqlens_k
     tokens, heads, _ = query.shape
     runs = query.numel() and call.key.numel() and call.max_seqlen_q and call.max_seqlen_k and cu_q.shape[0] > 1
@@ -84,7 +84,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(call: PagedAttention) -> None:
-    """The kernel writes into `output` itself, which is cleared first unless nothing is padding."""
+    """The kernel writes into `output` itself, which is cleared first unless the call promises no padding rows."""
     query, k_pages, padded, plan = call.query, call.k_pages, call.padded, call.plan
     if not (query.numel() and k_pages.numel() and call.page_table.numel() and call.max_seqlen_q):
         return _blank(call, padded)

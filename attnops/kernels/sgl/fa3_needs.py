@@ -1,4 +1,4 @@
-"""What FlashAttention-3 refuses, and why: the needs of `fa3`."""
+"""The needs of `fa3`: calls that FlashAttention-3 refuses, or answers wrongly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bfloat16_sinks(p: Problem) -> Refusal | None:
 
 
 def chunk_rules(p: Problem) -> Refusal | None:
-    """Chunks are counted from the first visible key, and a query before the first key lies in one of them."""
+    """Chunks are counted from the first visible key, and a query before the first key is in one of them."""
     if p.attention_chunk and p.kv_range:
         return Refusal("kv_range", True, "no (attention_chunk)")
     if p.attention_chunk and p.windowed:

@@ -65,7 +65,7 @@ def forward(
     if q_v is None:
         right, chunk, q_scale = call.window_right, call.attention_chunk, call.q_scale
     if q_scale is not None:
-        # [1] or [Hkv] as [B, Hkv], which the kernel reads through its strides: nothing is copied.
+        # [1] or [Hkv] as [B, Hkv], which the kernel reads through its strides, without a copy.
         shape = (query.shape[0] if cu_q is None else cu_q.shape[0] - 1, key.shape[-2])
         q_scale, k_scale, v_scale = (None if s is None else s.expand(shape) for s in (q_scale, call.k_scale, call.v_scale))
     # The number of splits follows from the whole batch's size, and with it the order of summation; 0 leaves it to the kernel.

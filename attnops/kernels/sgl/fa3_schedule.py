@@ -82,6 +82,6 @@ register(
         about="FlashAttention-3's scheduler metadata (sgl-kernel)",
     )
 )
-# Zeros would have fa3 do nothing at all, so where fa3 may run there is no other schedule than its own.
+# With zeros fa3 would compute no tile, so where fa3 may run it alone makes its schedule.
 ABOUT = "zeros: no kernel on a CPU reads it"
 register(Kernel("reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), invariant=Invariant(), about=ABOUT))

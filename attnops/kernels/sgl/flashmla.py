@@ -38,10 +38,8 @@ def mla_attention(call: MlaAttention) -> None:
     """Both kernels. plan: from `decode_rows`, or None to make it here."""
     if blank(call):
         return
-    (tokens, heads, _), float8 = call.q_nope.shape, call.q_nope.dtype == FLOAT8
-    tables, lengths, schedule = batch_by_token(
-        call.plan, call.page_table, call.seq_lens, call.cu_seqlens_q, tokens, call.causal, heads, (float8,)
-    )
+    float8 = call.q_nope.dtype == FLOAT8
+    tables, lengths, schedule = batch_by_token(call, (float8,))
     given = (*adjoin(call.q_nope, call.q_pe), call.latent_pages, tables)
     if float8:
         out, z = torch.ops.attnops.mla_attention__flashmla_fp8(

@@ -69,7 +69,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def few_tokens(p: Problem) -> Refusal | None:
-    """The room of `made` in float8. A size of which nothing is known is checked when the kernel is called."""
+    """The room of `made` in float8. A size without a known bound is checked when the kernel is called."""
     if p.dtype != torch.float8_e4m3fn or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS:
         return None
     return Refusal("tokens", p.tokens, f"<= {MOST_FLOAT8_TOKENS}")

@@ -33,7 +33,7 @@ def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, 
     """With counts it is the op `..._mergehead`."""
     vertical, slash = call.vertical, call.slash
     shape = (*vertical.shape[:2], -(-call.max_seqlen_q // BLOCK))
-    # The kernel writes counted entries only, and none of rows without queries.
+    # The kernel writes counted entries only, and skips rows without queries.
     sizes = (shape, (*shape, slash.shape[2]), shape, (*shape, vertical.shape[2]))
     out = tuple(torch.zeros(size, dtype=torch.int32, device=vertical.device) for size in sizes)
     if out[0].numel():

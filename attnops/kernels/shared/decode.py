@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,25 +14,17 @@ if TYPE_CHECKING:
     from attnops.ops.mla import MlaAttention
 
 
-def batch_by_token(
-    plan: Tensor | None,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    tokens: int,
-    causal: bool,
-    q_heads: int,
-    schedules: tuple[bool, ...] = (False, True),
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: from the `plan` that `decode_rows` made, else made here without schedule.
+def batch_by_token(call: Any, schedules: tuple[bool, ...] = (False, True)) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(page table `[T, M]`, keys seen `[T]`, schedule), int32: from the plan that `decode_rows` made, else made here without schedule.
 
-    A plan may hold a schedule for `q_heads` heads, of each kind in `schedules`: float8 or not. B and M are at least 1.
+    A plan may hold a schedule for the heads of the call, of each kind in `schedules`: float8 or not. B and M are at least 1.
     Raises InvalidInput on a plan of another length.
     """
+    plan, page_table, (tokens, q_heads) = call.plan, call.page_table, call[0].shape[:2]
     width = page_table.shape[1]
     rows = tokens * (1 + width)
     if plan is None or plan.dtype != torch.int32:
-        made = torch.ops.attnops.decode_rows.default(page_table, seq_lens, cu_seqlens_q, num_tokens=tokens, causal=causal)
+        made = torch.ops.attnops.decode_rows.default(page_table, call.seq_lens, call.cu_seqlens_q, num_tokens=tokens, causal=call.causal)
         return made[tokens:].view(tokens, width), made[:tokens], None
     lengths = (0, *(rows_schedule_words(tokens, q_heads, float8) for float8 in schedules))
     which = next((i for i, length in enumerate(lengths) if plan.dim() == 1 and plan.shape[0] == rows + length), None)

@@ -1,4 +1,4 @@
-"""What kernels ask of memory that no Problem tells."""
+"""Checks of memory that no Problem shows: alignment and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How kernels share one workspace: what of it must be zero, and what may hold anything."""
+"""One workspace that kernels share: counters that must be zero, then scratch that may hold anything."""
 
 from __future__ import annotations
 
