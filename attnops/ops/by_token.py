@@ -76,7 +76,7 @@ def decode_rows(
 
     Raises:
         InvalidInput: a shape, dtype or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run. Where `flashmla`
-        cannot run either the schedule is zeros, which nobody reads.
+        cannot run either the schedule is zeros, which no kernel reads.
     """
     out: Tensor = DECODE_ROWS(DecodeRows(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8,

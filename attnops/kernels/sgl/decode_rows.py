@@ -1,4 +1,4 @@
-"""`flashmla` and `reference` of `decode_rows`: the batch by token, with FlashMLA's schedule where one is asked for, or without."""
+"""`flashmla` and `reference` of `decode_rows`: the batch by token, with FlashMLA's schedule if the call asks for one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PACKAGE = wheel.package("0.4.3")
 
 
 def decode_rows(call: DecodeRows) -> Tensor:
-    """See `attnops.ops.decode_rows`. Torch ops around the vendor's, so that the compiler makes few kernels of them."""
+    """See `attnops.ops.decode_rows`. Only the vendor's op is opaque: the compiler fuses the torch ops around it."""
     tokens = call.num_tokens
     if not (call.q_heads and tokens and call.page_table.shape[0]):
         return data.decode_rows(call)
     rows = torch.ops.attnops.decode_rows.default(call.page_table, call.seq_lens, call.cu_seqlens_q, num_tokens=tokens, causal=call.causal)
     lengths = rows[:tokens]
-    # The float8 kernel gives a row without keys one; see there.
+    # The float8 kernel would read before the page table of a row without keys, so that it is given one key.
     seen = lengths.clamp(min=1) if call.float8 else lengths
     return torch.cat([torch.ops.attnops.decode_rows__flashmla(seen, call.q_heads, call.float8), rows])
 
@@ -40,9 +40,9 @@ def _missing(target: Target) -> Refusal | None:
 
 
 def _unread(p: Problem) -> Refusal | None:
-    """Zeros in place of a schedule would have flashmla do nothing at all, so where it may run there is no other than its own."""
+    """With zeros for a schedule flashmla would compute nothing, so that the reference is refused where flashmla may run."""
     if few_tokens(p) is not None:
-        return None  # nor may flashmla_fp8 run, which has the same need
+        return None  # flashmla_fp8 has the same need and cannot run
     if not p.q_heads or p.target.device != "cuda" or p.target.arch != 90 or PACKAGE.missing(p.target) or _missing(p.target):
         return None
     return Refusal("q_heads", p.q_heads, "0 where flashmla is: its schedule is made by flashmla")
@@ -56,8 +56,8 @@ register(
         needs=(arch(90), few_tokens),
         packages=(PACKAGE,),
         probe=_missing,
-        cost_us=lambda p: 5.0,  # without a schedule it is the reference, which then goes first
-        # Of what is a request's own. The schedule depends on all of them, and so does flashmla, which promises nothing.
+        cost_us=lambda p: 5.0,  # more than the reference, whose body serves a call without a schedule
+        # Rows are: they depend on their own request alone. The schedule depends on all requests, and so do the results of flashmla.
         invariant=Invariant(),
         inline=Inline(core=Core("(Tensor lengths, int q_heads, bool float8) -> Tensor", written, _fake_core)),
         about="the batch by token with FlashMLA's schedule (sgl_kernel)",
@@ -72,6 +72,6 @@ register(
         cost_us=lambda p: 4.0,
         invariant=Invariant(),
         inline=Inline(),
-        about="plain torch; a schedule is zeros, which nobody reads",
+        about="plain torch; a schedule is zeros, which no kernel reads",
     )
 )
