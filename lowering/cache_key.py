@@ -1,8 +1,8 @@
 """Adds everything that a choice of kernel depends on to the keys of Inductor's caches: a stale choice is then never found there."""
 
 import functools
+import glob
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,13 @@ from ..version import VERSION
 
 def code_files() -> list[Path]:
     """The sources of attnops, those of lowering and graphs included: in a checkout these are links, which rglob does not follow."""
-    root = Path(problem.__file__).parent
-    folders = sorted(folder for folder, _, _ in os.walk(root, followlinks=True))
-    return [file for folder in folders for file in sorted(Path(folder).glob("*.py"))]
+    return sorted(map(Path, glob.glob(f"{Path(problem.__file__).parent}/**/*.py", recursive=True)))
 
 
 @functools.cache
 def code_digest() -> str:
     """A digest of `code_files()`: a changed cost function or reference may change the choice."""
-    digest = hashlib.sha256()
-    for file in code_files():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
 
 
 def choice_inputs() -> tuple[str, ...]:

@@ -3,18 +3,22 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import Guard, TracingContext
 from torch.nn.functional import linear
 
 from ..traced import may_write
-from .adjacent import ALIGNED, Adjacent, can_guard, guard, source_of
 from .propagate_strides import VALUE, propagate
 
 log = logging.getLogger("attnops.lowering")
+
+ALIGNED = 16
+"""Bytes. Inductor clones an input that is less aligned, and the clone ends where that input ends."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     found: list[Fused] = []
-    adjacent: list[Adjacent] = []
+    adjacent: list[Sequence[fx.Node]] = []
     # Facts of the whole graph, collected once, because there are as many groups as layers.
     switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
     inputs_in: dict[int, list[fx.Node]] = {}
@@ -69,14 +73,14 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
         parameters = list(zip(*map(_parameters, calls), strict=True))
         refusal = _refusal(parameters, switches_grad, inputs_in) or _fuse(graph, calls)
         if not refusal:
-            adjacent += [Adjacent(tuple(map(source_of, nodes)), tuple(_fake(n).nbytes for n in nodes)) for nodes in parameters]
+            adjacent += parameters
         found.append(Fused(tuple(c.weight.name for c in calls), tuple(_fake(c.weight).shape[0] for c in calls), refusal))
         log.info("%s", found[-1])
     if adjacent:
         graph.lint()
         if graph.owning_module is not None:
             graph.owning_module.recompile()
-        guard(adjacent)
+        _guard(adjacent)
     return tuple(found)
 
 
@@ -138,10 +142,35 @@ def _follows(one: fx.Node, other: fx.Node) -> bool:
     return bool(same and a.storage_offset() + a.numel() == b.storage_offset())
 
 
+def _source(node: fx.Node) -> Any:
+    return getattr(node, "_dynamo_source", None)
+
+
+def _guard(rows: Sequence[Sequence[fx.Node]]) -> None:
+    """Guard the frame that Dynamo is compiling: the parameters of every row are adjacent in memory.
+
+    Dynamo guards a parameter's dtype, shape and strides, but not its address: `module.weight.data = other` passes all of its guards.
+    This guard compares addresses with each other, not with constants, so layers that share compiled code keep sharing it. It is a guard
+    of the frame and runs last: Dynamo skips the guards of a single input while the module dicts that lead to it are unchanged.
+    """
+    code = []
+    for row in rows:
+        # A method with torch 2.11, a property with 2.13.
+        at = [f"{s.name() if callable(s.name) else s.name}.data_ptr()" for s in map(_source, row)]
+        follows = (f"{a} + {_fake(node).nbytes} == {b}" for node, a, b in zip(row, at, at[1:], strict=False))
+        code += [f"{at[0]} % {ALIGNED} == 0", *follows]
+    # A guard has one source. The first weight's names this one; the check itself looks up all of them.
+    TracingContext.get().guards_context.dynamo_guards.add(Guard(_source(rows[0][0]), partial(_create, code=code)))
+
+
+def _create(builder: Any, guard: Any, *, code: list[str]) -> None:
+    builder.add_python_lambda_leaf_guard_to_root(code, [f"{line}  # weights that are read as one" for line in code])
+
+
 def _refusal(parameters: Sequence[Sequence[fx.Node]], switches_grad: bool, inputs_in: Mapping[int, list[fx.Node]]) -> str:
     """The reason why these may not be read as one, or "". inputs_in: the graph's inputs by storage."""
     nodes = [n for row in parameters for n in row]
-    if not can_guard() or any(source_of(n) is None for n in nodes):
+    if TracingContext.try_get() is None or any(n.op != "placeholder" or _source(n) is None for n in nodes):
         return "no guard can be added here"
     if any(_fake(n).requires_grad for n in nodes) and (torch.is_grad_enabled() or switches_grad):
         return "the weights need a gradient"

@@ -3,10 +3,10 @@
 from attnops.measured.grid import Grid as Grid
 from attnops.measured.hardware import never_run as never_run
 from attnops.measured.rates import RATES as RATES
+from attnops.measured.rates import Roofline as Roofline
+from attnops.measured.rates import copy_us as copy_us
+from attnops.measured.rates import phases as phases
 from attnops.measured.rates import scaled as scaled
-from attnops.measured.roofline import Roofline as Roofline
-from attnops.measured.roofline import copy_us as copy_us
-from attnops.measured.roofline import phases as phases
 from attnops.measured.shape import Shape as Shape
 from attnops.measured.shape import Sizes as Sizes
 from attnops.measured.shape import sizes_of as sizes_of
