@@ -1,4 +1,4 @@
-"""Helpers of the scripts: the command line, the results file, and a loop over cases with a budget."""
+"""The scripts' command line, results file, clock, and loop over cases with a budget."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnops.bench.files import environment as made_with
-from attnops.bench.files import text_of as text_of
+from attnops.bench.files import write as write_file
 from attnops.bench.profile import launched
-from attnops.tune.clock import Timed
-from attnops.tune.clock import host_us as host_us
+from attnops.inputs import Call
+from attnops.kernel import Kernel
+from attnops.tune import Stopwatch
+from attnops.tune.clock import GraphClock, Run, Timed, Times, host_us, synchronize
 from attnops.tune.clock import one_line as why
-from attnops.tune.clock import spread as spread
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = tuple[str, str, Callable[[], dict[str, Any]]]
@@ -44,29 +45,56 @@ def folder_of(device: str) -> Path:
     return Path(out) if (out := os.environ.get("OUT")) else ROOT / "benchmarks" / "results" / machine
 
 
-def write(report: dict[str, Any], name: str, device: str) -> Path:
+def write(report: Mapping[str, Any], name: str, device: str) -> Path:
     """Write one results file."""
-    path = folder_of(device) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(report))
-    return path
+    return write_file(report, folder_of(device) / name)
 
 
-def default_device() -> str:
-    """`cuda` if available."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+class HostClock:
+    """Stands for a GraphClock on a CPU."""
+
+    launch_us = 0.0
+
+    def spreads(self, runs: Mapping[str, Run]) -> Times:
+        """Median and spread of each of `runs`, in turn."""
+        return host_us(runs, repeats=3, inner=1)
 
 
-def device_kernels(run: Callable[[], Any]) -> list[str]:
+def clock_of(device: str) -> Any:
+    """A clock with `spreads`: GPU time of replays with a cold L2 cache, or wall-clock time on a CPU."""
+    return GraphClock(device) if device == "cuda" else HostClock()
+
+
+def device_kernels(run: Run) -> list[str]:
     """The kernels that one call launches on the device, in order."""
     run()
     return [kernel.name[:100] for kernel in sorted(launched(Timed(run)), key=lambda kernel: kernel.start)]
 
 
+def tried(makers: Mapping[str, Callable[[], Run]]) -> tuple[dict[str, Run], dict[str, str]]:
+    """(the calls by name, each called once; those that raise, with the reason)."""
+    runs: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            run = make()
+            run()
+            synchronize()
+            runs[name] = run
+        except Exception as error:  # the other calls go on
+            left_out[name] = why(error)
+    return runs, left_out
+
+
+def candidates(call: Call, **options: Any) -> list[tuple[Kernel, Call]]:
+    """The kernels that can answer a call, each with its plan and workspace. options: of a Stopwatch."""
+    return [(kernel, given) for kernel, given, _ in Stopwatch(lambda *_: 0.0, **options).candidates(call)]
+
+
 def arguments(doc: str | None, devices: tuple[str, ...] = ("cuda",), budget_s: float = 0.0) -> argparse.ArgumentParser:
     """A parser with `--device` and, given a default, `--budget-s`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=devices, default=default_device())
+    parser.add_argument("--device", choices=devices, default="cuda" if torch.cuda.is_available() else "cpu")
     if budget_s:
         parser.add_argument("--budget-s", type=float, default=budget_s)
     return parser
@@ -81,7 +109,7 @@ def measure_all(
 
     told: the text to print of a case. finish: completes the report. An error fails its case alone, and so does `failed` in its figures.
     """
-    start, report = time.monotonic(), {**report, "failed": {}}
+    start, report = time.monotonic(), {**environment(device), **report, "failed": {}}
     with torch.no_grad():
         for section, name, job in jobs:
             report.setdefault(section, {})

@@ -2,9 +2,9 @@
 
     python benchmarks/data.py [--device cuda] [--budget-s 60] [--no-sweep]
 
-GPU time: replays of CUDA graphs in turn, the L2 cache flushed before each; medians over 25 rounds, the start of a graph (`launch_us`)
-included, alike for all. Every result is compared with the reference's bits first; what differs is told (`differs`), and in `triton` it
-is a failure. `eager`: the reference's torch ops. `compiled`: the same ops by Inductor, lowered in place where the kernel says so, as a
+GPU time: replays of CUDA graphs in turn, the L2 cache cleared before each; medians over 25 rounds, the start of a graph (`launch_us`)
+included, alike for all. Every result is compared with the reference's bits first; differences are counted (`differs`), and fail `triton`.
+`eager`: the reference's torch ops. `compiled`: the same ops by Inductor, lowered in place where the kernel says so, as a
 compiled graph holds them. `copy`: `copy_` of half the bytes that the case reads and writes, hence as many bytes in all; `of_copy` is the
 bandwidth reached over that one's. `sweep`: tiles beside those of the committed table (attnops/kernels/triton/launch/tiles.py).
 """
@@ -12,23 +12,22 @@ bandwidth reached over that one's. `sweep`: tiles beside those of the committed 
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from common import arguments, device_kernels, environment, measure_all, spread, why
+from common import arguments, clock_of, device_kernels, measure_all, why
 from torch import Tensor
 
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.testing import Call, Features, Source, builders, latent, moves, sparse
 from attnops.testing.check import clone
-from attnops.tune.clock import GraphClock
+from attnops.tune.clock import Run
 
-Run = Callable[[], Any]
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
 SWEEP = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8), (1, 2))
@@ -94,20 +93,19 @@ CASES = (
 
 
 def moved_bytes(call: Call) -> int:
-    """What a case reads and writes at least, tables of a few kilobytes not counted; 0 for ops that make nothing else."""
+    """The bytes that a case reads and writes at least, without tables of a few kilobytes; 0 for ops that make only tables."""
     t = call.arguments
     if call.op in ("write_kv", "write_latent", "write_latent_packed"):
         new = [t[n] for n in ("key", "value", "latent", "k_pe") if n in t]
         pages = [t[n] for n in ("k_pages", "v_pages", "latent_pages") if n in t]
-        tokens = t["slots"].shape[0]
-        return sum(x.numel() * x.itemsize for x in new) + sum(tokens * x[0, 0].numel() * x.itemsize for x in pages)
+        return sum(x.nbytes for x in new) + sum(t["slots"].shape[0] * x[0, 0].nbytes for x in pages)
     if call.op == "copy_kv":
-        return sum(2 * t["source"].shape[0] * x[:, 0, 0].numel() * x.itemsize for x in (t["k_pages"], t["v_pages"]))
+        return sum(2 * t["source"].shape[0] * x[:, 0, 0].nbytes for x in (t["k_pages"], t["v_pages"]))
     return 0
 
 
 def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:
-    """The bits of what a call returns or writes; the call is left alone."""
+    """The bits of the results that a call returns or writes; the call itself is not changed."""
     mine = call.map(lambda _, t: clone(t))
     returned = run(mine)
     values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
@@ -115,19 +113,16 @@ def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:
 
 
 def way(name: str, like: Call) -> Callable[[Call], Any]:
-    """What makes calls through the kernel of this name, or `compiled`, the plain torch ops as a compiled graph has them."""
-    kernels = kernels_of(like.op)
+    """Makes calls through the kernel of this name; `compiled`: the plain torch ops as a compiled graph has them."""
+    kernels, op = kernels_of(like.op), OPS[like.op]
     if name != "compiled":
         return lambda c: kernels[name].run(c.record)
     inline = [k for k in kernels.values() if k.inline and not k.refusals(like.problem)]
-    if not inline:
-        plain = torch.compile(kernels["reference"].run, fullgraph=True, dynamic=False)
-        return lambda c: plain(c.record)
-    packet, policy = OPS[like.op].packet.default, f"kernel={like.op}:{inline[0].name}"
+    policy = f"kernel={like.op}:{inline[0].name}" if inline else ""
 
     @torch.compile(fullgraph=True, dynamic=False)
     def function(args: Any, kwargs: Any) -> Any:
-        return packet(*args, **kwargs, policy=policy)
+        return op.packet.default(*args, **kwargs, policy=policy) if policy else op.reference(op.call(*args, **kwargs))
 
     return lambda c: function(c.args, c.kwargs)
 
@@ -137,70 +132,59 @@ def tiled(call: Call, rows: int, warps: int) -> Run:
     from attnops.kernels.triton.launch import tiles
 
     def run() -> None:
-        before = tiles.store_tile
-        tiles.store_tile = lambda *a: before(*a)._replace(rows=rows, warps=warps)
-        try:
+        with mock.patch.object(tiles, "store_tile", lambda *a, before=tiles.store_tile: before(*a)._replace(rows=rows, warps=warps)):
             kernels_of(call.op)["triton"].run(call.record)
-        finally:
-            tiles.store_tile = before
 
     return run
 
 
-def measure(case: Case, clock: GraphClock, names: tuple[str, ...], sweep: bool, device: str = "cuda") -> dict[str, Any]:
+def measure(case: Case, clock: Any, names: tuple[str, ...], sweep: bool, device: str = "cuda") -> dict[str, Any]:
     """One case's figures."""
     torch._dynamo.reset()
     call = case.make(Source(1, device))
-    # What is timed is written again and again: what is compared is not.
+    # The timed call writes its tensors again and again; the compared one has its own.
     timed = call.map(lambda _, t: clone(t))
-    want, runs = results(call, way("reference", call)), {}
-    out: dict[str, Any] = {"left_out": {}, "differs": {}, "device_kernels": {}}
+    want, differs, runs, left_out = results(call, way("reference", call)), {}, {}, {}
     for name in names:
-        kernel = kernels_of(call.op).get(name)
+        kernel, label = kernels_of(call.op).get(name), "eager" if name == "reference" else name
         if (kernel is None and name != "compiled") or (name == "compiled" and not case.compiled):
             continue
         if kernel is not None and (refused := kernel.refusals(call.problem)):
-            out["left_out"][name] = "; ".join(map(str, refused))
+            left_out[name] = "; ".join(map(str, refused))
             continue
         try:
             make = way(name, call)
             wrong = [int((a != b).sum()) for a, b in zip(results(call, make), want, strict=True)]
-            label = "eager" if name == "reference" else name
             if any(wrong):
-                out["differs"][label] = f"{wrong} bytes of {[x.numel() for x in want]}"
-            runs[label] = lambda make=make: make(timed)
-            out["device_kernels"][label] = len(device_kernels(runs[label]))
-        except Exception as error:  # the others stand
-            traceback.print_exc()
-            out["left_out"][name] = why(error)
-    if bytes_ := moved_bytes(call):
-        source, target = torch.zeros(2, bytes_ // 2, dtype=torch.uint8, device=device)
+                differs[label] = f"{wrong} bytes of {[x.numel() for x in want]}"
+            runs[label] = partial(make, timed)
+        except Exception as error:  # the other kernels go on
+            left_out[name] = why(error)
+    counts = {label: len(device_kernels(run)) for label, run in runs.items()}
+    if moved := moved_bytes(call):
+        source, target = torch.zeros(2, moved // 2, dtype=torch.uint8, device=device)
         runs["copy"] = lambda: target.copy_(source)
     if sweep and case.sweep and "triton" in runs:
         runs |= {f"sweep.{rows}x{warps}": tiled(timed, rows, warps) for rows, warps in SWEEP}
-    out["gpu"] = {name: spread(us) for name, us in clock.in_turn(runs).items()}
-    if bytes_:
-        out["bytes"] = bytes_
-        for figures in out["gpu"].values():
-            figures["TB/s"] = round(bytes_ / figures["median_us"] / 1e6, 3)
-            figures["of_copy"] = round(out["gpu"]["copy"]["median_us"] / figures["median_us"], 3)
-    if "triton" in names and "triton" in {**out["differs"], **out["left_out"]}:
-        out["failed"] = str({**out["differs"], **out["left_out"]})
-    return out
+    out: dict[str, Any] = {"left_out": left_out, "differs": differs, "device_kernels": counts, "gpu": clock.spreads(runs)}
+    for figures in out["gpu"].values() if moved else ():
+        figures["TB/s"] = round(moved / figures["median_us"] / 1e6, 3)
+        figures["of_copy"] = round(out["gpu"]["copy"]["median_us"] / figures["median_us"], 3)
+    failed = {"failed": str({**differs, **left_out})} if "triton" in names and "triton" in {**differs, **left_out} else {}
+    return out | ({"bytes": moved} if moved else {}) | failed
 
 
 def main() -> int:
     parser = arguments(__doc__, budget_s=60.0)
     parser.add_argument("--no-sweep", action="store_true")
-    given, clock = parser.parse_args(), GraphClock("cuda")
+    given, clock = parser.parse_args(), clock_of("cuda")
     names = ("triton", "reference", "compiled")
     jobs = [("cases", case.name, partial(measure, case, clock, names, not given.no_sweep)) for case in CASES]
-    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
 
     def told(found: dict[str, Any]) -> str:
         return json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()})
 
-    return measure_all(jobs, head, "data.json", "cuda", given.budget_s, told)
+    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "data.json", "cuda", given.budget_s, told)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Job, arguments, environment, host_us, measure_all, spread, text_of
+from common import Job, arguments, clock_of, measure_all, why, write_file
 from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from attnops.cache import PagedBatch, Planner
 from attnops.nn import LatentAttention
 from attnops.ops.latent_form import FormDecision, watch_forms
 from attnops.ops.plan_mla import LatentSpec
-from attnops.tune.clock import GraphClock, ceilings
+from attnops.tune.clock import ceilings
 
 FULL = tuple(Size(Model(heads), b, k) for heads in (128, 16) for b in (1, 8, 64) for k in (1024, 8192, 32768))
 TOY = (Size(Model(4, 64, 24, 32, 16, 8, 12, torch.float32), 2, 24),)
@@ -49,8 +49,7 @@ class Bench:
     def __init__(self, device: str) -> None:
         self.device = device
         self.layers: dict[Model, tuple[Any, dict[str, Tensor]]] = {}
-        if device == "cuda":
-            self.clock = GraphClock("cuda")
+        self.clock = clock_of(device)
 
     def layer(self, m: Model) -> tuple[Any, dict[str, Tensor]]:
         """(transformers' layer, its weights)."""
@@ -61,9 +60,8 @@ class Bench:
 
     def times(self, runs: dict[str, Run]) -> dict[str, dict[str, float]]:
         """Median and spread of each, in turn."""
-        if self.device == "cuda":
-            return {name: spread(us) for name, us in self.clock.in_turn(runs).items()}
-        return host_us(runs, repeats=3, inner=1)
+        found: dict[str, dict[str, float]] = self.clock.spreads(runs)
+        return found
 
     def latents(self, size: Size) -> tuple[Tensor, Tensor]:
         """Random (hidden `[B, E]`, latents `[B, K, Dc + Dr]`)."""
@@ -115,7 +113,7 @@ def measure(size: Size, bench: Bench) -> dict[str, Any]:
             run()
             runs[name] = run
         except Exception as error:  # the others stand
-            left_out[name] = f"{type(error).__name__}: {str(error)[:150]}"
+            left_out[name] = why(error)
     times = bench.times(runs)
     us = {name: t["median_us"] for name, t in times.items()}
     out: dict[str, Any] = {"us": times, "left_out": left_out, "off_by": checked, "page_size": page_size, "plan": kind_of(planned)}
@@ -263,7 +261,7 @@ def float8(size: Size, bench: Bench) -> dict[str, Any]:
             runs[name] = compiled(layer, hidden, batch=planner(step), latent_pages=cache.latent_pages[0], **given)
             found = runs[name]().double()
         except Exception as error:  # the others stand
-            out["left_out"][name] = f"{type(error).__name__}: {str(error)[:150]}"
+            out["left_out"][name] = why(error)
             runs.pop(name, None)
             continue
         out["off_by"][name] = float((found - exact.double()).norm() / exact.double().norm())
@@ -276,12 +274,12 @@ def main() -> int:
     parser.add_argument("--again", type=Path, default=None, help="a mla.json: work its floors out anew")
     given = parser.parse_args()
     if given.again:
-        given.again.write_text(text_of(with_floors(json.loads(given.again.read_text()), FULL)))
+        write_file(with_floors(json.loads(given.again.read_text()), FULL), given.again)
         return 0
     bench = Bench(given.device)
     sizes, keys, batch, new = (FULL, (0, 2048, 16384), 4, FORMS) if given.device == "cuda" else (TOY, (0, 16), 2, (1, 4))
     with torch.no_grad():
-        head = {**environment(given.device), "ceilings": {n: round(x, 3) for n, x in bench.ceilings().items()}}
+        head = {"ceilings": {n: round(x, 3) for n, x in bench.ceilings().items()}}
     jobs: list[Job] = [("layer", size.name, partial(measure, size, bench)) for size in sizes]
     some = [size for size in sizes if size.keys in (8192, TOY[0].keys) and size.batch > 1]
     jobs += [("float8", size.name, partial(float8, size, bench)) for size in some]

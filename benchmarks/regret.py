@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, environment, text_of, write
+from common import arguments, environment, write, write_file
 
 from attnops.inputs import Pool, build, problem_of
 from attnops.kernel import Kernel, kernels_of
@@ -346,7 +346,7 @@ def main() -> None:
     if given.again:
         data = json.loads(given.again.read_text())
         rows = chosen_again(data, table)
-        given.again.write_text(text_of({**data, **told(table), "again": True, **summary(rows), "calls": listed(rows)}))
+        write_file({**data, **told(table), "again": True, **summary(rows), "calls": listed(rows)}, given.again)
         return show(rows)
     calls, parts = held_out(given.count, given.seed), given.gpus
     devices = [torch.device("cuda", at) if given.device == "cuda" else torch.device("cpu") for at in range(parts)]

@@ -31,18 +31,22 @@ DEFAULT = "bench"
 
 def command(suite: str, device: str, tuned: bool) -> list[str]:
     """The command of a suite. tuned: the same run made a table."""
-    table, attnops = str(folder_of(device) / "table.json"), [sys.executable, "-m", "attnops"]
-    if suite in ("bench", "overhead"):
-        suites = ["overhead"] if suite == "overhead" else []
-        shared = ["--gpus", str(max(1, torch.cuda.device_count()))] if suite == "bench" and device == "cuda" else []
-        commit = ["--commit", os.environ["COMMIT"]] if "COMMIT" in os.environ else []
-        return [*attnops, "bench", *suites, "--device", device, "--out", str(folder_of(device)), *shared, *commit]
-    if suite == "tune":
-        return [*attnops, "tune", "--budget-s", "190", "--output", table]
+    out, attnops = folder_of(device), [sys.executable, "-m", "attnops"]
+    table = str(out / "table.json")
+    measured = [*attnops, "bench", "--device", device, "--out", str(out)] + (
+        ["--commit", commit] if (commit := os.environ.get("COMMIT")) else []
+    )
+    gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
+    scripts = {"triton": ["triton_vendors"], "gradients": ["beside", "gradients"], "deterministic": ["beside", "deterministic"]}
     # A triton.py on the path would hide the package.
-    file = {"triton": "triton_vendors"}.get(suite, suite)
-    more = ["--table", table] if suite == "regret" and tuned else []
-    return [sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), "--device", device, *more]
+    script, *more = scripts.get(suite, [suite])
+    more += ["--table", table] if suite == "regret" and tuned else []
+    commands = {
+        "bench": measured + gpus,
+        "overhead": [*measured, "overhead"],
+        "tune": [*attnops, "tune", "--budget-s", "190", "--output", table],
+    }
+    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *more, "--device", device]
 
 
 def main() -> int:

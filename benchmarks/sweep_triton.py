@@ -14,11 +14,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from common import arguments, environment, measure_all, why
+from common import arguments, clock_of, measure_all, why
 from triton_vendors import CASES, FEATURES, NEAR, build_one, error_of, expected_of, is_vendor, vendors_of
 
 from attnops.inputs import Call, Pool
@@ -26,7 +25,6 @@ from attnops.kernel import Kernel, kernels_of
 from attnops.kernels.triton.launch.grids import Choice, Tile
 from attnops.testing import check_kernel
 from attnops.tune import side_by_side
-from attnops.tune.clock import GraphClock
 
 WORKERS = 14
 COMPILING = 0.5
@@ -35,54 +33,51 @@ COMPILING = 0.5
 LATE = "not compiled in time"
 
 OURS = Choice(Tile(0, 0, 0, 0))
-"""Stands for what grids.py says now."""
+"""Stands for the choice of grids.py."""
 
-DECODE_TILES = [
-    Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 64, 4, 4), Tile(16, 64, 2, 2), Tile(16, 64, 2, 3), Tile(16, 64, 8, 3),
-    Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 4, 5), Tile(16, 32, 2, 3), Tile(16, 32, 2, 4), Tile(16, 16, 1, 5),
-    Tile(16, 32, 1, 3), Tile(16, 16, 2, 5), Tile(16, 16, 2, 4), Tile(16, 16, 2, 6), Tile(16, 128, 4, 2),
-    Tile(16, 128, 4, 3), Tile(16, 128, 8, 2), Tile(16, 128, 8, 3), Tile(16, 64, 4, 3, 128),
-]  # fmt: skip
-LATENT_16 = [
-    Tile(16, 32, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 8, 2), Tile(16, 32, 8, 3), Tile(16, 64, 4, 2),
-    Tile(16, 64, 4, 3), Tile(16, 64, 8, 2), Tile(16, 64, 8, 3), Tile(16, 16, 4, 4), Tile(16, 16, 2, 4), Tile(16, 64, 4, 2, 128),
-]  # fmt: skip
-LATENT_128 = [
-    Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 3), Tile(64, 32, 16, 3), Tile(64, 64, 16, 2), Tile(32, 32, 8, 2),
-    Tile(32, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2),
-]  # fmt: skip
-EXTEND_TILES = [
-    Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(128, 32, 8, 3), Tile(128, 32, 8, 4),
-    Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 32, 4, 4), Tile(64, 128, 4, 2), Tile(64, 128, 8, 2),
-    Tile(64, 64, 4, 3, 224), Tile(256, 64, 8, 2), Tile(256, 64, 16, 2), Tile(256, 64, 16, 3),
-]  # fmt: skip
-FEW = [
-    Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 128, 4, 2), Tile(16, 128, 8, 2),
-    Tile(16, 64, 2, 2), Tile(16, 16, 2, 5),
-]  # fmt: skip
-FEW_8 = [*FEW, Tile(16, 64, 8, 2), Tile(16, 64, 8, 3), Tile(16, 128, 4, 3)]
-TRIED: dict[str, tuple[list[Tile], tuple[int, ...]]] = {
-    "decode_1x8192": (DECODE_TILES, (16, 32, 64, 128)),
-    "decode_64x4096": (DECODE_TILES, (1, 2, 3, 4, 8)),
-    "mla16_64x8192": (LATENT_16, (2, 4, 6, 8, 16)),
-    "mla128_64x8192": (LATENT_128, (1, 2, 4)),
-    "extend_2048_on_8192": (EXTEND_TILES, (1,)),
-    "decode_8x4096": (DECODE_TILES, (2, 4, 6, 8, 16)),
-    "decode_1x32768": (DECODE_TILES, (16, 33, 49, 66, 128)),
-    "extend_8192_on_0": (EXTEND_TILES, (1,)),
-    "mla16_1x8192": (LATENT_16, (32, 64, 128)),
-    "mla128_1x8192": (LATENT_128, (16, 33, 66)),
-    **{f"{n}_8x4096": (FEW_8 if n == "fp8" else FEW, (2, 4, 8)) for n in FEATURES},
-    **{f"{n}_64x4096": (FEW_8 if n == "fp8" else FEW, (1, 2, 4)) for n in FEATURES},
+TILES = {
+    name: [Tile(*map(int, tile.split("x"))) for tile in text.split()]
+    for name, text in {
+        "decode": (
+            "16x64x4x3 16x64x4x2 16x64x4x4 16x64x2x2 16x64x2x3 16x64x8x3 16x32x4x3 16x32x4x4 16x32x4x5 16x32x2x3 16x32x2x4 "
+            "16x16x1x5 16x32x1x3 16x16x2x5 16x16x2x4 16x16x2x6 16x128x4x2 16x128x4x3 16x128x8x2 16x128x8x3 16x64x4x3x128 "
+        ),
+        "latent16": (
+            "16x32x4x2 16x32x4x3 16x32x4x4 16x32x8x2 16x32x8x3 16x64x4x2 16x64x4x3 16x64x8x2 16x64x8x3 16x16x4x4 16x16x2x4 16x64x4x2x128 "
+        ),
+        "latent128": ("64x64x8x2 64x32x8x2 64x32x8x3 64x32x16x3 64x64x16x2 32x32x8x2 32x32x8x3 32x32x4x2 32x64x8x2 32x64x4x2 16x64x8x2 "),
+        "extend": (
+            "128x64x8x3 128x64x8x2 128x64x8x4 128x128x8x2 128x32x8x3 128x32x8x4 64x64x4x2 64x64x4x3 64x32x4x3 64x32x4x4 64x128x4x2 "
+            "64x128x8x2 64x64x4x3x224 256x64x8x2 256x64x16x2 256x64x16x3 "
+        ),
+        "few": ("16x64x4x3 16x64x4x2 16x32x4x3 16x32x4x4 16x128x4x2 16x128x8x2 16x64x2x2 16x16x2x5 "),
+    }.items()
+}
+"""Rows, keys, warps and stages, and sometimes registers."""
+
+TRIED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "decode_1x8192": ("decode", (16, 32, 64, 128)),
+    "decode_64x4096": ("decode", (1, 2, 3, 4, 8)),
+    "mla16_64x8192": ("latent16", (2, 4, 6, 8, 16)),
+    "mla128_64x8192": ("latent128", (1, 2, 4)),
+    "extend_2048_on_8192": ("extend", (1,)),
+    "decode_8x4096": ("decode", (2, 4, 6, 8, 16)),
+    "decode_1x32768": ("decode", (16, 33, 49, 66, 128)),
+    "extend_8192_on_0": ("extend", (1,)),
+    "mla16_1x8192": ("latent16", (32, 64, 128)),
+    "mla128_1x8192": ("latent128", (16, 33, 66)),
+    **{f"{n}_8x4096": ("few", (2, 4, 8)) for n in FEATURES},
+    **{f"{n}_64x4096": ("few", (1, 2, 4)) for n in FEATURES},
 }
 """Tiles and numbers of splits, each with each."""
 
 
 def choices_of(name: str) -> list[Choice]:
-    """What is tried for a case."""
-    tiles, splits = TRIED[name]
+    """The configurations of a case: every tile with every number of splits."""
+    kind, splits = TRIED[name]
+    tiles = TILES[kind] + [Tile(16, 64, 8, 2), Tile(16, 64, 8, 3), Tile(16, 128, 4, 3)] * name.startswith("fp8")
     found = [OURS, *(Choice(tile, n) for tile in tiles for n in splits)]
-    # What launching stage two early is worth, once a size.
+    # The gain of launching stage two early, once a size.
     return [*found, *(Choice(tiles[0], n, overlap=False) for n in splits if n > 1)]
 
 
@@ -133,14 +128,14 @@ def compile_all(names: list[str], limit_s: float) -> dict[Any, str]:
     jobs: dict[Any, Any] = {}
     for name in names:
         case = CASES[name]
-        for vendor in set(case.kernels) - {"fa3"}:
-            jobs.setdefault((*case.kind, vendor), (build_one, (name, vendor)))
+        for vendor in set(case.registered) - {"fa3"}:
+            jobs.setdefault((*case.compiled_as, vendor), (build_one, (name, vendor)))
     for name in names:
         case = CASES[name]
         for choice in choices_of(name):
             # The code depends on whether there are splits, and for grids.py's choice on the sizes.
             size = (case.batch, case.keys) if choice == OURS else ()
-            jobs.setdefault((*case.kind, choice.tile, (min(choice.splits, 2), choice.overlap), size), (in_worker, (name, choice)))
+            jobs.setdefault((*case.compiled_as, choice.tile, (min(choice.splits, 2), choice.overlap), size), (in_worker, (name, choice)))
     found = side_by_side(jobs, WORKERS, limit_s)
     return {kind: LATE if isinstance(e, TimeoutError) else why(e) for kind, e in found.items() if isinstance(e, Exception)}
 
@@ -164,10 +159,10 @@ def figures_of(compiled: list[Any]) -> dict[str, Any]:
     return out
 
 
-def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[Any, str]) -> dict[str, Any]:
+def measure(name: str, pool: Pool, small: Pool, clock: Any, failed: dict[Any, str]) -> dict[str, Any]:
     case = CASES[name]
     call, little = case.call(pool), case.small(small)
-    late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.kind and (len(kind) == 3 or reason == LATE)}
+    late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.compiled_as and (len(kind) == 3 or reason == LATE)}
     runs, left_out = vendors_of(case, call, late)
     expected = expected_of(call)
     checked, compiled = {}, {}
@@ -191,8 +186,8 @@ def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, failed: dict[
             raise
         except Exception as error:
             left_out[who] = why(error)
-    times = {n: round(median(us), 2) for n, us in clock.in_turn(runs).items()}
-    rows = [{"name": n, "us": us, "tb_s": round(case.bytes / us / 1e6, 3), **compiled.get(n, {})} for n, us in times.items()]
+    times = {n: t["median_us"] for n, t in clock.spreads(runs).items()}
+    rows = [{"name": n, "us": us, "tb_s": round(case.work.bytes / us / 1e6, 3), **compiled.get(n, {})} for n, us in times.items()]
     worst = {str(kind): round(figures.worst, 3) for kind, figures in checked.items()}
     return {"rows": sorted(rows, key=lambda r: r["us"]), "left_out": left_out, "worst": worst}
 
@@ -217,11 +212,12 @@ def main() -> int:
         parser.error(f"case: got {', '.join(sorted(unknown))}, want {', '.join(CASES)}")
     failed = compile_all(names, COMPILING * given.budget_s)
     print(*(f"{kind[0].op} {kind[1:]}: {reason}" for kind, reason in list(failed.items())[:40]), sep="\n", flush=True)
-    clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
+    clock, pool, small = clock_of("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
     jobs = [("cases", name, partial(measure, name, pool, small, clock, failed)) for name in names]
-    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
-    return measure_all(jobs, head, "sweep.json", "cuda", (1 - COMPILING) * given.budget_s, partial(told, top=given.top))
+    return measure_all(
+        jobs, {"launch_us": round(clock.launch_us, 2)}, "sweep.json", "cuda", (1 - COMPILING) * given.budget_s, partial(told, top=given.top)
+    )
 
 
 if __name__ == "__main__":

@@ -20,20 +20,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, environment, measure_all, spread, why
+from common import arguments, candidates, clock_of, measure_all, tried, why
 
+from attnops.bench import kernels
 from attnops.bench.vendors import fa3_paged, flashinfer_decode, flashinfer_mla, flashinfer_prefill, flashmla
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape
 from attnops.testing import CASES as CALLS
 from attnops.testing import Features, Source, builders, check_kernel
-from attnops.tune import Stopwatch, side_by_side
-from attnops.tune.clock import GraphClock
+from attnops.tune import side_by_side
+from attnops.tune.clock import Run, synchronize
 from attnops.tune.shapes import FP8, MLA, PAGED
 from attnops.tune.timing import runner
 
-Run = Callable[[], Any]
 NEAR = 0.02
 """Two kernels' results for one call differ by less, as a share of the largest value."""
 
@@ -48,53 +48,27 @@ COPIES = 4096
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(kernels.Case):
     """One shape at one size.
 
-    vendors: makers of direct calls. kernels: names of registered ones. goal: our speed over that of the fastest call whose name holds
-    `against`, 0 for no goal. more: further arguments of the op.
+    vendors: makers of direct calls. registered: names of kernels. goal: our speed over that of the fastest call whose name holds
+    `against`, 0 for no goal.
     """
 
-    shape: Shape
-    batch: int
-    queries: int
-    keys: int
     goal: float = 0.0
     against: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
     vendors: dict[str, Any] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ("fa3", "flashinfer", "xqa")
+    registered: tuple[str, ...] = ("fa3", "flashinfer", "xqa")
 
     @property
-    def kind(self) -> tuple[Shape, str]:
-        """Cases of one kind share their compiled code, but for tiles and splits."""
+    def compiled_as(self) -> tuple[Shape, str]:
+        """Equal for cases that share their compiled code, but for tiles and splits."""
         return self.shape, str(self.more)
 
-    def call(self, pool: Pool) -> Call:
-        return build(self.shape, [self.queries] * self.batch, [self.keys] * self.batch, pool).with_(**self.more)
-
     def small(self, pool: Pool) -> Call:
-        """One of the same kind that can be checked against the exact result."""
+        """A call of the same compiled code that can be checked against the exact result."""
         lens = [(1, 900), (1, 70)] if self.queries == 1 else [(300, 300 + min(self.keys - self.queries, 400))]
-        return build(self.shape, [q for q, _ in lens], [k for _, k in lens], pool).with_(**self.more)
-
-    @property
-    def seen(self) -> int:
-        """Keys of a request that any of its queries sees."""
-        return min(self.keys, self.shape.window + self.queries) if self.shape.window >= 0 else self.keys
-
-    @property
-    def bytes(self) -> float:
-        """Of the visible keys and values, which a decode step must read."""
-        s = self.shape
-        numbers = s.head_dim if s.rope_dim else s.kv_heads * (s.head_dim + s.v_head_dim)
-        return float(self.batch * self.seen * numbers * getattr(torch, s.kv_dtype).itemsize)
-
-    @property
-    def flops(self) -> float:
-        """Of both products, over the visible pairs."""
-        s = self.shape
-        return 2.0 * self.batch * self.queries * (self.seen - (self.queries - 1) / 2) * s.q_heads * (s.head_dim + s.v_head_dim)
+        return build(self.shape, [q for q, _ in lens], [k for _, k in lens], pool).with_(**dict(self.more))
 
 
 STEP = replace(PAGED, decode=True)
@@ -102,28 +76,28 @@ H16, H128 = replace(MLA, q_heads=16, decode=True), replace(MLA, decode=True)
 CORES, TENSOR = flashinfer_decode(False), flashinfer_decode(True)
 PLAIN: dict[str, Any] = {"against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_cores": CORES, "flashinfer_tensor": TENSOR}}
 LATENT: dict[str, Any] = {
-    "against": "flashmla", "vendors": {"flashmla": flashmla, "flashinfer_fa3": flashinfer_mla("fa3")}, "kernels": ("fa3", "flashmla"),
+    "against": "flashmla", "vendors": {"flashmla": flashmla, "flashinfer_fa3": flashinfer_mla("fa3")}, "registered": ("fa3", "flashmla"),
 }  # fmt: skip
 EXTEND: dict[str, Any] = {
-    "against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_fa3": flashinfer_prefill("fa3")}, "kernels": ("fa3",),
+    "against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_fa3": flashinfer_prefill("fa3")}, "registered": ("fa3",),
 }  # fmt: skip
 FEATURES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "softcap": (STEP, {"softcap": 30.0}), "sinks": (replace(STEP, sinks=True), {}), "window": (replace(STEP, window=1023), {}),
     "fp8": (replace(STEP, **FP8), {}),
 }  # fmt: skip
 CASES: dict[str, Case] = {
-    "decode_1x8192": Case(STEP, 1, 1, 8192, 1.3, **PLAIN),
-    "decode_64x4096": Case(STEP, 64, 1, 4096, 0.95, **PLAIN),
-    "mla16_64x8192": Case(H16, 64, 1, 8192, 0.85, **LATENT),
-    "mla128_64x8192": Case(H128, 64, 1, 8192, 0.6, **LATENT),
-    "extend_2048_on_8192": Case(PAGED, 1, 2048, 10240, 0.6, **EXTEND),
-    "decode_8x4096": Case(STEP, 8, 1, 4096, 1.0, **PLAIN),
-    "decode_1x32768": Case(STEP, 1, 1, 32768, 1.3, **PLAIN),
-    "extend_8192_on_0": Case(PAGED, 1, 8192, 8192, **EXTEND),
-    "mla16_1x8192": Case(H16, 1, 1, 8192, **LATENT),
-    "mla128_1x8192": Case(H128, 1, 1, 8192, **LATENT),
-    **{f"{n}_8x4096": Case(s, 8, 1, 4096, 0.9, more=more) for n, (s, more) in FEATURES.items()},
-    **{f"{n}_64x4096": Case(s, 64, 1, 4096, 0.9, more=more) for n, (s, more) in FEATURES.items()},
+    "decode_1x8192": Case("", STEP, 1, 1, 8192, goal=1.3, **PLAIN),
+    "decode_64x4096": Case("", STEP, 64, 1, 4096, goal=0.95, **PLAIN),
+    "mla16_64x8192": Case("", H16, 64, 1, 8192, goal=0.85, **LATENT),
+    "mla128_64x8192": Case("", H128, 64, 1, 8192, goal=0.6, **LATENT),
+    "extend_2048_on_8192": Case("", PAGED, 1, 2048, 10240, goal=0.6, **EXTEND),
+    "decode_8x4096": Case("", STEP, 8, 1, 4096, goal=1.0, **PLAIN),
+    "decode_1x32768": Case("", STEP, 1, 1, 32768, goal=1.3, **PLAIN),
+    "extend_8192_on_0": Case("", PAGED, 1, 8192, 8192, **EXTEND),
+    "mla16_1x8192": Case("", H16, 1, 1, 8192, **LATENT),
+    "mla128_1x8192": Case("", H128, 1, 1, 8192, **LATENT),
+    **{f"{n}_8x4096": Case("", s, 8, 1, 4096, "", tuple(more.items()), goal=0.9) for n, (s, more) in FEATURES.items()},
+    **{f"{n}_64x4096": Case("", s, 64, 1, 4096, "", tuple(more.items()), goal=0.9) for n, (s, more) in FEATURES.items()},
 }
 
 
@@ -134,29 +108,16 @@ def is_vendor(name: str) -> bool:
 
 def kernels_named(call: Call, *names: str) -> list[tuple[str, Call, Run]]:
     """(name, call, run) of registered kernels, with an output of their own."""
-    found = []
-    for kernel, mine, _ in Stopwatch(lambda *_: 0.0, names=names).candidates(call):
-        mine = mine.with_(output=torch.empty_like(mine.arguments["output"]))
-        found.append((kernel.name, mine, runner(kernel, mine)))
-    return found
+    mine = [(k, given.with_(output=torch.empty_like(given.arguments["output"]))) for k, given in candidates(call, names=names)]
+    return [(kernel.name, given, runner(kernel, given)) for kernel, given in mine]
 
 
 def vendors_of(case: Case, call: Call, without: set[str]) -> tuple[dict[str, Run], dict[str, str]]:
     """(the vendors' calls, called once: `direct.*` as the vendor has it, `op.*` as registered; those left out, with the reason)."""
-    runs: dict[str, Run] = {}
-    left_out: dict[str, str] = {}
+    names = set(case.registered) - without
     makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
-    names = set(case.kernels) - without
     makers |= {f"op.{name}": lambda run=run: run for name, _, run in (kernels_named(call, *names) if names else ())}
-    for name, make in makers.items():
-        try:
-            run = make()
-            run()
-            torch.cuda.synchronize()
-            runs[name] = run
-        except Exception as error:
-            left_out[name] = why(error)
-    return runs, left_out
+    return tried(makers)
 
 
 def expected_of(call: Call) -> tuple[str, torch.Tensor] | None:
@@ -165,66 +126,65 @@ def expected_of(call: Call) -> tuple[str, torch.Tensor] | None:
         for name, mine, run in kernels_named(call, asked):
             with contextlib.suppress(Exception):
                 run()
-                torch.cuda.synchronize()
+                synchronize()
                 return name, mine.arguments["output"].float()
     return None
 
 
 def error_of(call: Call, run: Run, want: torch.Tensor) -> float:
-    """The largest difference of what `run` writes into the call's output, as a share of the largest value; NaN if rows are unwritten."""
+    """The largest difference of the output that `run` writes, as a share of the largest value; NaN if rows are unwritten."""
     output = call.arguments["output"]
     output.fill_(float("nan"))
     run()
     return float((output.float() - want).abs().max() / want.abs().max())
 
 
-def measure(name: str, pool: Pool, small: Pool, clock: GraphClock, late: set[Any]) -> dict[str, Any]:
+def measure(name: str, pool: Pool, small: Pool, clock: Any, late: set[Any]) -> dict[str, Any]:
     """One case's figures. Raises AssertionError for wrong numbers."""
     case, kernel = CASES[name], kernels_of(CASES[name].shape.op)["triton"]
     call = case.call(pool)
     figures = check_kernel(kernel, case.small(small))
     assert not figures.refused, figures
-    runs, left_out = vendors_of(case, call, {vendor for kind, vendor in late if kind == case.kind})
-    ours = partial(kernel.run, call.record)
-    expected = expected_of(call)
+    runs, left_out = vendors_of(case, call, {vendor for compiled, vendor in late if compiled == case.compiled_as})
+    ours, expected = partial(kernel.run, call.record), expected_of(call)
     if expected is not None and expected[0] != "triton":
         error = error_of(call, ours, expected[1])
         assert error < NEAR, f"{error:.3f} of the largest value from {expected[0]}"
-    times = {n: spread(us) for n, us in clock.in_turn({"triton": ours, **runs}).items()}
+    times = clock.spreads({"triton": ours, **runs})
     return {"us": times, "left_out": left_out, "worst_share_of_budget": round(figures.worst, 4), **speeds(case, times)}
 
 
 def speeds(case: Case, times: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Our speed against the vendors', and against the goal."""
-    vendors = {n: t["median_us"] for n, t in times.items() if is_vendor(n)}
-    ours = times["triton"]["median_us"]
-    out: dict[str, Any] = {"tb_s": round(case.bytes / ours / 1e6, 3), "tflop_s": round(case.flops / ours / 1e6, 1)}
+    us = {n: t["median_us"] for n, t in times.items()}
+    ours, vendors = us["triton"], {n: t for n, t in us.items() if is_vendor(n)}
+    out: dict[str, Any] = {"tb_s": round(case.work.bytes / ours / 1e6, 3), "tflop_s": round(case.work.flops / ours / 1e6, 1)}
     if vendors:
         best = min(vendors, key=lambda n: vendors[n])
         out |= {"best": best, "speed_of_best": round(vendors[best] / ours, 3)}
-    rivals = [us for n, us in vendors.items() if case.against in n]
-    if case.goal and rivals:
-        speed = min(rivals) / ours
-        out |= {"against": case.against or "all", "speed": round(speed, 3), "goal": case.goal, "met": speed >= case.goal}
-    return out
+    rivals = [t for n, t in vendors.items() if case.against in n]
+    return out | (met(case.against or "all", min(rivals) / ours, case.goal) if case.goal and rivals else {})
 
 
-def copies(clock: GraphClock) -> dict[str, Any]:
+def met(against: str, speed: float, goal: float) -> dict[str, Any]:
+    """A speed beside its goal."""
+    return {"against": against, "speed": round(speed, 3), "goal": goal, "met": speed >= goal}
+
+
+def copies(clock: Any) -> dict[str, Any]:
     """A KV write of 8 heads of 128 numbers against a copy of as many bytes."""
     slots = torch.randperm(COPIES * 4).tolist()[:COPIES]
     call = builders.write(Source(0, "cuda"), slots, COPIES // 4, 16, Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8))
     key, value, at = (call.arguments[n] for n in ("key", "value", "slots"))
-    kernels = {k.name: partial(k.run, call.record) for k in kernels_of("write_kv").values() if not k.refusals(call.problem)}
-    kernels["triton"]()
+    usable = [k for k in kernels_of("write_kv").values() if not k.refusals(call.problem)]
+    runs: dict[str, Run] = {("" if k.name == "triton" else "op.") + k.name: partial(k.run, call.record) for k in usable}
+    runs["triton"]()
     for pages, rows in (("k_pages", key), ("v_pages", value)):
-        assert torch.equal(call.arguments[pages].flatten(0, 1)[at], rows), f"{pages} does not hold what was written"
+        assert torch.equal(call.arguments[pages].flatten(0, 1)[at], rows), f"{pages} does not hold the rows that were written"
     both = torch.stack([key, value])
     target = torch.empty_like(both)
-    runs: dict[str, Run] = {"copy": lambda: target.copy_(both)}
-    runs |= {n if n == "triton" else f"op.{n}": run for n, run in kernels.items()}
-    times = {n: spread(us) for n, us in clock.in_turn(runs).items()}
-    speed = times["copy"]["median_us"] / times["triton"]["median_us"]
-    return {"us": times, "against": "copy", "speed": round(speed, 3), "goal": 0.85, "met": speed >= 0.85}
+    times = clock.spreads({"copy": lambda: target.copy_(both), **runs})
+    return {"us": times, **met("copy", times["copy"]["median_us"] / times["triton"]["median_us"], 0.85)}
 
 
 # In worker processes ---------------------------------------------------------------------------------------------------
@@ -280,11 +240,11 @@ def build_one(name: str, vendor: str) -> None:
 
 def main() -> int:
     given = arguments(__doc__, budget_s=180.0).parse_args()
-    todo = {(case.kind, vendor): name for name, case in CASES.items() for vendor in case.kernels if vendor in BUILDS}
+    todo = {(case.compiled_as, vendor): name for name, case in CASES.items() for vendor in case.registered if vendor in BUILDS}
     built = side_by_side({job: (build_one, (name, job[1])) for job, name in todo.items()}, len(todo), 0.5 * given.budget_s)
     late = {job for job, result in built.items() if result is not None}
     print("without", sorted(f"{todo[job]}: {job[1]}" for job in late), flush=True)
-    clock, pool, small = GraphClock("cuda"), Pool("cuda"), Pool("cuda", 1)
+    clock, pool, small = clock_of("cuda"), Pool("cuda"), Pool("cuda", 1)
     pool.reserve(torch.bfloat16, 1 << 30)
     jobs: list[Any] = [("cases", name, partial(measure, name, pool, small, clock, late)) for name in CASES]
     jobs.append(("cases", f"write_kv_{COPIES}", partial(copies, clock)))
@@ -299,11 +259,10 @@ def main() -> int:
         report["failed"] |= {n: why(f) for n, f in found.items() if isinstance(f, BaseException)}
         report |= {n: f for n, f in found.items() if not isinstance(f, BaseException)}
         missed = sorted(n for n, f in report["cases"].items() if f.get("met") is False)
-        missed += [f"{what} of {n}" for what, goal in goals.items() for n, x in report.get(what, {}).items() if x > goal]
+        missed += [f"{figure} of {n}" for figure, goal in goals.items() for n, x in report.get(figure, {}).items() if x > goal]
         return report | {"missed": missed}
 
-    head = {**environment("cuda"), "launch_us": round(clock.launch_us, 2)}
-    return measure_all(jobs, head, "triton.json", "cuda", given.budget_s, told, finish)
+    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "triton.json", "cuda", given.budget_s, told, finish)
 
 
 if __name__ == "__main__":

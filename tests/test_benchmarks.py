@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ from attnops.measured import MEASURED, Grid, Table, costs, from_json
 from attnops.problem import Target
 from attnops.testing import Source
 from attnops.tune import Stopwatch
+from attnops.tune.clock import spread
 from attnops.tune.shapes import DENSE, FULL, MLA
 from tests.helpers import ROOT
 
@@ -207,9 +209,9 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
     monkeypatch.setenv("COMMIT", "c0ffee")
     assert run.main() == 1
     overhead, direct, tune, regret = asked
-    assert overhead[:4] == ["-m", "attnops", "bench", "overhead"] and overhead[-2:] == ["--commit", "c0ffee"]
+    assert overhead[:3] == ["-m", "attnops", "bench"] and overhead[-3:] == ["--commit", "c0ffee", "overhead"]
     assert direct[0] == "direct.py" and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
-    assert tune[-2:] == ["--output", "table.json"] and regret[-2:] == ["--table", "table.json"], "a fresh table is what the choice goes by"
+    assert tune[-2:] == ["--output", "table.json"] and regret[1:3] == ["--table", "table.json"], "a fresh table is what the choice goes by"
     printed = capsys.readouterr().out
     assert "overhead: FAILED (3)" in printed and "direct: FAILED (over" in printed and "regret: done" in printed
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "speed"])
@@ -231,12 +233,12 @@ def test_all_limits_are_within_the_promise(suites):
 
 def test_direct_is_importable_and_its_amounts_are_right(suites):
     direct = import_module("direct")
-    by_name = {c.name: c for c in direct.CASES}
+    by_name = direct.CASES
     step = by_name["decode 64x4096"]
     assert step.amount() == pytest.approx(64 * (4096 * 8 + 32) * 256 * 2 / 1e6)
     prefill = by_name["causal prefill 2048"]
     assert prefill.amount() == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2 / 1e6)
-    for case in direct.CASES:
+    for case in by_name.values():
         assert case.rate in ("TB/s", "TFLOP/s") and case.vendors
     merge, float8 = by_name["merge of 64 tokens"], by_name["float8 latent decode 64x8192, 128 heads"]
     assert merge.amount() == pytest.approx(3 * 64 * 32 * 128 * 2 / 1e6)
@@ -248,7 +250,7 @@ def test_direct_is_importable_and_its_amounts_are_right(suites):
     a = calls[1].arguments
     assert {a[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn} and a["output"].dtype == torch.bfloat16
     call = build(replace(step.shape, dtype="float32", kv_dtype="float32"), [1, 1], [32, 32], Pool("cpu"))
-    torch.testing.assert_close(direct.sdpa_contiguous(call)().shape, torch.Size([2, 32, 1, 128]))
+    torch.testing.assert_close(direct.sdpa(call)().shape, torch.Size([2, 32, 128]))
 
 
 def test_data_is_measured(suites, monkeypatch):
@@ -267,10 +269,10 @@ def test_data_is_measured(suites, monkeypatch):
     monkeypatch.setattr(data, "device_kernels", lambda run: [type(run()).__name__])
 
     class Clock:
-        def in_turn(self, runs, rounds=25):
+        def spreads(self, runs):
             for run in runs.values():
                 run()
-            return {name: [10.0, 10.0, 12.0, 10.0] if name == "copy" else [20.0] * 4 for name in runs}
+            return {name: {"median_us": 10.0 if name == "copy" else 20.0} for name in runs}
 
     for name in ("write_kv 64", "kv_indices 64", "copy_kv 8 slots, 32 layers"):
         case = replace(next(c for c in data.CASES if c.name == name), compiled=True)
@@ -285,16 +287,18 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
     direct = import_module("direct")
     sdpa = replace(kernels_of("paged_attention")["sdpa"], packages=(Package("hypothesis", ("hypothesis",)),))
     monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", sdpa)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(direct, "device_kernels", lambda run: ["k"] * (2 if "op_of" in run.__qualname__ else 1))
+    monkeypatch.setattr(direct, "device_kernels", lambda run: ["k"] * (2 if isinstance(run, partial) else 1))
     shape = replace(direct.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    vendors = {"sdpa": direct.sdpa_contiguous, **{n: direct.DECODE[n] for n in ("fa3", "flashinfer_cuda_cores")}}
-    case = direct.Case("decode 2x32", shape, 2, 1, 32, "TB/s", vendors)
+    vendors = {"sdpa": direct.sdpa, **{n: direct.DECODE[n] for n in ("fa3", "flashinfer_cuda_cores")}}
+    case = direct.Case("", shape, 2, 1, 32, vendors=vendors)
 
     class Clock:
         def in_turn(self, runs, rounds=25, launched=False):
             assert all(run() is None or True for run in runs.values())
             return {name: [10.0, 10.0, 12.0, 10.0] if name.startswith("op.") else [5.0 if launched else 8.0] * 4 for name in runs}
+
+        def spreads(self, runs):
+            return {name: spread(us) for name, us in self.in_turn(runs).items()}
 
     monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(sdpa, capture=Capture.NEVER))
     launched = direct.measure(case, Clock(), Pool("cpu"))["against"]["op.sdpa"]
@@ -306,8 +310,6 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
     assert found["left_out"]["direct.fa3"].startswith("ModuleNotFoundError")
     assert found["against"] == {"op.sdpa": {"direct": "direct.sdpa", "ratio": 1.25, "more_device_kernels": 1}}
     assert found["gpu"]["direct.sdpa"]["rate"] == round(case.amount() / 8.0, 3)
-    host = direct.eager(case, Pool("cpu"))["host"]
-    assert set(host) == {"eager.sdpa", "overload.sdpa", "kernel_run.sdpa"} and all(f["median_us"] > 0 for f in host.values())
 
 
 @pytest.mark.parametrize(
@@ -482,33 +484,62 @@ def test_floors_are_below_what_was_reached(suites):
 # Policies and gradients -----------------------------------------------------------------------------------------------
 
 
-def test_deterministic_policies_beside_the_default(suites, monkeypatch, tmp_path):
+@pytest.fixture
+def beside(suites, monkeypatch, tmp_path) -> Any:
+    """Runs the script: its exit code and rows."""
     monkeypatch.setenv("OUT", str(tmp_path))
-    suite = import_module("deterministic")
-    assert suite.main(["--device", "cpu", "--keys", "20"]) == 0
-    rows = json.loads((tmp_path / "deterministic.json").read_text())["rows"]
-    assert rows.keys() == {name.format(20) for name in suite.CALLS}
-    for row in rows.values():
-        for way in suite.POLICIES:
-            assert row[way]["us"] > 0 and 0 < row[way]["error"] < suite.MOST_ERROR and row[way]["kernel"]
+    suite = import_module("beside")
+
+    def run(name, *more):
+        code = suite.main([name, "--device", "cpu", *more])
+        return code, json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+
+    run.suite = suite
+    return run
 
 
-def test_a_policy_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    suite = import_module("deterministic")
-    monkeypatch.setattr(suite, "exact", lambda *_: [torch.ones(())])
-    assert suite.main(["--device", "cpu", "--keys", "20", "--only", "prompt {}, dense"]) == 1
-    [row] = json.loads((tmp_path / "deterministic.json").read_text())["rows"].values()
-    assert "failed" in row["default"] and "ratio" not in row
+def test_deterministic_policies_beside_the_default(beside):
+    code, rows = beside("deterministic", "--length", "20")
+    assert code == 0 and {(row["case"], row["way"]) for row in rows} == {
+        (name.format(20), way) for name in beside.suite.CALLS for way in beside.suite.POLICIES
+    }
+    for row in rows:
+        assert row["median_us"] > 0 and 0 < row["error"] < beside.suite.MOST_ERROR and row["kernel"]
 
 
-def test_gradients_beside_torchs(suites, monkeypatch, tmp_path):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    suite = import_module("gradients")
-    assert suite.main(["--device", "cpu", "--length", "24"]) == 0
-    rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
-    assert len(rows) == len(suite.SHAPES)
-    for row in rows.values():
-        assert all(kernel != "none" for kernel in row["chosen"].values())
-        for way in ("flash2", "torch", "attention", "varlen_attention"):
-            assert row[way]["ms"] > 0 and 0 < row[way]["error"] < suite.MOST_ERROR
+def test_a_policy_that_is_wrong_is_not_timed(beside, monkeypatch):
+    monkeypatch.setattr(beside.suite, "exact", lambda *_: [torch.ones(())])
+    code, rows = beside("deterministic", "--length", "20", "--only", "prompt {}, dense")
+    assert code == 1 and len(rows) == 2
+    assert all("wrong" in row and "median_us" not in row for row in rows)
+
+
+def test_gradients_beside_torchs(beside):
+    code, rows = beside("gradients", "--length", "24")
+    assert code == 0 and len(rows) == 4 * len(beside.suite.SHAPES)
+    for row in rows:
+        assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < beside.suite.MOST_ERROR
+        assert ("kernel" in row) == (row["way"] in ("attention", "varlen_attention"))
+
+
+# Our Triton kernels ---------------------------------------------------------------------------------------------------
+
+
+def test_triton_beside_the_vendors_at_toy_size(suites, monkeypatch):
+    """On a CPU: sdpa stands for our kernel, and the reference of paged attention for a vendor's."""
+    pytest.importorskip("triton", reason="the script imports our Triton kernels")
+    suite = import_module("triton_vendors")
+    kernels = registry._REGISTRY.kernels["paged_attention"]
+    monkeypatch.setitem(kernels, "triton", replace(kernels["sdpa"], name="triton"))
+    monkeypatch.setitem(kernels, "fa3", replace(kernels["reference"], name="fa3"))
+    shape = replace(suite.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
+    for name in ("step", "extend"):
+        queries = 1 if name == "step" else 4
+        case = suite.Case("", replace(shape, decode=queries == 1), 2, queries, 32, goal=1e-9, vendors={"none": lambda call: 1 // 0})
+        monkeypatch.setitem(suite.CASES, name, case)
+        found = suite.measure(name, Pool("cpu"), Pool("cpu", 1), import_module("common").HostClock(), set())
+        assert set(found["us"]) == {"triton", "op.fa3"} and found["left_out"] == {
+            "direct.none": "ZeroDivisionError: integer division or modulo by zero"
+        }
+        assert found["met"] and found["best"] == "op.fa3" and 0 < found["worst_share_of_budget"] <= 1
+    assert suite.CASES["decode_64x4096"].work.bytes == 64 * (4096 * 8 * 256 + 32 * 256) * 2
