@@ -20,23 +20,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Job, arguments, clock_of, measure_all, why, write_file
-from mla_layers import FAR, NEAR, SCALE, Model, Run, Size, check, filled, launched, ours, projections, their_step, theirs
+from common import Job, arguments, clock_of, measure_all, tried, write_file
+from mla_layers import FAR, NEAR, SCALE, Model, Size, check, filled, launched, ours, planned, projections, their_step, theirs
 from torch import Tensor
 
 import attnops.ops
-from attnops.cache import PagedBatch, Planner
+from attnops.bench.vendors import flashinfer_mla, flashmla
+from attnops.cache import PagedBatch
+from attnops.inputs import Call
 from attnops.nn import LatentAttention
 from attnops.ops.latent_form import FormDecision, watch_forms
-from attnops.ops.plan_mla import LatentSpec
-from attnops.tune.clock import ceilings
+from attnops.tune.clock import Run, ceilings
 
 FULL = tuple(Size(Model(heads), b, k) for heads in (128, 16) for b in (1, 8, 64) for k in (1024, 8192, 32768))
 TOY = (Size(Model(4, 64, 24, 32, 16, 8, 12, torch.float32), 2, 24),)
@@ -44,12 +45,11 @@ FORMS = (1, 8, 32, 64, 128, 256, 512)
 
 
 class Bench:
-    """What all measurements of a run share: device, clock, one layer a model, and memory."""
+    """Shared by all measurements of a run: device, clock, one layer a model, and memory."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
+        self.device, self.clock = device, clock_of(device)
         self.layers: dict[Model, tuple[Any, dict[str, Tensor]]] = {}
-        self.clock = clock_of(device)
 
     def layer(self, m: Model) -> tuple[Any, dict[str, Tensor]]:
         """(transformers' layer, its weights)."""
@@ -71,19 +71,13 @@ class Bench:
         return hidden, torch.randn(size.batch, size.keys, m.latent + m.rope, generator=make, device=self.device, dtype=m.dtype)
 
     def fits(self, moved: float) -> bool:
-        """Is so much memory, in bytes, to be had?"""
+        """Is so much memory free, in bytes?"""
         return self.device != "cuda" or moved < 0.8 * torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-
-    def ceilings(self) -> dict[str, float]:
-        """TB/s of a pass, read and written, and TFLOP/s of a matrix product."""
-        found = ceilings(torch.device(self.device), torch.bfloat16 if self.device == "cuda" else torch.float32, quick=True)
-        return {"copy_tb_s": found["bandwidth_tb_s"], "matrix_tflop_s": found["matmul_tflop_s"]}
 
 
 def compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
     """A compiled call."""
-    run = torch.compile(function, fullgraph=True, dynamic=False)
-    return lambda: run(*args, **kwargs)
+    return partial(torch.compile(function, fullgraph=True, dynamic=False), *args, **kwargs)
 
 
 def measure(size: Size, bench: Bench) -> dict[str, Any]:
@@ -92,39 +86,39 @@ def measure(size: Size, bench: Bench) -> dict[str, Any]:
     hf, weights = bench.layer(m)
     hidden, latents = bench.latents(size)
     cache, step = filled(m, latents, 1, bench.device)
-    pages, page_size = cache.latent_pages[0], cache.page_size
-    spec = LatentSpec(m.heads, page_size, m.dtype, m.latent + m.rope, m.latent)
-    width = cache.page_table.shape[1]
-    planner = Planner(spec, max_tokens=size.batch, max_requests=size.batch, max_pages=width, device=bench.device)
-    planned = planner(step)
-
+    pages, step = cache.latent_pages[0], planned(m, cache, step)
     torch._dynamo.reset()
     layer = ours(m, weights, bench.device)
-    runs: dict[str, Run] = {"layer": compiled(layer, hidden, batch=planned, latent_pages=pages)}
-    found = runs["layer"]()
-    checked = verified(size, bench, hidden, latents, found)
-    runs["layer_eager"] = launched(partial(layer, hidden, batch=planned, latent_pages=pages))
+    query = torch.randn(size.batch, m.heads, m.latent + m.rope, device=bench.device, dtype=m.dtype)
+    tables = {"page_table": step.page_table, "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": 1, "scale": 0.1}
+    given = {"q_nope": query[..., : m.latent], "q_pe": query[..., m.latent :], "latent_pages": pages, **tables}
     attended = torch.randn(size.batch, m.heads * m.v, device=bench.device, dtype=m.dtype)
-    runs["projections"] = partial(projections(layer), hidden, attended)
-    runs |= kernels(size, planned, pages)
-    left_out = {}
-    for name, run in rivals(size, bench, hf, hidden, latents, planned, pages):
-        try:
-            run()
-            runs[name] = run
-        except Exception as error:  # the others stand
-            left_out[name] = why(error)
-    times = bench.times(runs)
+    runs: dict[str, Run] = {
+        "layer": compiled(layer, hidden, batch=step, latent_pages=pages),
+        "layer_eager": launched(partial(layer, hidden, batch=step, latent_pages=pages)),
+        "projections": partial(projections(layer), hidden, attended),
+        "kernel": partial(attnops.ops.mla_attention, **given, plan=step.plan, workspace=step.workspace, holes=step.holes),
+    }
+    checked = verified(size, bench, hidden, latents, runs["layer"]())
+    rivals: dict[str, Callable[[], Run]] = {}
+    if bench.fits(float(size.batch * size.keys * m.heads * (2 * m.nope + m.rope + 2 * m.v) * m.dtype.itemsize) * 1.5):
+        rivals["hf_eager"] = lambda: launched(their_step(hf, hidden, latents, size.keys))
+        if size.keys in (8192, TOY[0].keys):
+            rivals["hf_compiled"] = lambda: compiled(their_step(hf, hidden, latents, size.keys))
+    if bench.device == "cuda":
+        whole = {n: given[n].contiguous() for n in ("q_nope", "q_pe")}
+        call = Call("mla_attention", {**given, **whole, "output": torch.empty_like(whole["q_nope"])})
+        makers = {"flashmla": flashmla, "flashinfer_fa2": flashinfer_mla("fa2"), "flashinfer_fa3": flashinfer_mla("fa3")}
+        rivals |= {f"direct.{name}": partial(make, call) for name, make in makers.items()}
+    others, left_out = tried(rivals)
+    times = bench.times(runs | others)
     us = {name: t["median_us"] for name, t in times.items()}
-    out: dict[str, Any] = {"us": times, "left_out": left_out, "off_by": checked, "page_size": page_size, "plan": kind_of(planned)}
+    where = "none" if step.plan is None else "host" if step.plan.device.type == "cpu" and step.plan.dtype == torch.int64 else "device"
+    out: dict[str, Any] = {"us": times, "left_out": left_out, "off_by": checked, "page_size": cache.page_size, "plan": where}
     out["glue_share"] = round((us["layer"] - us["kernel"] - us["projections"]) / us["layer"], 4)
-    direct = {n: t for n, t in us.items() if n.startswith("direct.")}
-    if direct:
-        out["kernel_over_best_direct"] = round(us["kernel"] / min(direct.values()), 4)
-    for rival in ("hf_eager", "hf_compiled"):
-        if rival in us:
-            out[f"times_{rival}"] = round(us[rival] / us["layer"], 2)
-    return out
+    if direct := [t for n, t in us.items() if n.startswith("direct.")]:
+        out["kernel_over_best_direct"] = round(us["kernel"] / min(direct), 4)
+    return out | {f"times_{rival}": round(us[rival] / us["layer"], 2) for rival in ("hf_eager", "hf_compiled") if rival in us}
 
 
 def with_floors(report: dict[str, Any], sizes: Sequence[Size]) -> dict[str, Any]:
@@ -141,11 +135,6 @@ def with_floors(report: dict[str, Any], sizes: Sequence[Size]) -> dict[str, Any]
     return report | {"ceilings": ceilings, "layer": layer}
 
 
-def kind_of(step: PagedBatch) -> str:
-    """Where the plan of a step lies."""
-    return "none" if step.plan is None else "host" if step.plan.device.type == "cpu" and step.plan.dtype == torch.int64 else "device"
-
-
 def verified(size: Size, bench: Bench, hidden: Tensor, latents: Tensor, found: Tensor) -> dict[str, float]:
     """Distances of our layer's result from transformers' in float32 and from our own by the reference kernel."""
     m, (hf, weights) = size.model, bench.layer(size.model)
@@ -153,50 +142,9 @@ def verified(size: Size, bench: Bench, hidden: Tensor, latents: Tensor, found: T
     if bench.fits(6.0 * latents.shape[0] * size.keys * m.heads * (m.nope + m.rope + m.v) * 4) and size.batch * size.keys <= 8192:
         exact = their_step(copy.deepcopy(hf).float(), hidden.float(), latents.float(), size.keys)()
         out["hf_float32"] = check(found, exact, "transformers in float32")
-    _, step = (made := filled(m, latents, 1, bench.device))
-    by_reference = ours(m, weights, bench.device, kernel="reference")(hidden, batch=step, latent_pages=made[0].latent_pages[0])
+    cache, step = filled(m, latents, 1, bench.device)
+    by_reference = ours(m, weights, bench.device, kernel="reference")(hidden, batch=step, latent_pages=cache.latent_pages[0])
     return out | {"reference": check(found, by_reference, "the reference kernel")}
-
-
-def kernels(size: Size, step: PagedBatch, pages: Tensor) -> dict[str, Run]:
-    """The op alone, as the layer calls it."""
-    m = size.model
-    query = torch.randn(size.batch, m.heads, m.latent + m.rope, device=pages.device, dtype=m.dtype)
-    q_nope, q_pe = query[..., : m.latent], query[..., m.latent :]
-    call = partial(
-        attnops.ops.mla_attention, q_nope, q_pe, pages, step.page_table, step.seq_lens, step.cu_seqlens_q, max_seqlen_q=1, scale=0.1,
-        plan=step.plan, workspace=step.workspace, holes=step.holes,
-    )  # fmt: skip
-    return {"kernel": call}
-
-
-def rivals(
-    size: Size, bench: Bench, hf: Any, hidden: Tensor, latents: Tensor, step: PagedBatch, pages: Tensor
-) -> Iterator[tuple[str, Run]]:
-    """transformers' layer and the vendors' own calls, as far as they fit."""
-    m = size.model
-    expanded = float(size.batch * size.keys * m.heads * (2 * m.nope + m.rope + 2 * m.v) * m.dtype.itemsize) * 1.5
-    if bench.fits(expanded):
-        run = their_step(hf, hidden, latents, size.keys)
-        yield "hf_eager", launched(run)
-        if size.keys in (8192, TOY[0].keys):
-            yield "hf_compiled", compiled(run)
-    if bench.device == "cuda":
-        from attnops.bench.vendors import flashinfer_mla, flashmla
-        from attnops.testing import Call
-
-        query = torch.randn(size.batch, m.heads, m.latent + m.rope, device="cuda", dtype=m.dtype)
-        given = {
-            "q_nope": query[..., : m.latent].contiguous(), "q_pe": query[..., m.latent :].contiguous(), "latent_pages": pages,
-            "page_table": step.page_table, "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": 1, "scale": 0.1,
-            "output": query[..., : m.latent].contiguous(),
-        }  # fmt: skip
-        call = Call("mla_attention", given)
-        for name, make in (("flashmla", flashmla), ("flashinfer_fa2", flashinfer_mla("fa2")), ("flashinfer_fa3", flashinfer_mla("fa3"))):
-            try:
-                yield f"direct.{name}", make(call)
-            except Exception as error:
-                print(name, error)
 
 
 def forms(m: Model, bench: Bench, keys: int, batch: int, new: tuple[int, ...]) -> dict[str, Any]:
@@ -229,7 +177,7 @@ def chosen(layer: LatentAttention, hidden: Tensor, step: PagedBatch, pages: Tens
         layer(hidden, batch=step, latent_pages=pages)
     finally:
         stop()
-    return found[0].phases
+    return found[0].form
 
 
 def float8(size: Size, bench: Bench) -> dict[str, Any]:
@@ -237,36 +185,28 @@ def float8(size: Size, bench: Bench) -> dict[str, Any]:
     m = size.model
     _, weights = bench.layer(m)
     hidden, latents = bench.latents(size)
-    layer = ours(m, weights, bench.device)
-    wide = replace(m, dtype=torch.float32)
+    layer, wide = ours(m, weights, bench.device), replace(m, dtype=torch.float32)
     cache, step = filled(wide, latents.float(), 1, bench.device)
-    exact = ours(wide, {n: w.float() for n, w in weights.items()}, bench.device, kernel="reference")(
-        hidden.float(), batch=step, latent_pages=cache.latent_pages[0]
+    reference = ours(wide, {n: w.float() for n, w in weights.items()}, bench.device, kernel="reference")
+    exact = reference(hidden.float(), batch=step, latent_pages=cache.latent_pages[0])
+    del cache, reference
+    kv_scale, e4m3 = torch.full((1,), SCALE, device=bench.device), torch.float8_e4m3fn
+
+    def run(kv: torch.dtype | None, query: torch.dtype, **given: Any) -> Run:
+        cache, step = filled(m, latents, 1, bench.device, dtype=kv)
+        torch._dynamo.reset()
+        return compiled(layer, hidden, batch=planned(m, cache, step, query, kv), latent_pages=cache.latent_pages[0], **given)
+
+    own = str(m.dtype).removeprefix("torch.")
+    runs, left_out = tried(
+        {
+            own: lambda: run(None, m.dtype),
+            "float8_pages": lambda: run(e4m3, m.dtype, kv_scale=kv_scale),
+            "float8_both": lambda: run(e4m3, e4m3, float8_scales=(SCALE, SCALE)),
+        }
     )
-    del cache
-    runs: dict[str, Run] = {}
-    out: dict[str, Any] = {"off_by": {}, "left_out": {}}
-    kv_scale = torch.full((1,), SCALE, device=bench.device)
-    for name, kv, query, given in (
-        (str(m.dtype).removeprefix("torch."), None, m.dtype, {}),
-        ("float8_pages", torch.float8_e4m3fn, m.dtype, {"kv_scale": kv_scale}),
-        ("float8_both", torch.float8_e4m3fn, torch.float8_e4m3fn, {"float8_scales": (SCALE, SCALE)}),
-    ):
-        try:
-            cache, step = filled(m, latents, 1, bench.device, dtype=kv)
-            spec = LatentSpec(m.heads, cache.page_size, query, m.latent + m.rope, m.latent, kv_dtype=kv)
-            width = cache.page_table.shape[1]
-            planner = Planner(spec, max_tokens=size.batch, max_requests=size.batch, max_pages=width, device=bench.device)
-            torch._dynamo.reset()
-            runs[name] = compiled(layer, hidden, batch=planner(step), latent_pages=cache.latent_pages[0], **given)
-            found = runs[name]().double()
-        except Exception as error:  # the others stand
-            out["left_out"][name] = why(error)
-            runs.pop(name, None)
-            continue
-        out["off_by"][name] = float((found - exact.double()).norm() / exact.double().norm())
-        assert out["off_by"][name] < (NEAR if kv is None else FAR), f"{name}: off by {out['off_by'][name]:.4f}"
-    return out | {"us": {name: t["median_us"] for name, t in bench.times(runs).items()}}
+    off_by = {name: check(call(), exact, name, NEAR if name == own else FAR) for name, call in runs.items()}
+    return {"off_by": off_by, "left_out": left_out, "us": {name: t["median_us"] for name, t in bench.times(runs).items()}}
 
 
 def main() -> int:
@@ -279,7 +219,8 @@ def main() -> int:
     bench = Bench(given.device)
     sizes, keys, batch, new = (FULL, (0, 2048, 16384), 4, FORMS) if given.device == "cuda" else (TOY, (0, 16), 2, (1, 4))
     with torch.no_grad():
-        head = {"ceilings": {n: round(x, 3) for n, x in bench.ceilings().items()}}
+        found = ceilings(torch.device(given.device), torch.bfloat16 if given.device == "cuda" else torch.float32, quick=True)
+    head = {"ceilings": {"copy_tb_s": round(found["bandwidth_tb_s"], 3), "matrix_tflop_s": round(found["matmul_tflop_s"], 3)}}
     jobs: list[Job] = [("layer", size.name, partial(measure, size, bench)) for size in sizes]
     some = [size for size in sizes if size.keys in (8192, TOY[0].keys) and size.batch > 1]
     jobs += [("float8", size.name, partial(float8, size, bench)) for size in some]
