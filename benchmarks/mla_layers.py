@@ -27,7 +27,7 @@ SCALE = 1 / 32
 
 @dataclass(frozen=True)
 class Model:
-    """The layer's numbers; those of DeepSeek-V3 unless said otherwise, heads being what one GPU holds."""
+    """The layer's numbers; those of DeepSeek-V3 unless said otherwise, with the heads that one GPU holds."""
 
     heads: int = 128
     hidden: int = 7168
@@ -152,7 +152,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor, keys: int) -> Run:
 
 
 def projections(layer: LatentAttention) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-    """The layer without what lies between its matrices: absorption, rotation, cache, attention."""
+    """The matrices of the layer, without absorption, rotation, cache and attention between them."""
 
     def run(hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
         q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(hidden)))

@@ -21,7 +21,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
@@ -38,7 +38,6 @@ from attnops.problem import Problem, Target
 from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel
 from attnops.tune import Stopwatch, clock_for
-from attnops.tune.clock import Clock, GraphClock
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
 ENOUGH = 1 << 62
@@ -65,17 +64,22 @@ class Held:
     k_lens: tuple[int, ...]
 
     def work(self) -> tuple[float, float]:
-        batch = len(self.q_lens)
-        queries, keys = sum(self.q_lens) / batch, sum(self.k_lens) / batch
-        work = self.shape.work(Sizes(batch, queries, keys / queries))
-        return work.bytes, work.flops
+        """Bytes and operations."""
+        return self.shape.work(Sizes(len(self.q_lens), sum(self.q_lens) / len(self.q_lens), sum(self.k_lens) / sum(self.q_lens)))
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """As the file has them; they tell the calls of a seed apart."""
+        q, k = self.q_lens, self.k_lens
+        return {"family": self.family, "batch": len(q), "queries": [min(q), max(q)], "keys": [min(k), max(k)]}
 
 
 @dataclass
 class Row:
-    """One call's outcome. us: by kernel, with the plan it reads. bare_us: of kernels that read one on the device, without.
+    """One call's outcome.
 
-    regret: of a way to choose, on `times` or `us`; None where the chosen kernel was not timed.
+    us: by kernel, with the plan it reads. bare_us: of kernels that read a plan on the device, without it. planned: kernels whose time
+    includes a plan or workspace that a bare call lacks.
     """
 
     held: Held
@@ -83,9 +87,12 @@ class Row:
     chosen: dict[str, str]
     skipped: dict[str, str] = field(default_factory=dict)
     bare_us: dict[str, float] = field(default_factory=dict)
+    planned: tuple[str, ...] = ()
 
-    def regret(self, way: str, times: Mapping[str, float] | None = None) -> float | None:
-        times = self.us if times is None else times
+    def regret(self, way: str) -> float | None:
+        """Of a way to choose; None where the chosen kernel was not timed."""
+        bare = {n: us for n, us in self.us.items() if n not in self.planned} | self.bare_us
+        times = bare if way == "bare" else self.us
         mine = times.get(self.chosen.get(way, ""))
         return None if mine is None else mine / min(times.values()) - 1.0
 
@@ -154,11 +161,6 @@ def held_out(count: int, seed: int = 1) -> list[Held]:
     return found
 
 
-def with_everything(problem: Problem) -> Problem:
-    """The Problem as a call says it that brings a host plan and workspace enough."""
-    return replace(problem, plan="host", workspace=ENOUGH)
-
-
 def coarse(problem: Problem) -> Problem:
     """Hints at the top of their power-of-two bucket."""
     sizes = {n: getattr(problem, n) for n in ("tokens", "batch", "queries", "context")}
@@ -166,15 +168,10 @@ def coarse(problem: Problem) -> Problem:
 
 
 def choices(problem: Problem, table: Table | None) -> dict[str, str]:
-    """By way of choosing: the kernel."""
-    full = with_everything(problem)
-    ways = {
-        "automatic": select_by(table, full),
-        "by_estimates": select_by(None, full),
-        "by_powers_of_two": select_by(table, coarse(full)),
-        "bare": select_by(table, problem),
-    }
-    return {way: d.kernel.name for way, d in ways.items() if d.kernel is not None}
+    """By way of choosing: the kernel. All but `bare` bring a host plan and workspace enough."""
+    full = replace(problem, plan="host", workspace=ENOUGH)
+    asked = {"automatic": (table, full), "by_estimates": (None, full), "by_powers_of_two": (table, coarse(full)), "bare": (table, problem)}
+    return {way: kernel.name for way, given in asked.items() if (kernel := select_by(*given).kernel) is not None}
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -183,24 +180,18 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     def figures(some: Sequence[Row]) -> dict[str, Any]:
         out: dict[str, Any] = {"calls": len(some)}
         for way in ("automatic", "by_estimates", "by_powers_of_two", "bare"):
-            found = [row.regret(way, _bare(row) if way == "bare" else None) for row in some]
-            known = [100 * r for r in found if r is not None]
+            known = [100 * r for row in some if (r := row.regret(way)) is not None]
             out[way] = {
                 "mean_percent": round(statistics.fmean(known), 2) if known else None,
                 "worst_percent": round(max(known), 1) if known else None,
                 "best_chosen": sum(r == 0 for r in known),
                 "over_10_percent": sum(r > 10 for r in known),
-                "unanswered": len(found) - len(known),
+                "unanswered": len(some) - len(known),
             }
         return out
 
     families = dict.fromkeys(r.held.family for r in rows)
     return {"all": figures(rows), "families": {f: figures([r for r in rows if r.held.family == f]) for f in families}}
-
-
-def _bare(row: Row) -> dict[str, float]:
-    """The times of calls that bring nothing."""
-    return {n: us for n, us in row.us.items() if n not in row.skipped.get("_planned", "").split(",")} | row.bare_us
 
 
 class Checker:
@@ -233,8 +224,8 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
     guess = costs(problem, [k for k, _, _ in candidates], table)
     best = min((c.us for c in guess.values() if c.how == MEASURED), default=float("inf"))
     row = Row(held, {}, choices(problem, table))
-    row.skipped["_planned"] = ",".join(k.name for k, given, _ in candidates if given is not call)
-    # Two at least: the table's own word that the others are slow is not what is to be proved.
+    row.planned = tuple(k.name for k, given, _ in candidates if given is not call)
+    # Two at least: that the other kernels are slow is the table's claim, which this script checks.
     near = sorted((c.us, n) for n, c in guess.items())[:2]
     kept = set(row.chosen.values()) | {n for us, n in near if us <= FAR * near[0][0]}
     for kernel, given, _ in candidates:
@@ -253,77 +244,60 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
 
 
 def _kind(s: Shape) -> tuple[object, ...]:
-    """What kernels are compiled for."""
+    """The traits of a shape that kernels are compiled for."""
     return s.op, s.head_dim, s.v_head_dim, s.causal, s.decode, s.kv_range, s.window >= 0, s.page_size, s.group_size if s.decode else 0
 
 
 def chosen_again(data: dict[str, Any], table: Table | None) -> list[Row]:
-    """The rows of an earlier report with the choices that are made now, by `table` and for the machine it speaks of."""
+    """The rows of an earlier report with the choices that are made now, by `table` and for the machine it is of."""
     if table is None:
         raise SystemExit("--again needs a --table")
     packages = tuple(version.partition("==")[0] for version in data["packages"])
     target = replace(Target.parse(table.target, packages), gpu=table.gpu)
-    known = {_sizes(held): held for held in held_out(data["asked"], data["seed"])}
+    known = {str(held.sizes): held for held in held_out(data["asked"], data["seed"])}
     rows = []
     for call in data["calls"]:
-        held = known[(call["family"], call["batch"], *call["queries"], *call["keys"])]
+        held = known[str({n: call[n] for n in ("family", "batch", "queries", "keys")})]
         problem = problem_of(held.shape, held.q_lens, held.k_lens, target)
-        rows.append(Row(held, call["us"], choices(problem, table), dict(call.get("skipped", {})), call.get("bare_us", {})))
-        # As `candidates` equips them: what reads a plan where there is one, and what does not answer without.
+        # As `candidates` equips them: kernels that read a plan where there is one, and kernels that refuse a call without.
         kernels = [k for k in kernels_of(held.shape.op).values() if k.name in call["us"]]
-        rows[-1].skipped["_planned"] = ",".join(k.name for k in kernels if k.plan.device is not None or k.refusals(problem))
+        planned = tuple(k.name for k in kernels if k.plan.device is not None or k.refusals(problem))
+        rows.append(Row(held, call["us"], choices(problem, table), call.get("skipped", {}), call.get("bare_us", {}), planned))
     return rows
-
-
-def _sizes(held: Held) -> tuple[str, int, int, int, int, int]:
-    return held.family, len(held.q_lens), min(held.q_lens), max(held.q_lens), min(held.k_lens), max(held.k_lens)
 
 
 def as_dict(row: Row) -> dict[str, Any]:
     """A row for the file: ways that chose as the automatic one did are left out, and kernels that the table has far behind."""
     shape = {n: v for n, v in asdict(row.held.shape).items() if v != asdict(Shape(row.held.shape.op))[n]}
-    q, k = row.held.q_lens, row.held.k_lens
-    regret = row.regret("automatic")
+    regret, left = row.regret("automatic"), {n: v for n, v in row.skipped.items() if v != SLOW}
     return {
-        "family": row.held.family,
+        **row.held.sizes,
         "shape": {"op": row.held.shape.op, **shape},
-        "batch": len(q),
-        "queries": [min(q), max(q)],
-        "keys": [min(k), max(k)],
         "us": row.us,
-        **({"bare_us": row.bare_us} if row.bare_us else {}),
         "chosen": {way: name for way, name in row.chosen.items() if way == "automatic" or name != row.chosen.get("automatic")},
         "regret_percent": None if regret is None else round(100 * regret, 2),
-        **({"skipped": left} if (left := {n: v for n, v in row.skipped.items() if n != "_planned" and v != SLOW}) else {}),
+        **({"bare_us": row.bare_us} if row.bare_us else {}),
+        **({"skipped": left} if left else {}),
     }
 
 
-def told(table: Table | None) -> dict[str, Any]:
-    """What the file says of the table that was chosen by."""
-    return {"table": None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]}}
-
-
-def listed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The worst first."""
-    return sorted(map(as_dict, rows), key=lambda r: -(r["regret_percent"] if r["regret_percent"] is not None else 1e9))
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Mean and worst regret of each way, in all and by family."""
+def report_of(rows: Sequence[Row], table: Table | None) -> dict[str, Any]:
+    """The sections of the file that follow from the rows, worst calls first. Prints mean and worst regret of each way."""
     found = summary(rows)
     for name, figures in {"all": found["all"], **found["families"]}.items():
         print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
+    calls = sorted(map(as_dict, rows), key=lambda r: -(1e9 if r["regret_percent"] is None else r["regret_percent"]))
+    used = None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]}
+    return {"table": used, **found, "calls": calls}
 
 
 def timed(calls: Sequence[Held], device: torch.device, table: Table | None, seed: int, budget_s: float) -> tuple[list[Row], Checker]:
     """The rows of as many of the calls as the budget allows, of those that two kernels at least answer."""
     start, pool, checker = time.monotonic(), Pool(device, seed=seed), Checker()
-    clock: Clock = clock_for(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-        clock = GraphClock(device)
-    stopwatch, rows = Stopwatch(clock, first_calls_s=budget_s / 4), []
+    stopwatch, rows = Stopwatch(clock_for(device), first_calls_s=budget_s / 4), []
     for held in calls:
         if time.monotonic() - start > budget_s:
             break
@@ -341,35 +315,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, default=None, help="a regret.json: choose anew for the calls it timed")
     given = parser.parse_args()
-    start, target = time.monotonic(), Target.of(torch.device(given.device))
-    table = from_json(given.table.read_text()) if given.table else in_force(target).table
+    start, parts = time.monotonic(), given.gpus
+    table = from_json(given.table.read_text()) if given.table else in_force(Target.of(torch.device(given.device))).table
     if given.again:
         data = json.loads(given.again.read_text())
-        rows = chosen_again(data, table)
-        write_file({**data, **told(table), "again": True, **summary(rows), "calls": listed(rows)}, given.again)
-        return show(rows)
-    calls, parts = held_out(given.count, given.seed), given.gpus
+        write_file({**data, "again": True, **report_of(chosen_again(data, table), table)}, given.again)
+        return
+    calls = held_out(given.count, given.seed)
     devices = [torch.device("cuda", at) if given.device == "cuda" else torch.device("cpu") for at in range(parts)]
     with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
         shares = [calls[at::parts] for at in range(parts)]
         found = list(pool.map(timed, shares, devices, [table] * parts, [given.seed] * parts, [given.budget_s] * parts))
-    rows = [row for some, _ in found for row in some]
-    done = sum((Counter(checker.done) for _, checker in found), Counter[str]())
+    checked = sum((Counter(checker.done) for _, checker in found), Counter[str]())
     failed = {name: why for _, checker in found for name, why in checker.failed.items()}
-    report = {
-        **environment(given.device),
-        **told(table),
-        "asked": given.count,
-        "gpus": parts,
-        "seed": given.seed,
-        "seconds": round(time.monotonic() - start, 1),
-        **summary(rows),
-        "checked": dict(sorted(done.items())),
-        "failed": failed,
-        "calls": listed(rows),
-    }
-    print(f"{len(rows)} calls in {report['seconds']} s -> {write(report, 'regret.json', given.device)}")
-    show(rows)
+    head = {**environment(given.device), "asked": given.count, "gpus": parts, "seed": given.seed, "checked": dict(sorted(checked.items()))}
+    seconds, rows = round(time.monotonic() - start, 1), [row for some, _ in found for row in some]
+    report = {**head, "seconds": seconds, "failed": failed, **report_of(rows, table)}
+    print(f"{len(rows)} calls in {seconds} s -> {write(report, 'regret.json', given.device)}")
     for name, why in failed.items():
         print("FAILED", name, why)
 

@@ -28,7 +28,7 @@ from attnops.tune import side_by_side
 
 WORKERS = 14
 COMPILING = 0.5
-"""The share of the budget after which what is not compiled is left out."""
+"""The share of the budget after which configurations that are not compiled are left out."""
 
 LATE = "not compiled in time"
 

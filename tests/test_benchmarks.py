@@ -72,16 +72,16 @@ def test_the_problem_of_a_held_call_is_that_of_the_call(regret):
     assert len(seen) >= 3
 
 
-def row(regret, us, chosen, family="mla", **skipped):
+def row(regret, us, chosen, family="mla", planned=()):
     held = regret.Held(family, replace(MLA, decode=True), (1, 1), (7, 9))
-    return regret.Row(held, us, {"automatic": chosen, "by_estimates": chosen, "by_powers_of_two": chosen, "bare": "a"}, skipped)
+    return regret.Row(held, us, {"automatic": chosen, "by_estimates": chosen, "by_powers_of_two": chosen, "bare": "a"}, planned=planned)
 
 
 def test_regret_is_counted(regret):
     rows = [
         row(regret, {"a": 10.0, "b": 12.0}, "a"),
-        row(regret, {"a": 10.0, "b": 12.0}, "b", _planned="b"),
-        row(regret, {"a": 10.0, "b": 8.0}, "b", "packed", _planned="b"),
+        row(regret, {"a": 10.0, "b": 12.0}, "b", planned=("b",)),
+        row(regret, {"a": 10.0, "b": 8.0}, "b", "packed", planned=("b",)),
         row(regret, {"a": 10.0, "b": 12.0}, "gone", "packed"),
     ]
     found = regret.summary(rows)
@@ -486,7 +486,7 @@ def test_floors_are_below_what_was_reached(suites):
 
 @pytest.fixture
 def beside(suites, monkeypatch, tmp_path) -> Any:
-    """Runs the script: its exit code and rows."""
+    """The script, and a function that runs it: its exit code and rows."""
     monkeypatch.setenv("OUT", str(tmp_path))
     suite = import_module("beside")
 
@@ -494,31 +494,33 @@ def beside(suites, monkeypatch, tmp_path) -> Any:
         code = suite.main([name, "--device", "cpu", *more])
         return code, json.loads((tmp_path / f"{name}.json").read_text())["rows"]
 
-    run.suite = suite
-    return run
+    return suite, run
 
 
 def test_deterministic_policies_beside_the_default(beside):
-    code, rows = beside("deterministic", "--length", "20")
+    suite, run = beside
+    code, rows = run("deterministic", "--length", "20")
     assert code == 0 and {(row["case"], row["way"]) for row in rows} == {
-        (name.format(20), way) for name in beside.suite.CALLS for way in beside.suite.POLICIES
+        (name.format(20), way) for name in suite.CALLS for way in suite.POLICIES
     }
     for row in rows:
-        assert row["median_us"] > 0 and 0 < row["error"] < beside.suite.MOST_ERROR and row["kernel"]
+        assert row["median_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR and row["kernel"]
 
 
 def test_a_policy_that_is_wrong_is_not_timed(beside, monkeypatch):
-    monkeypatch.setattr(beside.suite, "exact", lambda *_: [torch.ones(())])
-    code, rows = beside("deterministic", "--length", "20", "--only", "prompt {}, dense")
+    suite, run = beside
+    monkeypatch.setattr(suite, "exact", lambda *_: [torch.ones(())])
+    code, rows = run("deterministic", "--length", "20", "--only", "prompt {}, dense")
     assert code == 1 and len(rows) == 2
     assert all("wrong" in row and "median_us" not in row for row in rows)
 
 
 def test_gradients_beside_torchs(beside):
-    code, rows = beside("gradients", "--length", "24")
-    assert code == 0 and len(rows) == 4 * len(beside.suite.SHAPES)
+    suite, run = beside
+    code, rows = run("gradients", "--length", "24")
+    assert code == 0 and len(rows) == 4 * len(suite.SHAPES)
     for row in rows:
-        assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < beside.suite.MOST_ERROR
+        assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR
         assert ("kernel" in row) == (row["way"] in ("attention", "varlen_attention"))
 
 

@@ -2,7 +2,7 @@
 
 Rows `..., cold` and `..., warm`: the first call, compilation included; warm after `torch._dynamo.reset()`, with the cache on disk.
 Rows `generate ...`: the graphs that a scripted run of `generate()` with several batch sizes and lengths compiles, and how many of them
-after the first call. Row `pieces`: the pieces of a piecewise model, and the unique ones, which are compiled.
+after the first call. The suites `decode` and `graphs` have the number of pieces of piecewise models.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 
-from attnops.bench import decode, memory, models
+from attnops.bench import decode, models
 from attnops.bench.rows import Case, Row
 from attnops.bench.setup import Setup
-from attnops.cache import PagedCache
-from attnops.graphs import Bucket, Buckets
-from attnops.graphs.graphed import Setup as Captures
-from attnops.graphs.inputs import Roles
-from attnops.graphs.modes import Compiled
-from attnops.graphs.pieces import INNER
-from attnops.nn import RotaryEmbedding, SelfAttention
 from attnops.tune.clock import spread, synchronize
 
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))
@@ -42,12 +35,12 @@ LAYERS = 8
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Counts, pieces and times."""
+    """Counts and times."""
     name = models.asked(setup)
     kept = models.Kept(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
     counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
     timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
-    return {**counted, "pieces": partial(pieces, setup), **timed}
+    return {**counted, **timed}
 
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
@@ -97,58 +90,3 @@ def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row
         graphs.append(counters["stats"]["unique_graphs"])
     figures = {"graphs": graphs[-1] - graphs[0], "recompiles": graphs[-1] - graphs[1], "calls": len(script)}
     return [Row(f"{name}, generate", way, more=figures)]
-
-
-TINY, LLAMA_8B = (64, 4, 2, 96, 128), (4096, 32, 8, 14336, 128256)
-"""Widths of the residual stream, heads, key heads, width of the MLP, vocabulary."""
-
-
-class Decoder(nn.Module):
-    """A Llama of `attnops.nn` over a `PagedCache`."""
-
-    def __init__(self, layers: int, dims: tuple[int, ...]) -> None:
-        super().__init__()
-        hidden, heads, kv_heads, inner, vocab = dims
-        rope = RotaryEmbedding(hidden // heads)
-        self.embed, self.norm, self.head = nn.Embedding(vocab, hidden), nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
-        self.layers: Any = nn.ModuleList()
-        for _ in range(layers):
-            parts = {"before": nn.RMSNorm(hidden), "after": nn.RMSNorm(hidden), "down": nn.Linear(inner, hidden, bias=False)}
-            parts |= {"attention": SelfAttention(hidden, heads, kv_heads, rope=rope), "up": nn.Linear(hidden, 2 * inner, bias=False)}
-            self.layers.append(nn.ModuleDict(parts))
-
-    def forward(self, tokens: Tensor, batch: Any, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Any:
-        """Logits `[T, vocab]` of tokens int64 `[T]`; pages of every layer."""
-        x = self.embed(tokens)
-        for layer, keys, values in zip(self.layers, k_pages, v_pages, strict=True):
-            x = x + layer["attention"](layer["before"](x), batch=batch, k_pages=keys, v_pages=values)
-            gate, up = layer["up"](layer["after"](x)).chunk(2, -1)
-            x = x + layer["down"](nn.functional.silu(gate) * up)
-        return self.head(self.norm(x))
-
-
-def pieces(setup: Setup) -> list[Row]:
-    """A decode step of `attnops.nn`, split at every attention call: the number of pieces, and of unique ones."""
-    dims, layers, requests = (TINY, 4, 2) if not setup.on_gpu else (LLAMA_8B, setup.layers or LAYERS, 2)
-    with torch.device("meta"):
-        need = memory.needed(Decoder(layers, dims).to(setup.dtype))
-    if (there := memory.free(setup.device)) is not None:
-        memory.refuse(f"{layers} layers of a decoder of {dims[0]}", need, there)
-    with setup.device:
-        model = Decoder(layers, dims).to(setup.dtype).eval().requires_grad_(False)
-    cache = PagedCache(
-        layers, requests * 2 + 1, CONTEXT // 2, num_kv_heads=dims[2], head_dim=dims[0] // dims[1], max_requests=requests,
-        max_pages_per_request=2, dtype=setup.dtype, device=setup.device,
-    )  # fmt: skip
-    batch = cache.batch([cache.alloc(CONTEXT - 1) for _ in range(requests)])
-    tokens = torch.zeros(requests, dtype=torch.int64, device=setup.device)
-    values = {"tokens": tokens, "batch": batch, "k_pages": cache.k_pages, "v_pages": cache.v_pages}
-    inner = INNER["inductor" if setup.backend == "inductor" else "eager"]
-    method = Compiled(model, Captures(Roles("batch", ("tokens",)), Buckets(decode=(requests,))), inner=inner)
-    start = time.perf_counter()
-    with torch.no_grad():
-        method.prepare(Bucket(requests, requests, "decode"), values)
-    synchronize()
-    unique, parts = method.pieces()["decode"]
-    us = round((time.perf_counter() - start) * 1e6)
-    return [Row(f"pieces of {layers} layers", "attnops_piecewise", us, more={"unique_pieces": unique, "pieces": parts, "layers": layers})]

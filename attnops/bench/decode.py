@@ -39,7 +39,7 @@ NEW, NEW_ON_GPU = 4, 16
 by fewer than 32 tokens."""
 
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-"""Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and what `Decode(inner="tuned")` turns on."""
+"""Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and the option of `Decode(inner="tuned")`."""
 
 ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {

@@ -1,4 +1,4 @@
-"""Results files: what they hold, how they are written and read, and the comparison of two."""
+"""Results files: their sections, reading and writing, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def write(report: Mapping[str, Any], path: Path) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """A results file. Raises InvalidInput if it cannot be read or has no rows."""
 
-    def invalid(what: str) -> InvalidInput:
-        return InvalidInput("file", f"{path}{what}", "a results file of attnops bench")
+    def invalid(reason: str) -> InvalidInput:
+        return InvalidInput("file", f"{path}{reason}", "a results file of attnops bench")
 
     try:
         data = json.loads(read_text(path))
@@ -142,7 +142,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     old, new = ({(r["case"], r["way"]): r for r in report["rows"]} for report in (before, after))
     failed = [name for name in after.get("failed", ()) if name not in before.get("failed", ())]
     if not failed and not old.keys() & new.keys():
-        raise InvalidInput("files", f"{len(old)} and {len(new)} rows, of which none are of one case and way", "some that are")
+        raise InvalidInput("files", f"{len(old)} and {len(new)} rows without a case and way in common", "rows of the same cases and ways")
     out = [Change(name, "", "median_us", None, None, "failed") for name in failed]
     for key, row in new.items():
         us, base = row.get("median_us"), old.get(key)

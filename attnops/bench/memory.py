@@ -46,8 +46,8 @@ def needed(model: nn.Module, wide: torch.dtype | None = None, cached: int = 0) -
     return int(SPARE * (weights + widened + cached)) + OVERHEAD
 
 
-def refuse(what: str, need: int, there: int) -> None:
+def refuse(holder: str, need: int, there: int) -> None:
     """Raise InvalidInput if `need` bytes are more than `there`."""
     if need > there:
         need_gib, there_gib = (f"{n / 2**30:.1f} GiB free" for n in (need, there))
-        raise InvalidInput("memory", there_gib, f"{need_gib}, for {what}; ask for fewer --layers, a smaller --model or smaller --points")
+        raise InvalidInput("memory", there_gib, f"{need_gib}, for {holder}; ask for fewer --layers, a smaller --model or smaller --points")

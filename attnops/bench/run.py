@@ -45,7 +45,7 @@ Order = Iterator[tuple[Suite, str]]
 
 def run(
     suites: Sequence[Suite], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "", gpus: int = 1,
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = lambda case: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The reports of some suites by name.
 
@@ -102,7 +102,7 @@ def run(
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget_s: float) -> Order:
     """The cases to start next, until the budget is spent.
 
-    A suite gets its share of the rest of the budget; afterwards its left cases use what the other suites left.
+    A suite gets its share of the rest of the budget; afterwards its other cases use the time that the other suites left.
     """
     end, left = time.monotonic() + budget_s, {suite.name: list(cases[suite.name]) for suite in suites}
     for again in (False, True):

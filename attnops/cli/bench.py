@@ -67,8 +67,8 @@ def run(
     with Progress(*columns, console=console, transient=True) as progress, quiet_transformers():
         task = progress.add_task("measuring")
 
-        def tell(what: str) -> None:
-            progress.update(task, description=escape(what))
+        def tell(case: str) -> None:
+            progress.update(task, description=escape(case))
 
         reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus, tell=tell)
     for report in reports.values():

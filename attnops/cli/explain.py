@@ -38,7 +38,7 @@ def explain_model(
     model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
     be installed, None for all. batch: sequences. phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
 
-    Raises InvalidInput: a model, target, phase, dtype or number that is none. CannotExplain: see there.
+    Raises InvalidInput: an unknown model, target, phase or dtype, or a number below 1. CannotExplain: see there.
     """
     if phase not in (*PHASES, "both"):
         raise InvalidInput("phase", repr(phase), " | ".join((*PHASES, "both")))

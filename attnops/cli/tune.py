@@ -72,8 +72,8 @@ def run(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("tune")
 
-        def show_progress(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
+        def show_progress(op: str, done: int, total: int) -> None:
+            progress.update(task, description=op, completed=done, total=total)
 
         table, report = measure(plans, stopwatch, device, budget_s, show_progress, keep)
     if not table.grids:
@@ -91,7 +91,7 @@ def run(
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:
-    """Print a row a shape: how often each kernel was the fastest, and what was not timed."""
+    """Print a row a shape: how often each kernel was the fastest, and the kernels that were not timed."""
     rows = new_table("shape", "fastest at", "not timed")
     for grid in table.grids:
         wins = ", ".join(f"{name} {count}" for name, count in fastest(grid).items())
