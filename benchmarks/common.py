@@ -102,12 +102,12 @@ def arguments(doc: str | None, devices: tuple[str, ...] = ("cuda",), budget_s: f
 
 def measure_all(
     jobs: Iterable[Job], report: dict[str, Any], file: str, device: str, budget_s: float,
-    told: Callable[[dict[str, Any]], Any] = json.dumps,
+    brief: Callable[[dict[str, Any]], Any] = json.dumps,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda report: report,
 ) -> int:  # fmt: skip
     """Measure until the budget is spent, and write the report after every case. Returns the exit code: 1 if a case failed.
 
-    told: the text to print of a case. finish: completes the report. An error fails its case alone, and so does `failed` in its figures.
+    brief: the text to print of a case. finish: completes the report. An error fails its case alone, and so does `failed` in its figures.
     """
     start, report = time.monotonic(), {**environment(device), **report, "failed": {}}
     with torch.no_grad():
@@ -120,7 +120,7 @@ def measure_all(
                 found = report[section][name] = job()
                 if failed := found.pop("failed", ""):
                     report["failed"][name] = failed
-                print(section, name, told(found), flush=True)
+                print(section, name, brief(found), flush=True)
             except Exception as error:  # the other cases go on
                 traceback.print_exc()
                 report["failed"][name] = why(error)

@@ -181,10 +181,10 @@ def main() -> int:
     names = ("triton", "reference", "compiled")
     jobs = [("cases", case.name, partial(measure, case, clock, names, not given.no_sweep)) for case in CASES]
 
-    def told(found: dict[str, Any]) -> str:
+    def brief(found: dict[str, Any]) -> str:
         return json.dumps({n: (f["median_us"], f.get("of_copy")) for n, f in found["gpu"].items()})
 
-    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "data.json", "cuda", given.budget_s, told)
+    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "data.json", "cuda", given.budget_s, brief)
 
 
 if __name__ == "__main__":

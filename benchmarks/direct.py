@@ -165,10 +165,10 @@ def main() -> int:
     pool.reserve(torch.bfloat16, 1 << 30)
     jobs = [("cases", name, partial(measure, case, clock, pool)) for name, case in CASES.items()]
 
-    def told(found: dict[str, Any]) -> str:
+    def brief(found: dict[str, Any]) -> str:
         return json.dumps({n: (f["median_us"], f["rate"]) for n, f in found["gpu"].items()} | found["against"])
 
-    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "direct.json", "cuda", given.budget_s, told)
+    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "direct.json", "cuda", given.budget_s, brief)
 
 
 if __name__ == "__main__":

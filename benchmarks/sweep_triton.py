@@ -192,7 +192,7 @@ def measure(name: str, pool: Pool, small: Pool, clock: Any, failed: dict[Any, st
     return {"rows": sorted(rows, key=lambda r: r["us"]), "left_out": left_out, "worst": worst}
 
 
-def told(found: dict[str, Any], top: int) -> str:
+def brief(found: dict[str, Any], top: int) -> str:
     """The best vendor, and the fastest configurations."""
     rows = found["rows"]
     vendor = min((r["us"] for r in rows if is_vendor(r["name"])), default=float("nan"))
@@ -216,7 +216,12 @@ def main() -> int:
     pool.reserve(torch.bfloat16, 1 << 30)
     jobs = [("cases", name, partial(measure, name, pool, small, clock, failed)) for name in names]
     return measure_all(
-        jobs, {"launch_us": round(clock.launch_us, 2)}, "sweep.json", "cuda", (1 - COMPILING) * given.budget_s, partial(told, top=given.top)
+        jobs,
+        {"launch_us": round(clock.launch_us, 2)},
+        "sweep.json",
+        "cuda",
+        (1 - COMPILING) * given.budget_s,
+        partial(brief, top=given.top),
     )
 
 

@@ -249,7 +249,7 @@ def main() -> int:
     jobs: list[Any] = [("cases", name, partial(measure, name, pool, small, clock, late)) for name in CASES]
     jobs.append(("cases", f"write_kv_{COPIES}", partial(copies, clock)))
 
-    def told(found: dict[str, Any]) -> dict[str, Any]:
+    def brief(found: dict[str, Any]) -> dict[str, Any]:
         return {n: found[n] for n in ("speed_of_best", "best", "speed", "goal", "met", "tb_s", "tflop_s") if n in found}
 
     def finish(report: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def main() -> int:
         missed += [f"{figure} of {n}" for figure, goal in goals.items() for n, x in report.get(figure, {}).items() if x > goal]
         return report | {"missed": missed}
 
-    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "triton.json", "cuda", given.budget_s, told, finish)
+    return measure_all(jobs, {"launch_us": round(clock.launch_us, 2)}, "triton.json", "cuda", given.budget_s, brief, finish)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, 
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
-from attnops.tune import GRIDS, Plan, Stopwatch, clock_for, measure, plans_of, run, timing
+from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of, timing
 from attnops.tune.clock import GraphClock, host_clock
 from attnops.tune.shapes import powers
 
 ahead = importlib.import_module("attnops.tune.ahead")
 CPU = torch.device("cpu")
 SHAPE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
-PLAN = Plan(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
+PLAN = Sweep(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
 
 
 def needs_plan(p):
@@ -140,20 +140,20 @@ def test_a_pool_grows_and_is_dealt_out_again():
 
 
 def test_plans():
-    assert {p.shape.op for p in plans_of("full")} == {"attention", "varlen_attention", "paged_attention", "mla_attention"}
-    assert {p.shape.op for p in plans_of("full", ("mla_attention",))} == {"mla_attention"}
-    assert len({p.shape for p in plans_of("full")}) == len(plans_of("full")), "every shape once"
+    assert {p.shape.op for p in sweeps_of("full")} == {"attention", "varlen_attention", "paged_attention", "mla_attention"}
+    assert {p.shape.op for p in sweeps_of("full", ("mla_attention",))} == {"mla_attention"}
+    assert len({p.shape for p in sweeps_of("full")}) == len(sweeps_of("full")), "every shape once"
     with pytest.raises(InvalidInput, match=r"grid: got 'huge', want full \| brief \| cpu \| tiny"):
-        plans_of("huge")
+        sweeps_of("huge")
     with pytest.raises(InvalidInput, match="ops: got write_kv"):
-        plans_of("full", ("write_kv",))
-    points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in plans_of("full")]
+        sweeps_of("full", ("write_kv",))
+    points = [sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in sweeps_of("full")]
     assert min(points) > 5 and sum(points) < 3300, "about 30 ms for every point of them"
-    window = next(p for p in plans_of("full") if p.shape.window >= 0)
+    window = next(p for p in sweeps_of("full") if p.shape.window >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held all the same"
-    brief = plans_of("brief")
-    assert [p.shape for p in brief] == [p.shape for p in plans_of("full")], "no shape is left out, and the order is that of use"
-    for few, all_ in zip(brief, plans_of("full"), strict=True):
+    brief = sweeps_of("brief")
+    assert [p.shape for p in brief] == [p.shape for p in sweeps_of("full")], "no shape is left out, and the order is that of use"
+    for few, all_ in zip(brief, sweeps_of("full"), strict=True):
         for axis, full in zip((few.batch, few.queries, few.ratio), (all_.batch, all_.queries, all_.ratio), strict=True):
             assert set(axis) <= set(full) and (axis[0], axis[-1]) == (full[0], full[-1]) and len(axis) <= 5
     assert sum(sum(p.allows(Sizes(*at)) for at in product(p.batch, p.queries, p.ratio)) for p in brief) < 1400
@@ -281,12 +281,12 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     stopwatch = Stopwatch(lambda kernel, call, run: 10.0 + (call.arguments.get("plan") is not None), equip=equip)
-    table, _ = measure([Plan(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
+    table, _ = measure([Sweep(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
     [grid] = table.grids
     assert grid.us == {"a": (10.0, 10.0), "planner": (11.0, 11.0)} and set(made) == {"planner"}
     assert grid.plan_us == {"planner": 700.0}, "the plan alone, not its buffers"
     # Nobody makes plans: the kernel is no candidate.
-    bare, _ = measure([Plan(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
+    bare, _ = measure([Sweep(shape, (1.0,), (1.0,), (8.0,))], Stopwatch(lambda *_: 1.0, equip=lambda kernel, call: call), CPU)
     assert bare.grids == ()
 
 
@@ -527,7 +527,7 @@ def test_the_graph_clock_takes_turns(monkeypatch):
 
 
 def test_a_real_table_of_this_cpu():
-    table, report = measure(plans_of("tiny"), Stopwatch(clock_for(CPU), first_calls_s=0.5), CPU)
+    table, report = measure(sweeps_of("tiny"), Stopwatch(clock_for(CPU), first_calls_s=0.5), CPU)
     assert not report.broken
     assert {g.shape.op for g in table.grids} >= {"attention", "varlen_attention", "paged_attention"}
     assert all("reference" in g.us and "sdpa" in g.us for g in table.grids)

@@ -117,27 +117,30 @@ def time_if_right(
     """
     rows: dict[str, Row] = {}
     right: dict[str, Way] = {}
-    for name, make in ways.items():
-        way = None
-        try:
-            with torch.no_grad():
-                if (way := make if isinstance(make, Way) else make()) is None:
-                    continue
-                error = distance(way.computed(), want)
-        except Exception as failure:  # the other ways go on
-            rows[name] = Row(case, name, wrong=one_line(failure), more={} if way is None else way.more)
-            continue
-        allowed, wrong, finite = budget if way.budget is None else way.budget, "", error < float("inf")
-        if error <= allowed < float("inf"):
-            right[name] = way
-        else:
-            wrong = WRONG + (f"off by {error:.3g}, allowed {allowed:.3g}" if finite else "not finite, or of another shape")
-        rows[name] = Row(case, name, None, None, _digits(error) if finite else None, _digits(allowed), wrong, way.more)
+    made: dict[str, Way] = {}
     with torch.no_grad():
+        for name, make in ways.items():  # all of them first: a patch may move the weights that graphs would have captured
+            try:
+                if (way := make if isinstance(make, Way) else make()) is not None:
+                    made[name] = way
+            except Exception as failure:  # the other ways go on
+                rows[name] = Row(case, name, wrong=one_line(failure))
+        for name, way in made.items():
+            try:
+                error = distance(way.computed(), want)
+            except Exception as failure:
+                rows[name] = Row(case, name, wrong=one_line(failure), more=way.more)
+                continue
+            allowed, wrong, finite = budget if way.budget is None else way.budget, "", error < float("inf")
+            if error <= allowed < float("inf"):
+                right[name] = way
+            else:
+                wrong = WRONG + (f"off by {error:.3g}, allowed {allowed:.3g}" if finite else "not finite, or of another shape")
+            rows[name] = Row(case, name, None, None, _digits(error) if finite else None, _digits(allowed), wrong, way.more)
         for name, us in (clock({name: way.timed for name, way in right.items()}) if right else {}).items():
             median, figures = us["median_us"], {**right[name].more, **more(us["median_us"], right[name])}
             rows[name] = replace(rows[name], median_us=median, spread_us=us.get("spread_us"), more=figures)
-    return list(rows.values())
+    return [rows[name] for name in ways if name in rows]
 
 
 def _digits(x: float) -> float:

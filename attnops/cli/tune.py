@@ -19,7 +19,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
 from attnops.measured.store import check_place
-from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, plans_of
+from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, sweeps_of
 from attnops.tune.clock import ceilings
 
 
@@ -58,7 +58,7 @@ def run(
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     grid = grid or ("full" if on_gpu else "cpu")
-    plans, path = plans_of(grid, ops), output or path_for(gpu_name(device))
+    sweeps, path = sweeps_of(grid, ops), output or path_for(gpu_name(device))
     stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
     if on_gpu and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
@@ -75,7 +75,7 @@ def run(
         def show_progress(op: str, done: int, total: int) -> None:
             progress.update(task, description=op, completed=done, total=total)
 
-        table, report = measure(plans, stopwatch, device, budget_s, show_progress, keep)
+        table, report = measure(sweeps, stopwatch, device, budget_s, show_progress, keep)
     if not table.grids:
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
     keep(table)

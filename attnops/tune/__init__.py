@@ -9,6 +9,6 @@ from attnops.tune.run import Report as Report
 from attnops.tune.run import gpu_name as gpu_name
 from attnops.tune.run import measure as measure
 from attnops.tune.shapes import GRIDS as GRIDS
-from attnops.tune.shapes import Plan as Plan
-from attnops.tune.shapes import plans_of as plans_of
+from attnops.tune.shapes import Sweep as Sweep
+from attnops.tune.shapes import sweeps_of as sweeps_of
 from attnops.tune.timing import Stopwatch as Stopwatch

@@ -15,7 +15,7 @@ from attnops.inputs import Pool, build, lengths
 from attnops.kernel import all_kernels
 from attnops.measured import Sizes
 from attnops.problem import Target
-from attnops.tune.shapes import Plan, plans_of
+from attnops.tune.shapes import Sweep, sweeps_of
 from attnops.tune.timing import Stopwatch, runner
 
 K = TypeVar("K", bound=Hashable)
@@ -43,7 +43,7 @@ def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], w
 def compile_ahead(
     grid: str, device: torch.device, ops: Sequence[str] = (), kernels: Sequence[str] = COMPILED, workers: int = 8, limit_s: float = 60.0
 ) -> float:
-    """Compile for every plan of `grid` on `device`. Returns seconds. Variants that fail or come too late compile when they are timed.
+    """Compile for every sweep of `grid` on `device`. Returns seconds. Variants that fail or come too late compile when they are timed.
 
     No process starts if none of `kernels` is installed.
     """
@@ -51,26 +51,26 @@ def compile_ahead(
     names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(target)))
     if not names:
         return 0.0
-    plans = plans_of(grid, ops)
-    side_by_side({at: (compile_for, (plans[at::workers], names, device)) for at in range(min(workers, len(plans)))}, workers, limit_s)
+    sweeps = sweeps_of(grid, ops)
+    side_by_side({at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}, workers, limit_s)
     return time.monotonic() - start
 
 
-def kinds(plan: Plan) -> Iterator[Sizes]:
+def kinds(sweep: Sweep) -> Iterator[Sizes]:
     """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys."""
-    batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (plan.batch, plan.ratio))
-    for at in (Sizes(batch, queries, ratio) for queries in plan.queries for batch in batches for ratio in ratios):
-        work = plan.shape.work(at)
-        if plan.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
+    batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (sweep.batch, sweep.ratio))
+    for at in (Sizes(batch, queries, ratio) for queries in sweep.queries for batch in batches for ratio in ratios):
+        work = sweep.shape.work(at)
+        if sweep.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
             yield at
 
 
-def compile_for(plans: Sequence[Plan], names: tuple[str, ...], device: torch.device) -> int:
-    """Call each of the kernels at the `kinds` of every plan, ignoring their errors. Returns the number of calls made."""
+def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.device) -> int:
+    """Call each of the kernels at the `kinds` of every sweep, ignoring their errors. Returns the number of calls made."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     pool, stopwatch, made = Pool(device), Stopwatch(lambda *_: 0.0, names=names), 0
-    for shape, at in ((plan.shape, at) for plan in plans for at in kinds(plan)):
+    for shape, at in ((sweep.shape, at) for sweep in sweeps for at in kinds(sweep)):
         for kernel, given, _ in stopwatch.candidates(build(shape, *lengths(shape, at), pool)):
             with contextlib.suppress(Exception), torch.no_grad():
                 runner(kernel, given)()

@@ -15,7 +15,7 @@ from attnops.inputs import Pool, build, lengths
 from attnops.kernel import kernels_of
 from attnops.measured import Grid, Table, cpu_name, version_of
 from attnops.problem import Target
-from attnops.tune.shapes import LARGEST_BYTES, Plan
+from attnops.tune.shapes import LARGEST_BYTES, Sweep
 from attnops.tune.timing import Stopwatch
 from attnops.version import VERSION
 
@@ -41,14 +41,14 @@ class Report:
 
 
 def measure(
-    plans: Sequence[Plan],
+    sweeps: Sequence[Sweep],
     stopwatch: Stopwatch,
     device: torch.device,
     budget_s: float = 150.0,
     progress: Callable[[str, int, int], None] = lambda op, done, total: None,
     keep: Callable[[Table], None] = lambda table: None,
 ) -> tuple[Table, Report]:
-    """Time every kernel of `stopwatch` that can run, at every size of every plan, smaller sizes first.
+    """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
     Each shape gets its share of the rest of `budget_s` by its number of points, at least LEAST_S, first calls not counted; with them all
     shapes together take at most HARD budgets. A late point has no time, and a table scales the time of its smaller neighbour. A shape
@@ -59,8 +59,8 @@ def measure(
         keep: called with the table so far after every shape.
     """
     start, report, pool = time.monotonic(), Report(), Pool(device)
-    began, total, done = _timed_s(stopwatch), sum(p.allowed for p in plans), 0
-    if device.type == "cuda" and plans:
+    began, total, done = _timed_s(stopwatch), sum(p.allowed for p in sweeps), 0
+    if device.type == "cuda" and sweeps:
         with contextlib.suppress(torch.OutOfMemoryError):  # the pool then grows as far as it can
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
     grids: list[Grid] = []
@@ -74,18 +74,18 @@ def measure(
         versions = {f"{op}.{name}": version_of(kernels_of(op)[name]) for op, name in names}
         return Table(gpu_name(device), str(Target.of(device)), versions, tuple(grids), made)
 
-    for plan in plans:
+    for sweep in sweeps:
         rest = budget_s - (_timed_s(stopwatch) - began)
-        share = min(max(rest * 1.5 * plan.allowed / max(total - done, 1), LEAST_S), rest)
+        share = min(max(rest * 1.5 * sweep.allowed / max(total - done, 1), LEAST_S), rest)
 
-        def step(within: int, plan: Plan = plan, before: int = done) -> None:
-            progress(plan.shape.op, before + within, total)
+        def step(within: int, sweep: Sweep = sweep, before: int = done) -> None:
+            progress(sweep.shape.op, before + within, total)
 
-        grid, cut = _measure(plan, stopwatch, pool, (share, start + HARD * budget_s), report, step)
-        if len(grid.us) > 1 and cut <= (1 - ENOUGH) * plan.allowed:
+        grid, cut = _measure(sweep, stopwatch, pool, (share, start + HARD * budget_s), report, step)
+        if len(grid.us) > 1 and cut <= (1 - ENOUGH) * sweep.allowed:
             grids.append(grid)
             keep(table())
-        done += plan.allowed
+        done += sweep.allowed
     report.broken |= {f"plan of {name}": why for name, why in stopwatch.unplanned.items()}
     return table(), report
 
@@ -96,9 +96,9 @@ def _timed_s(stopwatch: Stopwatch) -> float:
 
 
 def _measure(
-    plan: Plan, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
+    sweep: Sweep, stopwatch: Stopwatch, pool: Pool, limits: tuple[float, float], report: Report, step: Callable[[int], None]
 ) -> tuple[Grid, int]:
-    """The grid of a plan, and the number of its points for which the time was too short.
+    """The grid of a sweep, and the number of its points for which the time was too short.
 
     limits: seconds of this shape without first calls, and the end of the whole measurement.
     """
@@ -106,9 +106,9 @@ def _measure(
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, start, done, cut = plan.points(), _timed_s(stopwatch), 0, 0
+    points, start, done, cut = sweep.points(), _timed_s(stopwatch), 0, 0
     for index, at in enumerate(points):
-        if not plan.allows(at):
+        if not sweep.allows(at):
             continue
         done += 1
         step(done)
@@ -116,7 +116,7 @@ def _measure(
             report.late, cut = report.late + 1, cut + 1
             continue
         try:
-            candidates = stopwatch.candidates(build(plan.shape, *lengths(plan.shape, at), pool))
+            candidates = stopwatch.candidates(build(sweep.shape, *lengths(sweep.shape, at), pool))
         except torch.OutOfMemoryError:
             pool.drop()
             report.late += 1
@@ -126,9 +126,9 @@ def _measure(
         report.points += 1
         for kernel, given, plan_us in candidates:
             row = times.setdefault(kernel.name, [None] * len(points))
-            if kernel.name in skipped or _hopeless(plan, times, kernel.name, index):
+            if kernel.name in skipped or _hopeless(sweep, times, kernel.name, index):
                 continue
-            found = stopwatch.time(kernel, given, plan.shape)
+            found = stopwatch.time(kernel, given, sweep.shape)
             if found.us is not None:
                 row[index] = _rounded(found.us)
                 report.timings += 1
@@ -137,13 +137,13 @@ def _measure(
             elif found.broken:
                 skipped[kernel.name] = found.reason
                 size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
-                report.broken[f"{plan.shape.op}.{kernel.name}"] = f"{found.reason} {size}"
+                report.broken[f"{sweep.shape.op}.{kernel.name}"] = f"{found.reason} {size}"
             elif not any(row) or found.given_up:
                 skipped[kernel.name] = found.reason
     # A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}
-    return Grid(plan.shape, plan.batch, plan.queries, plan.ratio, us, host, skipped), cut
+    return Grid(sweep.shape, sweep.batch, sweep.queries, sweep.ratio, us, host, skipped), cut
 
 
 def _rounded(us: float) -> float:
@@ -151,10 +151,10 @@ def _rounded(us: float) -> float:
     return float(round(us)) if us >= 100 else float(f"{us:.3g}")
 
 
-def _hopeless(plan: Plan, times: dict[str, list[float | None]], name: str, index: int) -> bool:
+def _hopeless(sweep: Sweep, times: dict[str, list[float | None]], name: str, index: int) -> bool:
     """Was the kernel TOO_SLOW one size smaller, or not timed there for that reason?"""
     stride = 1
-    for count in map(len, (plan.ratio, plan.queries, plan.batch)):
+    for count in map(len, (sweep.ratio, sweep.queries, sweep.batch)):
         if index // stride % count:
             best = min((t for row in times.values() if (t := row[index - stride]) is not None), default=inf)
             mine = times[name][index - stride]

@@ -16,7 +16,7 @@ LARGEST_FLOPS = 1e13
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """A shape and the sizes it is timed at: every combination except the largest."""
 
     shape: Shape
@@ -77,16 +77,16 @@ DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_h
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 
 
-def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> Plan:
-    return Plan(replace(shape, decode=True, square=False), batch, ONE, ratio)
+def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> Sweep:
+    return Sweep(replace(shape, decode=True, square=False), batch, ONE, ratio)
 
 
-def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY) -> Plan:
-    return Plan(shape, batch, queries, PASTS)
+def _extend(shape: Shape, batch: Axis = SOME, queries: Axis = MANY) -> Sweep:
+    return Sweep(shape, batch, queries, PASTS)
 
 
-def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Plan:
-    return Plan(shape, batch, queries, ONE)
+def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Sweep:
+    return Sweep(shape, batch, queries, ONE)
 
 
 # Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
@@ -123,7 +123,7 @@ FULL = (
     _prefill(replace(DENSE, **ONE_KEY_HEAD)),
     _prefill(replace(DENSE, **SMALL)),
     _prefill(replace(PACKED, **ONE_KEY_HEAD)),
-    Plan(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
+    Sweep(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
     _prefill(replace(DENSE, **D64)),
     _prefill(replace(DENSE, **D64, causal=False), SOME),
     _prefill(replace(DENSE, causal=False)),
@@ -154,24 +154,24 @@ def _thinned(axis: Axis, most: int) -> Axis:
     return tuple(axis[round(i * (len(axis) - 1) / (most - 1))] for i in range(most)) if len(axis) > most else axis
 
 
-BRIEF = tuple(Plan(p.shape, _thinned(p.batch, 5), _thinned(p.queries, 5), _thinned(p.ratio, 4)) for p in FULL)
+BRIEF = tuple(Sweep(p.shape, _thinned(p.batch, 5), _thinned(p.queries, 5), _thinned(p.ratio, 4)) for p in FULL)
 TINY = (
-    Plan(Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True), (1.0, 2.0), (8.0, 16.0), ONE),
-    Plan(Shape("varlen_attention", "float32", "float32", 4, 2, 16, 16), (1.0, 2.0), (8.0, 16.0), ONE),
-    Plan(Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
-    Plan(Shape("mla_attention", "float32", "float32", 4, 1, 20, 16, 4, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
+    Sweep(Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True), (1.0, 2.0), (8.0, 16.0), ONE),
+    Sweep(Shape("varlen_attention", "float32", "float32", 4, 2, 16, 16), (1.0, 2.0), (8.0, 16.0), ONE),
+    Sweep(Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
+    Sweep(Shape("mla_attention", "float32", "float32", 4, 1, 20, 16, 4, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
 )
 CPU = (
-    Plan(Shape("attention", "float32", "float32", square=True), (1.0, 4.0), (64.0, 256.0), ONE),
-    Plan(Shape("attention", "float32", "float32", kv_range=True, decode=True), (1.0, 4.0), ONE, (256.0, 1024.0)),
-    Plan(Shape("varlen_attention", "float32", "float32"), (1.0, 4.0), (64.0, 256.0), ONE),
-    Plan(Shape("paged_attention", "float32", "float32", page_size=16, decode=True), (1.0, 8.0), ONE, (256.0, 1024.0)),
+    Sweep(Shape("attention", "float32", "float32", square=True), (1.0, 4.0), (64.0, 256.0), ONE),
+    Sweep(Shape("attention", "float32", "float32", kv_range=True, decode=True), (1.0, 4.0), ONE, (256.0, 1024.0)),
+    Sweep(Shape("varlen_attention", "float32", "float32"), (1.0, 4.0), (64.0, 256.0), ONE),
+    Sweep(Shape("paged_attention", "float32", "float32", page_size=16, decode=True), (1.0, 8.0), ONE, (256.0, 1024.0)),
 )
-GRIDS: dict[str, tuple[Plan, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
+GRIDS: dict[str, tuple[Sweep, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
 
 
-def plans_of(grid: str, ops: Sequence[str] = ()) -> tuple[Plan, ...]:
-    """The plans of a named grid; ops: of these only. Raises InvalidInput for an unknown name."""
+def sweeps_of(grid: str, ops: Sequence[str] = ()) -> tuple[Sweep, ...]:
+    """The sweeps of a named grid; ops: of these only. Raises InvalidInput for an unknown name."""
     if grid not in GRIDS:
         raise InvalidInput("grid", repr(grid), " | ".join(GRIDS))
     known = {p.shape.op for p in GRIDS[grid]}

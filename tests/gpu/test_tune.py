@@ -13,10 +13,10 @@ from attnops.problem import Target
 from attnops.select import select_by
 from attnops.tune import Stopwatch, measure
 from attnops.tune.clock import GraphClock
-from attnops.tune.shapes import MLA, PAGED, Plan
+from attnops.tune.shapes import MLA, PAGED, Sweep
 
-STEP = Plan(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
-LATENT = Plan(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+STEP = Sweep(replace(PAGED, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
+LATENT = Sweep(replace(MLA, q_heads=16, decode=True), (1.0, 16.0), (1.0,), (512.0, 4096.0))
 
 
 @pytest.mark.alone
@@ -50,16 +50,16 @@ def test_what_can_be_captured_is_timed_by_its_graph(found: dict[str, Any]) -> No
     found.setdefault("clock", {})["replay_us"], found["clock"]["launched_us"] = round(graph, 2), round(clock(kernel, call, run), 2)
 
 
-@pytest.mark.parametrize("plan", [STEP, LATENT], ids=["decode", "latent"])
-def test_a_small_table(plan: Plan, found: dict[str, Any]) -> None:
-    table, report = measure([plan], Stopwatch(GraphClock("cuda")), torch.device("cuda", 0), budget_s=60)
+@pytest.mark.parametrize("sweep", [STEP, LATENT], ids=["decode", "latent"])
+def test_a_small_table(sweep: Sweep, found: dict[str, Any]) -> None:
+    table, report = measure([sweep], Stopwatch(GraphClock("cuda")), torch.device("cuda", 0), budget_s=60)
     assert not report.broken and not report.late
     assert from_json(table.to_json()) == table and table.gpu == torch.cuda.get_device_name()
     [grid] = table.grids
-    call = build(plan.shape, [1] * 16, [4096] * 16, Pool("cuda"))
+    call = build(sweep.shape, [1] * 16, [4096] * 16, Pool("cuda"))
     assert call.problem.target == Target.of(torch.device("cuda", 0))
-    fits = [k for k in kernels_of(plan.shape.op).values() if not k.refusals(call.problem)]
+    fits = [k for k in kernels_of(sweep.shape.op).values() if not k.refusals(call.problem)]
     assert all(c.how == MEASURED for c in costs(call.problem, [k for k in fits if k.name in grid.us], table).values())
     chosen = select_by(table, call.problem)
     assert chosen.costs[chosen.kernel.name].us == min(c.us for c in chosen.costs.values())
-    found.setdefault("tune", {})[plan.shape.op] = {name: list(us) for name, us in grid.us.items()}
+    found.setdefault("tune", {})[sweep.shape.op] = {name: list(us) for name, us in grid.us.items()}
