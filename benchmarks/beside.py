@@ -12,7 +12,7 @@ Every result is compared with float32 before it is timed; `error` is the largest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from attnops.ops import OPS
 from attnops.select import choose
 from attnops.testing import Call, Features, Source, builders, latent
 from attnops.testing.latent import DEEPSEEK
-from attnops.tune.clock import Timed, Times, host_us, kernels_us, steps_us
+from attnops.tune.clock import Timed, host_us, kernels_us, steps_us
 
 LLAMA = Features(dtype=torch.bfloat16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
 WIDE = replace(DEEPSEEK, q_heads=128)
@@ -137,10 +137,7 @@ def policies(length: int, device: str, only: str) -> Iterator[list[Row]]:
 
         ways: dict[str, Make] = {name: partial(way, policy) for name, policy in POLICIES.items()}
 
-        def clock(steps: Mapping[str, Timed]) -> Times:
-            return kernels_us(torch.device(device), {n: s.call for n, s in steps.items()})
-
-        yield rows_of(name.format(length or 4096), ways, exact(call, trained), clock, "default")
+        yield rows_of(name.format(length or 4096), ways, exact(call, trained), partial(kernels_us, torch.device(device)), "default")
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from common import arguments, candidates, clock_of, device_kernels, measure_all, tried
 
-from attnops.bench import kernels, peers, vendors
+from attnops.bench import kernels, vendors
 from attnops.bench.setup import Setup
 from attnops.inputs import Pool
 from attnops.kernel import Capture, Kernel, kernels_of
@@ -67,7 +67,7 @@ class Case(kernels.Case):
 
 def sdpa(call: Call) -> Run:
     """torch's SDPA of a prompt, or over a contiguous cache of as many bytes."""
-    run = peers.sdpa(Setup(torch.device("cuda")), call)
+    run = vendors.sdpa(Setup(torch.device("cuda")), call)
     assert run is not None
     return run
 

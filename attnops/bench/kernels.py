@@ -9,7 +9,7 @@ The last row counts the calls of a grid that the GPU (without one, an H200) leav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import peers, reference_calls, rows, vendors
+from attnops.bench import reference_calls, rows, vendors
 from attnops.bench.rows import Row, Way, time_if_right
 from attnops.bench.setup import Setup
 from attnops.inputs import Call, Pool, build
@@ -29,7 +29,7 @@ from attnops.problem import Target
 from attnops.select import select
 from attnops.testing import allowance, oracle
 from attnops.tune.ahead import COMPILED
-from attnops.tune.clock import Run, Timed, Times, host_clock, kernels_us
+from attnops.tune.clock import Run, Timed, host_clock, kernels_us
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 from attnops.tune.timing import Stopwatch, runner
 
@@ -139,20 +139,17 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
         timed = Timed(run)
         return Way(timed, lambda: _compared(timed.call(), part), budget=2 * allowed)
 
-    some = {"torch.sdpa": peers.sdpa} if toy else peers.PEERS
+    some = {"torch.sdpa": vendors.sdpa} if toy else vendors.PEERS
     others: dict[str, Callable[[], Run | None]] = {n: partial(make, setup, call) for n, make in some.items()}
     others |= {n: partial(make, call) for n, make in vendors.vendors_of(call).items()} if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
-
-    def clock(steps: Mapping[str, Timed]) -> Times:
-        return kernels_us(setup.device, {name: step.call for name, step in steps.items()})
 
     def shares(us: float, way: Way) -> dict[str, float]:
         ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
         moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
 
-    return time_if_right(case.name, ways, want, allowed, clock, more=shares)
+    return time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
 
 
 def _compared(returned: Any, part: Callable[[Tensor], Tensor]) -> Tensor:

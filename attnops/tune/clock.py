@@ -97,11 +97,11 @@ def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait:
     return steps_us({name: Timed(call) for name, call in calls.items()}, repeats, float("inf"), inner, wait)
 
 
-def kernels_us(device: torch.device, calls: Mapping[str, Run]) -> Times:
+def kernels_us(device: torch.device, steps: Mapping[str, Timed]) -> Times:
     """Microseconds of calls on the device, in turn. Each has run before. A GPU's L2 cache is cleared before every call."""
     if device.type == "cuda":
-        return GraphClock(device).spreads(calls)
-    return steps_us({name: Timed(call) for name, call in calls.items()}, cap_s=2.0)
+        return GraphClock(device).spreads({name: step.call for name, step in steps.items()})
+    return steps_us(steps, cap_s=2.0)
 
 
 def host_clock(kernel: Kernel, call: Call, run: Run) -> float:
@@ -203,7 +203,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, quick: bool = False) -> d
     runs: dict[str, Run] = {"pass": lambda: torch.neg(source, out=target), "product": lambda: x @ y}
     for run in runs.values():
         run()
-    us = {name: found["median_us"] for name, found in kernels_us(device, runs).items()}
+    us = {name: found["median_us"] for name, found in kernels_us(device, {n: Timed(run) for n, run in runs.items()}).items()}
     return {
         "bandwidth_tb_s": round(2 * nbytes / us["pass"] / 1e6, 4), "matmul_tflop_s": round(2 * side**3 / us["product"] / 1e6, 4),
     }  # fmt: skip
