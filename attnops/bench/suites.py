@@ -62,9 +62,9 @@ SUITES = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, "kernel_times", (), 2.0),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, share=8.0),
     Suite("prefill", "the time to the first token of whole Hugging Face models", prefill.cases, FIRST, share=2.0),
-    Suite("compile", "cold and warm compilation, graphs and pieces", compile.cases, COLD, share=2.0),
+    Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, share=2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, CAPTURE),
-    Suite("overhead", "what a call through attnops costs on the host", overhead.cases, HOST, needs=()),
+    Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
 )
 
 
