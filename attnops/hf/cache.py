@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from attnops.cache.step import Tokens
 from attnops.errors import InvalidInput, fail
@@ -24,7 +24,7 @@ from attnops.hf.pages import EMPTY, ModelPages, View
 
 
 class Step(NamedTuple):
-    """A forward, as its layers share it. views: one a page table. fresh: the cache was empty before it."""
+    """A forward pass, shared by its layers. views: one a page table. fresh: the cache was empty before it."""
 
     views: tuple[View, ...]
     fresh: bool
@@ -104,13 +104,13 @@ class PagedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
-        room: int = self.state.pages.sizes.length
-        return room
+        return int(self.state.pages.sizes.length)
 
     def reset(self) -> None:
         """Forget every token."""
         self.state.pages.clear()
-        self.state.step, self.state.filled, self.state.unfinished = None, False, 0
+        self.state.end_step()
+        self.state.filled = False
 
     def crop(self, tokens_to_remove: Any) -> None:
         """Forget the last `-tokens_to_remove` positions. A positive number, as transformers once had it, is the length to keep.
@@ -124,13 +124,8 @@ class PagedLayer(CacheLayerMixin):
         """int64 `[]`, positions that `crop` would keep. Raises as it would."""
         pages = self.state.pages
         seen: Tensor = pages.seen
-        if isinstance(tokens_to_remove, Tensor):
-            asked = tokens_to_remove.to(seen).reshape(())
-            left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
-        elif tokens_to_remove > 0:
-            left = seen.clamp(max=tokens_to_remove)
-        else:
-            left = (seen + tokens_to_remove).clamp(min=0)
+        asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
+        left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
         pages.check_length(left)
         return left
 
@@ -144,21 +139,14 @@ class PagedLayer(CacheLayerMixin):
     def offload(self) -> None:
         """No effect: pages stay on their device."""
 
-    def prefetch(self) -> None:
-        """No effect: pages stay on their device."""
+    prefetch = offload
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, *_: Any) -> None:
         """Raises InvalidInput: rows keep their pages."""
         want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
         fail(InvalidInput, "past_key_values", "a cache of pages", want)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raises InvalidInput: rows keep their pages."""
-        self.reorder_cache(torch.empty(0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Raises InvalidInput: rows keep their pages."""
-        self.reorder_cache(indices)
+    batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
 class PagedModelCache(Cache):
@@ -179,9 +167,8 @@ class PagedModelCache(Cache):
             filled: the pages keep their tokens.
         """
         self.state = State(pages)
-        if filled:
-            self.state.filled = True
-        else:
+        self.state.filled = filled
+        if not filled:
             pages.clear()
         at = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
@@ -212,14 +199,12 @@ class PagedModelCache(Cache):
     @property
     def max_batch(self) -> int:
         """Rows of the cache."""
-        rows: int = self.state.pages.sizes.rows
-        return rows
+        return int(self.state.pages.sizes.rows)
 
     @property
     def max_length(self) -> int:
         """Positions each row has room for, padding included."""
-        room: int = self.state.pages.sizes.length
-        return room
+        return int(self.state.pages.sizes.length)
 
     def pages_of(self, layer: int) -> Any:
         """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and `[P, page, Hkv, Dv]`."""
@@ -229,8 +214,7 @@ class PagedModelCache(Cache):
     def number_of(self, layer: int) -> int:
         """The number of the model's layer `layer` among those with pages."""
         own: Any = self.layers[layer]
-        number: int = own.number
-        return number
+        return int(own.number)
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
         """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.
@@ -287,10 +271,7 @@ class PagedKeyCache(PagedModelCache):
 
 def default_layers(config: Any) -> list[Any]:
     """Empty caches of all layers, as transformers makes them."""
-    from transformers.cache_utils import DynamicCache
-
-    made: list[Any] = DynamicCache(config=config).layers
-    return made
+    return list(DynamicCache(config=config).layers)
 
 
 def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
@@ -298,8 +279,7 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
-    kinds = getattr(config, "layer_types", None)
-    count = max(max(paged_layers) + 1, len(kinds) if kinds is not None else 0)
+    count = max(max(paged_layers) + 1, len(getattr(config, "layer_types", None) or ()))
     missing = [i for i in range(count) if i not in set(paged_layers)]
     if not missing:
         return {}

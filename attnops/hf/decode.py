@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
+from attnops.call import name
 from attnops.errors import InvalidInput, fail
 from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
@@ -32,9 +34,8 @@ from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
-_TAKEN = ("input_ids", "position_ids", "past_key_values")
-# Further arguments of generate() at such a step: masks are known, and the others have one meaning for one token.
-_KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
+# Arguments of generate() at a step of one token. Masks are known, and the last four have one meaning for one token.
+_KNOWN = ("input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position")
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class Decoder:
             StaleGraph and others: as `Graphed`.
         """
         state, most = _state_of(cache), cache.max_batch
-        if input_ids.dim() != 2 or input_ids.shape[1] != 1 or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
-            fail(InvalidInput, "input_ids", _told(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+        if not _is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
+            fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         batch = input_ids.shape[0]
         if position_ids is not None and (position_ids.shape, position_ids.dtype) != (input_ids.shape, torch.int64):
-            fail(InvalidInput, "position_ids", _told(position_ids), f"int64 [{batch}, 1], or None")
+            fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
             fail(InvalidInput, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
@@ -148,23 +149,20 @@ class Decoder:
         """The model ran without graphs, as it does on every prompt. Between two of them weights may be replaced."""
         self._look = True
 
-    def could_serve(self, kwargs: dict[str, Any]) -> bool:
+    @staticmethod
+    def could_serve(given: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache?"""
-        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
-        one = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
-        return one and isinstance(cache, PagedModelCache) and cache.state.filled
+        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        return _is_one_token(ids) and isinstance(cache, PagedModelCache) and cache.state.filled
 
-    def serves(self, kwargs: dict[str, Any]) -> bool:
+    def serves(self, given: dict[str, Any]) -> bool:
         """Could it serve this call, and does the call ask for logits only?"""
-        if not self.could_serve(kwargs):
+        if not self.could_serve(given) or given["past_key_values"].state.unfinished:
             return False
-        given: dict[str, Any] = kwargs
-        ids, positions, cache = given["input_ids"], given.get("position_ids"), given["past_key_values"]
+        ids, positions = given["input_ids"], given.get("position_ids")
         if ids.dtype != torch.int64 or (positions is not None and (positions.shape, positions.dtype) != (ids.shape, ids.dtype)):
             return False
-        asked = {name: value for name, value in kwargs.items() if name not in _TAKEN and name not in _KNOWN}
-        plain = all(value is None or value is False for value in asked.values())
-        return plain and not cache.state.unfinished
+        return all(value is None or value is False for name, value in given.items() if name not in _KNOWN)
 
     def free(self) -> None:
         """Give the graphs' memory back. The next step captures anew."""
@@ -204,16 +202,15 @@ class Decoder:
     def _renew(self, pages: Any) -> None:
         self._forget()
         cache, how = self._make(pages), self.how
-        given: dict[str, Any] = {
-            "batch": None, "tokens": (), "requests": ("input_ids", "position_ids", "live"), "returns": "requests",
-            "state": pages.counters, "budget_bytes": how.budget_bytes, "over_budget": how.over_budget,
-            "check_every": how.check_every, "graphs": how.graphs,
-        }  # fmt: skip
-        buckets = Buckets(decode=decode_sizes(cache.max_batch))
-        step = _step_of(self._forward)
-        # Positions of one row are broadcast over, those of several are not.
-        traced: dict[str, Any] = {"inner": how.inner, "one_differs": True, "passes": (fuse_linears,) if how.pack else ()}
-        graphed = piecewise(step, buckets, **traced, **given) if how.mode == "piecewise" else breakable(step, buckets, **given)
+        capture: Callable[..., Graphed] = breakable
+        if how.mode == "piecewise":
+            # Positions of one row are broadcast over, those of several are not.
+            capture = partial(piecewise, inner=how.inner, one_differs=True, passes=(fuse_linears,) if how.pack else ())
+        graphed = capture(
+            _step_of(self._forward), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
+            requests=("input_ids", "position_ids", "live"), returns="requests", state=pages.counters, budget_bytes=how.budget_bytes,
+            over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
+        )  # fmt: skip
         with ordinary():
             live = torch.ones(cache.max_batch, dtype=torch.int64, device=pages.seen.device)
         self._over = _Over(graphed, cache, live)
@@ -225,8 +222,12 @@ def _state_of(cache: Any) -> State:
     return cache.state
 
 
-def _told(given: Tensor) -> str:
-    return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+def _is_one_token(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+
+
+def _shown(given: Tensor) -> str:
+    return f"{name(given.dtype)} {list(given.shape)}"
 
 
 def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -263,22 +264,22 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
 def _add(module: nn.Module, found: list[Any]) -> None:
     own = vars(module)
     found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
-    for name in own.keys() - INTERNAL:
-        value = own[name]
+    for field in own.keys() - INTERNAL:
+        value = own[field]
         if isinstance(value, (bool, str)):
-            found += name, value
+            found += field, value
         elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
-            found += name, tuple(value)
+            found += field, tuple(value)
     if (absorbed := own.get(HELD)) is not None:
         # Made from the parameters, and kept until these are written.
         found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
     for held in (module._parameters, module._buffers):
-        found += [_place(module, name, t) for name, t in held.items() if t is not None]
+        found += [_place(module, field, t) for field, t in held.items() if t is not None]
 
 
-def _place(module: nn.Module, name: str, t: Tensor) -> Any:
+def _place(module: nn.Module, field: str, t: Tensor) -> Any:
     if t.is_meta:
         want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-        fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{name}, which is on meta", want)
+        fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
     # Tensor subclasses keep their numbers in tensors of their own, and have no address.
     return (t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t)

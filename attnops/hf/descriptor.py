@@ -18,11 +18,10 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from attnops.errors import InvalidInput, fail
+from attnops.ops.eager import capturing
 
 FIELDS = 4
 DTYPE = torch.int64
-
-
 Number = int | Tensor
 
 _RANGE = "_attnops_range"
@@ -50,13 +49,9 @@ def build(pattern: Pattern, batch: int, start: Number, end: Number, q_offset: Nu
     # Field by field in memory: a kernel that wants contiguous lengths gets them without a copy.
     fields = torch.stack([_row(value, batch, device) for value in (start, end, q_offset, kv_offset)])
     mask = fields.t()[:, None, None, :].expand(batch, 1 if pattern.causal else 2, 1 + pattern.window, FIELDS)
-    if not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or mask.is_inference() or _captured(mask)):
+    if not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or mask.is_inference() or capturing(mask)):
         setattr(mask, _RANGE, None)
     return mask
-
-
-def _captured(mask: Tensor) -> bool:
-    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _row(value: Number, batch: int, device: torch.device) -> Tensor:
@@ -80,7 +75,7 @@ def read_once(mask: Tensor, batch: int) -> Range:
     It is for masks that were made eagerly, anew in every step. A graph's mask is the same tensor at every replay, and a replay does not
     change its version.
     """
-    if torch.compiler.is_compiling() or not hasattr(mask, _RANGE) or _captured(mask):
+    if torch.compiler.is_compiling() or not hasattr(mask, _RANGE) or capturing(mask):
         return read(mask, batch)
     kept: tuple[int, Range] | None = getattr(mask, _RANGE)
     if kept is None or kept[0] != mask._version or mask.shape[0] != batch:

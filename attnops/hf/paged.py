@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from attnops.call import name
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf import paged_models, supported
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
@@ -63,23 +64,23 @@ class PagedMode:
         modules: list[Any] = [site.module for site in sites]
         self._modules = sorted(modules, key=lambda module: module.layer_idx)
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
-        name = type(owner).__name__
+        model = type(owner).__name__
         if len(set(self.layers)) != len(self.layers):
-            fail(PatchError, f'patch: cache="paged" got layers {list(self.layers)} of {name}, want a layer_idx of its own in each module')
+            fail(PatchError, f'patch: cache="paged" got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module')
         self.blocks = not self.latents and paged_models.sees_blocks(owner)
         self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
         try:
             others = layers_without_pages(self._config(), self.layers)
         except InvalidInput as error:
-            raise PatchError(f'patch: cache="paged" cannot make a cache for {name}: {error}') from error
+            raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
             want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
-            fail(PatchError, f'patch: cache="paged" got {name} without {want}')
+            fail(PatchError, f'patch: cache="paged" got {model} without {want}')
         if decode.mode != "hf" and others:
-            got = f"decode={decode.mode!r} for {name}, whose layers {list(others)} have states that move"
+            got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
         if decode.mode != "hf" and "position_ids" not in inspect.signature(type(owner).forward).parameters:
-            got = f"decode={decode.mode!r} for {name}, which counts positions by its masks"
+            got = f"decode={decode.mode!r} for {model}, which counts positions by its masks"
             fail(PatchError, f"patch: got {got}; want decode='hf', or a model that takes position_ids")
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
@@ -90,29 +91,29 @@ class PagedMode:
 
     def _refusals(self, sites: list[Site], found: Match) -> Iterator[str]:
         """The reasons against pages, before layers are looked at."""
-        name = type(self._owner).__name__
+        model = type(self._owner).__name__
         if self.latents:
             others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
             if others:
                 more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
                 names = "\n  ".join(others[:8])
                 want = "takes models whose every attention caches latents, or none"
-                yield f"{want}. {name} has some with expand_kv, and others:\n  {names}{more}"
+                yield f"{want}. {model} has some with expand_kv, and others:\n  {names}{more}"
             for site in sites:
                 paged_models.check_module(site.path, site.module)
             return
         if getattr(self._owner.config, "is_encoder_decoder", False):
-            yield f"got {name}, an encoder-decoder model; want a decoder"
+            yield f"got {model}, an encoder-decoder model; want a decoder"
         if not sites:
-            yield f"got {name}, no attention of which is handed a cache"
+            yield f"got {model}, no attention of which is handed a cache"
         for site in sites:
             if site.usage and site.usage.edits_cached:
                 why = f"{type(site.module).__name__} computes with all the keys that its cache returns, and pages return the new ones only"
-                yield f'got {name}, whose {why}; want cache="hf"'
+                yield f'got {model}, whose {why}; want cache="hf"'
         if not getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)():
-            yield f'got {name}, which takes only a cache of its own class; want cache="hf"'
+            yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
         if found.edits is not None:
-            yield f"cannot say its masks to {name}: {found.edits}"
+            yield f"cannot say its masks to {model}: {found.edits}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}
@@ -219,7 +220,7 @@ class PagedMode:
         module = self._modules[0]
         places = {paged_models.where(module, self._owner) for module in self._modules}
         if len(places) > 1:
-            got = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in places))
+            got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
             fail(InvalidInput, "attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
         fixed = self.decode.mode != "hf"

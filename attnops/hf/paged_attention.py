@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnops.call import name
 from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Step
@@ -99,12 +100,12 @@ def _checked(asked: Asked) -> Range:
         fail(InvalidInput, "dropout", asked.dropout, "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()")
     if asked.is_causal is False:
         fail(InvalidInput, "is_causal", False, "True with a paged cache")
-    for name, value in asked.unknown.items():
+    for field, value in asked.unknown.items():
         if value is not None:
-            fail(InvalidInput, name, type(value).__name__, "None with a paged cache")
+            fail(InvalidInput, field, type(value).__name__, "None with a paged cache")
     mask = asked.mask
     if mask is None or mask.dtype != descriptor.DTYPE:
-        got = "None" if mask is None else f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
+        got = "None" if mask is None else f"{name(mask.dtype)} {list(mask.shape)}"
         want = 'a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold no other pattern. Use cache="hf" for it'
         fail(InvalidInput, "attention_mask", got, want)
     found = descriptor.read(mask, asked.query.shape[0])
