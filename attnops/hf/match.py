@@ -9,7 +9,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Site:
     usage: Usage | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Match:
     """The parts of a model that can be switched.
 
@@ -68,37 +68,43 @@ class Match:
     unrouted: classes of the models of usable modules that transformers keeps from its sdpa.
     """
 
-    sites: list[Site] = field(default_factory=list)
-    configs: list[Any] = field(default_factory=list)
-    explicit: str | None = None
-    edits: str | None = None
-    shared: int = 0
-    unrouted: tuple[type, ...] = ()
+    sites: list[Site]
+    configs: list[Any]
+    explicit: str | None
+    edits: str | None
+    shared: int
+    unrouted: tuple[type, ...]
 
 
 def match(model: nn.Module) -> Match:
-    """Look at every module of `model`."""
-    found = Match(sites=list(_sites(model)))
+    """Inspect every module of `model`."""
+    sites = list(_sites(model))
     models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    for site in found.sites:
+    owners = {site.path: _owner(site, models) for site in sites}
+    for site in sites:
         if site.reason is None and site.usage and site.usage.foreign:
             site.reason = f"passes {', '.join(site.usage.foreign)} to the attention interface, which no kernel here takes"
-    _agree(found.sites, models)
-    usable = [site for site in found.sites if site.reason is None]
+    # Modules that share a config object are switched together or not at all.
+    blockers = {id(site.config): site for site in sites if site.reason is not None and (site.usage or _reads_masks(site, owners))}
+    for site in sites:
+        if site.reason is None and (blocker := blockers.get(id(site.config))):
+            site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
+    usable = [site for site in sites if site.reason is None]
     configs = {id(site.config): site.config for site in usable}
     for path, model_of in models.items():
         # The masks are made by the models above the attention modules, each by its own config object.
-        below = [site for site in found.sites if _within(site.path, path)]
+        below = [site for site in sites if _within(site.path, path)]
         if below and all(site.reason is None for site in below):
             configs.setdefault(id(model_of.config), model_of.config)
-    found.configs = list(configs.values())
     switched = [m for m in models.values() if id(m.config) in configs]
-    found.edits = _edits(found.sites, switched)
-    found.explicit = found.edits or _computes_by_itself(model, found.sites, models, switched)
-    found.shared = _strangers(found.configs, model)
-    owners = dict.fromkeys(type(owner) for site in usable if (owner := _owner(site, models)) is not None)
-    found.unrouted = tuple(cls for cls in owners if not getattr(cls, "_supports_sdpa", False))
-    return found
+    editors = [f"{type(site.module).__name__} edits its mask" for site in usable if site.usage and site.usage.edits_mask]
+    editors += [f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner))]
+    edits = next(iter(editors), None)
+    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners) in {id(m.config) for m in switched})
+    explicit = edits or next((f"{type(site.module).__name__} computes attention by itself" for site in by_itself), None)
+    classes = dict.fromkeys(type(owner) for site in usable if (owner := owners[site.path]) is not None)
+    unrouted = tuple(cls for cls in classes if not getattr(cls, "_supports_sdpa", False))
+    return Match(sites, list(configs.values()), explicit, edits, _strangers(list(configs.values()), model), unrouted)
 
 
 def _owner(site: Site, models: dict[str, PreTrainedModel]) -> PreTrainedModel | None:
@@ -115,15 +121,13 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     users = {path for path, m in modules.items() if not isinstance(m, PreTrainedModel) and usage_of(_class(m))}
     named = {path for path, m in modules.items() if path not in users and _looks_like_attention(m)}
     for path, module in modules.items():
+        config = getattr(module, "config", None)
         if path in users:
-            config = getattr(module, "config", None)
             reason = None if hasattr(config, _SWITCH) else "holds no config that names an attention implementation"
             yield Site(path, module, config, reason, usage_of(_class(module)))
         elif path in named and not any(other != path and _within(other, path) for other in users | named):
-            yield Site(path, module, getattr(module, "config", None), f"{type(module).__name__} computes attention by itself, {_WHY}")
-
-
-_WHY = "not through transformers' attention interface"
+            why = "computes attention by itself, not through transformers' attention interface"
+            yield Site(path, module, config, f"{type(module).__name__} {why}")
 
 
 def _class(module: nn.Module) -> Any:
@@ -134,49 +138,26 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or ("Attention" in type(module).__name__ and not isinstance(module, PreTrainedModel))
 
 
-def _agree(sites: list[Site], models: dict[str, PreTrainedModel]) -> None:
-    """Modules that share a config object are switched together or not at all."""
-    blockers = {}
-    for site in sites:
-        if site.reason is not None and (site.usage or _reads_masks_for_itself(site, models)):
-            blockers[id(site.config)] = site
-    for site in sites:
-        if site.reason is None and (blocker := blockers.get(id(site.config))):
-            site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
+def _takes_mask(module: nn.Module) -> bool:
+    return any("mask" in name for name in inspect.signature(type(module).forward).parameters)
 
 
-def _reads_masks_for_itself(site: Site, models: dict[str, PreTrainedModel]) -> bool:
-    if getattr(_owner(site, models), "_supports_sdpa", False):
-        return False  # then it can do with bool masks, by transformers' own word
-    return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
+def _reads_masks(site: Site, owners: dict[str, PreTrainedModel | None]) -> bool:
+    # A model that transformers routes through sdpa computes with bool masks, too.
+    return not getattr(owners[site.path], "_supports_sdpa", False) and _takes_mask(site.module)
 
 
-def _edits(sites: list[Site], models: list[PreTrainedModel]) -> str | None:
-    for site in sites:
-        if site.reason is None and site.usage and site.usage.edits_mask:
-            return f"{type(site.module).__name__} edits its mask"
-    return next((f"{type(owner).__name__} edits its masks" for owner in models if _demands_masks(_class(owner))), None)
-
-
-def _computes_by_itself(
-    model: nn.Module, sites: list[Site], models: dict[str, PreTrainedModel], switched: list[PreTrainedModel]
-) -> str | None:
-    mine = {id(m.config) for m in switched}
-    for site in sites:
-        if site.reason is None:
-            continue
-        # A module without a config is given the masks of the model around it.
-        around = _owner(site, models) if site.config is None and _is_given_masks(model, site) else None
-        if id(site.config) in mine or (around is not None and id(around.config) in mine):
-            return f"{type(site.module).__name__} computes attention by itself"
-    return None
-
-
-def _is_given_masks(model: nn.Module, site: Site) -> bool:
+def _is_given(site: Site, model: nn.Module, owners: dict[str, PreTrainedModel | None]) -> int:
+    """The id of the config by which the masks of a module outside of the interface are made."""
+    if site.config is not None:
+        return id(site.config)
     if isinstance(site.module, nn.MultiheadAttention):
         parent = _source(_class(model.get_submodule(site.path.rpartition(".")[0])))
-        return "attn_mask" in parent or "key_padding_mask" in parent
-    return any("mask" in name for name in inspect.signature(type(site.module).forward).parameters)
+        given = "attn_mask" in parent or "key_padding_mask" in parent
+    else:
+        given = _takes_mask(site.module)
+    # A module without a config is given the masks of the model around it.
+    return id(getattr(owners[site.path], "config", None)) if given else 0
 
 
 def _strangers(configs: list[Any], model: nn.Module) -> int:
