@@ -15,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -58,6 +59,8 @@ class Spec:
     op: the op's name. args, results: in order. rules: further checks of a call, given its sizes by name.
     problem: the fields of a Problem that are sizes, as expressions of the names in the layouts. stored: the argument whose dtype is the
     Problem's `kv_dtype`. facts: further fields of the Problem, a function of the call and its sizes.
+    grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
+    values of it apart that have one extent and differ from all other sizes.
     """
 
     op: str
@@ -67,18 +70,19 @@ class Spec:
     problem: Mapping[str, str] | None = None
     stored: str = ""
     facts: Callable[[Any, Sizes], dict[str, Any]] | None = None
+    grows: str = ""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the arguments, in order."""
         return tuple(a.name for a in self.args)
 
-    @property
+    @cached_property
     def positional(self) -> int:
         """How many arguments come before the keyword-only ones."""
         return sum(not a.keyword for a in self.args)
 
-    @property
+    @cached_property
     def optional(self) -> frozenset[str]:
         """The arguments that a kernel may list: those with a default that are no hints."""
         return frozenset(a.name for a in self.args if a.default is not REQUIRED and not a.hint and a.name != "policy")
@@ -105,6 +109,7 @@ def record(
     problem: Mapping[str, str] | None = None,
     stored: str = "",
     facts: Callable[[Any, Sizes], dict[str, Any]] | None = None,
+    grows: str = "",
 ) -> Callable[[type[C]], type[C]]:
     """Make a record of a class body whose annotations are the op's arguments; `_: KW_ONLY` begins those given by name.
 
@@ -125,7 +130,7 @@ def record(
             a = given if isinstance(given, Arg) else Arg(default=given)
             args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims)))
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
-        spec = Spec(op, tuple(args), results, rules, problem, stored, facts)
+        spec = Spec(op, tuple(args), results, rules, problem, stored, facts, grows)
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
         return cast(type[C], type(cls.__name__, (base, Call), members))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import CodeType
 from typing import Any
 
@@ -66,12 +66,12 @@ class Arg:
     keyword: bool = False
     layout: tuple[Size, ...] = ()
 
-    @property
+    @cached_property
     def tensor(self) -> bool:
         """Is it a tensor, or None in a tensor's place?"""
         return self.kind in ("Tensor", "Tensor | None")
 
-    @property
+    @cached_property
     def neutral(self) -> Any:
         """The value at which no kernel needs to know the argument."""
         return self.default if self.off is REQUIRED else self.off

@@ -106,12 +106,13 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
                 exact, mask = _compact(request, pattern)
                 if exact:
                     return mask
+        low: Any = kv_offset
         skips = mode not in ("explicit", "additive") and allow_is_causal_skip
         if skips and torch.compiler.is_compiling() and _says_nothing(request):
             return None
         skip = not _must_not_wait(request)
         return (eager_mask if mode == "additive" else sdpa_mask)(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=low,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=skips and skip,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip, use_vmap=use_vmap, config=config, device=device, **others,
         )  # fmt: skip

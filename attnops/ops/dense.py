@@ -30,6 +30,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     facts=_facts,
     stored="key",
     problem=SIZES,
+    grows="K",
 )
 class Attention(Call):
     """Attention over a rectangular batch."""

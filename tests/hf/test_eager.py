@@ -8,6 +8,7 @@ import attnops
 from attnops.hf import tiny
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION
+from attnops.problem import Extent
 from tests.hf.helpers import LIMIT, left_padded, logits, relative, tokens
 
 if eager._TensorGuards is None:
@@ -56,8 +57,9 @@ def test_layers_and_tokens_share_a_look(looked):
         if handle is not None:
             handle.unpatch()
     assert relative(lines[1], lines[0]) < LIMIT
-    # Once a number of keys, for all layers.
-    assert [k[2] for _, k in looked] == [*range(33, 81)]
+    # Once for all layers and all numbers of keys that no kernel tells apart; 64 is the end of such a range.
+    keys = [k[2] for _, k in looked]
+    assert keys[:2] == [33, 34] and len(keys) <= 12 and {Extent.of(k) for k in keys} == {Extent.of(k) for k in range(33, 81)}
 
 
 @torch.no_grad()

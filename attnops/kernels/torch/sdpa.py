@@ -31,7 +31,7 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, see: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """`[B, S, H, D]` in and out; see: `[B, S, K]`, mask: `[B, H, S, K]`."""
-    if surely(query.numel() == 0) or surely(key.numel() == 0):
+    if surely(query.numel() * key.numel() == 0):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     if see is not None or mask is not None:
         mask = _join(see, mask, query.dtype)
@@ -44,9 +44,10 @@ def _sdpa(
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     grouped = int(q.shape[1]) != int(k.shape[1])
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    out = compact(out.transpose(1, 2).to(query.dtype))
+    out = out.transpose(1, 2)
     if mask is None or cpu:
-        return out
+        return compact(out)
+    out = compact(out.to(query.dtype))
     # SDPA's backends differ in what a query that sees no key gives; those of the CPU give 0 by themselves.
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
