@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnops.call import changed
+from attnops.layout import Arg, evaluate
 from attnops.ops import OPS
 from attnops.testing.inputs import Call, Features, Source
+
+
+def attend(source: Source, op: str, f: Features, sizes: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The arguments of a call of an attention op: those given, and what `f` asks for of the others.
+
+    The op's record lists the arguments, and its layouts their shapes. sizes: the layouts' letters that `f` does not know.
+    """
+    sizes, statics = {**f.sizes(), **given, **sizes}, f.statics()
+    arguments: dict[str, Any] = {}
+    for a in OPS[op].spec.args:
+        if a.name in given:
+            arguments[a.name] = given[a.name]
+        elif a.name in statics:
+            arguments[a.name] = statics[a.name]
+        elif a.name == "return_lse" and f.lse:
+            arguments[a.name] = True
+        elif a.name in MADE and (value := source.argument(a.name, _shape(a, sizes, f), f)) is not None:
+            arguments[a.name] = value
+    return arguments
+
+
+MADE = (
+    "query", "q_nope", "q_pe", "key", "value", "k_pages", "v_pages", "latent_pages", "mask", "sinks", "k_scale", "v_scale", "kv_scale",
+    "q_scale", "temperature", "output", "lse",
+)  # fmt: skip
+"""The tensors that `Source.argument` makes of a layout and features alone."""
+
+
+def _shape(a: Arg, sizes: dict[str, Any], f: Features) -> list[int]:
+    """The shape of a layout: the widest where there are several, but of a dense mask's dims those that `f` asks for."""
+    shape = []
+    for i, size in enumerate(a.layout):
+        options = size.text.removeprefix(">=").split("|")
+        narrow = a.name == "mask" and len(options) > 1 and "bhq"[i] not in f.mask_shape
+        shape.append(evaluate(options[0 if narrow else -1], sizes))
+    return shape
 
 
 def dense(
@@ -23,22 +61,13 @@ def dense(
     range_dtype: torch.dtype = torch.int32,
 ) -> Call:
     """`attention`. start, end: first key and end of the keys of each request; keys outside are free."""
-    arguments = source.qkv((batch, queries), (batch, keys), f) | f.statics()
-    sizes = {"b": batch, "h": f.q_heads, "q": queries}
-    if (mask := source.mask((*(n if d in f.mask_shape else 1 for d, n in sizes.items()), keys), f)) is not None:
-        arguments["mask"] = mask
+    ranges = {n: source.ints(at, range_dtype) for n, at in (("kv_start", start), ("kv_end", end)) if at is not None}
     outside = torch.zeros(batch, keys, dtype=torch.bool, device=source.device)
     j = torch.arange(keys, device=source.device)[None]
-    if start is not None:
-        arguments["kv_start"] = source.ints(start, range_dtype)
-        outside = outside | (j < arguments["kv_start"][:, None])
-    if end is not None:
-        arguments["kv_end"] = source.ints(end, range_dtype)
-        outside = outside | (j >= arguments["kv_end"][:, None])
-    if f.lse:
-        arguments["return_lse"] = True
-    free = {"key": outside[..., None, None], "value": outside[..., None, None]} if start is not None or end is not None else {}
-    return Call("attention", arguments, free)
+    for name, at in ranges.items():
+        outside = outside | (j < at[:, None] if name == "kv_start" else j >= at[:, None])
+    arguments = attend(source, "attention", f, {"B": batch, "S": queries, "K": keys}, **ranges)
+    return Call("attention", arguments, dict.fromkeys(("key", "value"), outside[..., None, None]) if ranges else {})
 
 
 def varlen(
@@ -55,14 +84,11 @@ def varlen(
     promise: pass padded=False.
     """
     tokens, keys = sum(q_lens) + padding[0], sum(k_lens) + padding[1]
-    most = max(k_lens, default=0) + slack
-    arguments = source.qkv((tokens,), (keys,), f) | f.statics()
-    arguments |= {"cu_seqlens_q": source.cumulative(q_lens), "cu_seqlens_k": source.cumulative(k_lens)}
-    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "max_seqlen_k": most}
-    if (mask := source.mask((tokens, most + 2), f)) is not None:
-        arguments["mask"] = mask
-    if f.lse:
-        arguments["return_lse"] = True
+    given: dict[str, Any] = {"cu_seqlens_q": source.cumulative(q_lens), "cu_seqlens_k": source.cumulative(k_lens)}
+    given |= {"max_seqlen_q": max(q_lens, default=0) + slack, "max_seqlen_k": max(k_lens, default=0) + slack}
+    if (mask := source.mask((tokens, given["max_seqlen_k"] + 2), f)) is not None:  # wider than it need be
+        given["mask"] = mask
+    arguments = attend(source, "varlen_attention", f, {"T": tokens, "N": keys}, **given)
     if promise:
         arguments["padded"] = False
     free = {n: past(source, sum(lens), t, 3) for n, lens, t in (("query", q_lens, tokens), ("key", k_lens, keys), ("value", k_lens, keys))}
@@ -76,22 +102,83 @@ def past(source: Source, end: int, total: int, dims: int) -> Tensor:
 
 def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: bool = False) -> Call:
     """`<op>_backward` of a forward call: its output and lse as the reference gives them, and random gradients."""
-    given = dict(forward.arguments)
-    exact = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
-    statics = {a.name for a in OPS[forward.op].packet.default._schema.arguments if a.kwarg_only}
-    silent = {n: torch.where(forward.free[n], 0.0, v) if n in forward.free else v for n, v in exact.items()}
-    output, lse = OPS[forward.op].reference(OPS[forward.op].call(**silent | {"return_lse": True}))
-    query = given["query"]
-    arguments = {n: v for n, v in given.items() if n not in statics} | {n: given[n] for n in statics & given.keys() - {"return_lse"}}
-    arguments |= {"output": output.to(query.dtype), "lse": lse, "grad_output": source.normal(*output.shape, dtype=query.dtype)}
+    op, free = OPS[forward.op], dict(forward.free)
+    exact = forward.map(lambda _, t: t.double() if t.is_floating_point() else t)
+    exact = exact.map(lambda n, t: torch.where(free[n], 0.0, t) if n in free else t)
+    output, lse = op.reference(changed(exact.record, return_lse=True))
+    dtype = forward.arguments["query"].dtype
+    arguments = {n: v for n, v in forward.arguments.items() if n != "return_lse"}
+    arguments |= {"output": output.to(dtype), "lse": lse, "grad_output": source.normal(*output.shape, dtype=dtype)}
     if lse_grad:
         arguments["grad_lse"] = source.normal(*lse.shape)
     if mask_grad:
         arguments["mask_grad"] = True
-    free = dict(forward.free)
     if "query" in free:
         free["grad_output"] = free["query"]
     return Call(f"{forward.op}_backward", arguments, free)
+
+
+WRITTEN = ("output", "lse")
+
+
+class Batch(NamedTuple):
+    """The lengths and the pages of a call that reads a cache.
+
+    padding: query tokens past the last request. slack: how loose max_seqlen_q is. spare: pages of no request. wider: columns of the
+    table past the longest request; entries past a request's end are -1 or a spare page. shared: the second request's first page is
+    the first one's.
+    """
+
+    q_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    page_size: int
+    padding: int = 2
+    slack: int = 0
+    spare: int = 2
+    wider: int = 1
+    shared: bool = False
+
+    def call(self, source: Source, op: str, f: Features) -> Call:
+        """A call of `paged_attention` or `mla_attention`. Pages are in random order."""
+        table, used = self._layout(source)
+        tokens = sum(self.q_lens) + self.padding
+        arguments = attend(
+            source,
+            op,
+            f,
+            {"T": tokens, "P": used.shape[0], "page": self.page_size, "max_pages": table.shape[1]},
+            page_table=table,
+            seq_lens=source.ints(self.seq_lens),
+            cu_seqlens_q=source.cumulative(self.q_lens),
+            max_seqlen_q=max(self.q_lens, default=0) + self.slack,
+        )
+        free = {n: past(source, sum(self.q_lens), tokens, arguments[n].dim()) for n in BY_TOKEN if n in arguments}
+        unused = ~used[..., None]
+        free |= {n: unused[..., None] if n != "latent_pages" else unused for n in PAGES if n in arguments}
+        return Call(op, arguments, free, WRITTEN)
+
+    def _layout(self, source: Source) -> tuple[Tensor, Tensor]:
+        """(int32 page table, bool `[P, page]` of the slots that hold keys)."""
+        page_size = self.page_size
+        counts = [-(-n // page_size) for n in self.seq_lens]
+        order = source.permutation(sum(counts) + self.spare)
+        width = max(counts, default=0) + self.wider
+        used = torch.zeros(len(order), page_size, dtype=torch.bool)
+        rows: list[list[int]] = []
+        for count, length in zip(counts, self.seq_lens, strict=True):
+            own, order = order[:count], order[count:]
+            if self.shared and len(rows) == 1 and count and rows[0]:
+                own[0] = rows[0][0]
+            for at, page in enumerate(own):
+                used[page, : min(page_size, length - at * page_size)] = True
+            rows.append(own)
+        rest = [order[-1] if order and column % 2 else -1 for column in range(width)]
+        flat = [p for row in rows for p in row + rest[len(row) :]]
+        return source.ints(flat).reshape(len(self.seq_lens), width), used.to(source.device)
+
+
+BY_TOKEN, PAGES = ("query", "q_nope", "q_pe", "temperature"), ("k_pages", "v_pages", "latent_pages")
+"""Arguments whose padding rows, or whose unused slots, are free."""
 
 
 def paged(
@@ -108,57 +195,13 @@ def paged(
     interleaved: bool = False,
     promise: bool = False,
 ) -> Call:
-    """`paged_attention`. Pages are in random order.
-
-    padding: query tokens past the last request. spare: pages of no request. wider: columns of the table past the longest request;
-    entries past a request's end are -1 or a spare page. shared: the second request's first page is the first one's.
-    interleaved: key and value pages are views of one buffer. promise: pass padded=False.
-    """
-    table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
-    total, width = used.shape[0], table.shape[1]
-    tokens = sum(q_lens) + padding
-    made = source.qkv((tokens,), (total, page_size), f)
-    k_pages, v_pages = made.pop("key"), made.pop("value")
+    """`paged_attention` of a `Batch`. interleaved: key and value pages are views of one buffer. promise: pass padded=holes=False."""
+    batch = Batch(q_lens, seq_lens, page_size, padding, slack, spare, wider, shared)
+    call = batch.call(source, "paged_attention", f)
     if interleaved:
-        k_pages, v_pages = _interleave(k_pages, v_pages)
-    arguments = made | f.statics() | {"k_pages": k_pages, "v_pages": v_pages}
-    arguments |= {"page_table": table, "seq_lens": source.ints(seq_lens), "cu_seqlens_q": source.cumulative(q_lens)}
-    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "output": source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)}
-    if f.lse:
-        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
-    if (mask := source.mask((tokens, width * page_size), f)) is not None:
-        arguments["mask"] = mask
-    free = {"query": past(source, sum(q_lens), tokens, 3)}
-    if f.temperature:
-        arguments["temperature"] = source.normal(tokens).exp()
-        free["temperature"] = past(source, sum(q_lens), tokens, 1)
-    unused = ~used[..., None, None]
-    if promise:
-        arguments["padded"] = arguments["holes"] = False
-    return Call("paged_attention", arguments, free | {"k_pages": unused, "v_pages": unused}, writes=("output", "lse"))
-
-
-def page_layout(
-    source: Source, seq_lens: Sequence[int], page_size: int, spare: int, wider: int, shared: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(int32 page table, bool `[P, page]` of the slots that hold keys); see `paged`."""
-    counts = [-(-n // page_size) for n in seq_lens]
-    total = sum(counts) + spare
-    order = source.permutation(total)
-    width = max(counts, default=0) + wider
-    used = torch.zeros(total, page_size, dtype=torch.bool)
-    rows: list[list[int]] = []
-    for count, length in zip(counts, seq_lens, strict=True):
-        own, order = order[:count], order[count:]
-        if shared and len(rows) == 1 and count and rows[0]:
-            own[0] = rows[0][0]
-        for at, page in enumerate(own):
-            used[page, : min(page_size, length - at * page_size)] = True
-        rows.append(own)
-    rest = [order[-1] if order and column % 2 else -1 for column in range(width)]
-    table = [row + rest[len(row) :] for row in rows]
-    flat = source.ints([p for row in table for p in row]).reshape(len(seq_lens), width)
-    return flat, used.to(source.device)
+        k_pages, v_pages = _interleave(call.arguments["k_pages"], call.arguments["v_pages"])
+        call = call.with_(k_pages=k_pages, v_pages=v_pages)
+    return call.with_(padded=False, holes=False) if promise else call
 
 
 def _interleave(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:

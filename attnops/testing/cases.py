@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from attnops.testing import builders
 from attnops.testing.data_cases import DATA_CASES
-from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.inputs import Build, Call, Case, Features, Source, points, table
 from attnops.testing.latent import LATENT_CASES
 from attnops.testing.moves import MOVE_CASES
 from attnops.testing.plans import PLAN_CASES
@@ -88,18 +88,11 @@ FEATURES: dict[str, Features] = {
 # The shapes below are tried with these besides the plain one.
 TELLING = ("plain", "lse_causal", "window_both", "all", "mask_additive", "bfloat16_d64")
 
-Build = Callable[[Source, Features], Call]
 
-
-def _grid(op: str, main: Build, shapes: dict[str, Build], skip: Sequence[str] = ()) -> tuple[Case, ...]:
+def _grid(main: Build, shapes: dict[str, Build]) -> dict[str, tuple[Build, Features]]:
     """Every feature on the main shape, the important ones on the other shapes."""
-    out = [Case(op, name, _bound(main, f)) for name, f in FEATURES.items() if name not in skip]
-    out += [Case(op, f"{shape}-{name}", _bound(build, FEATURES[name])) for shape, build in shapes.items() for name in TELLING]
-    return tuple(out)
-
-
-def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
-    return lambda source: build(source, f)
+    rows = {name: (main, f) for name, f in FEATURES.items()}
+    return rows | {f"{shape}-{name}": (build, FEATURES[name]) for shape, build in shapes.items() for name in TELLING}
 
 
 def _dense(batch: int, queries: int, keys: int, **more: Any) -> Build:
@@ -162,59 +155,37 @@ _MASKS = {
 }
 
 
-def _attention() -> tuple[Case, ...]:
-    main = _dense(2, 5, 11)
-    masks = [Case("attention", name, _bound(main, f)) for name, f in _MASKS.items()]
-    return (*_grid("attention", main, DENSE_SHAPES), *masks)
+DENSE, VARLEN = _dense(2, 5, 11), _varlen((3, 0, 5, 1), (7, 2, 5, 4))
+PAGED = _paged((1, 4, 0, 2), (6, 4, 0, 21), 16)
+TEMPERED = {
+    f"{shape}temperature{name}": (build, replace(f, temperature=True))
+    for shape, build in (("", PAGED), ("decode_padded-", PAGED_SHAPES["decode_padded"]))
+    for name, f in (("", Features(causal=True)), ("_all", replace(FEATURES["all_mask"], softcap=30.0, scale=4.0)))
+}
 
 
-def _paged_attention() -> tuple[Case, ...]:
-    main = _paged((1, 4, 0, 2), (6, 4, 0, 21), 16)
-    tempered = (
-        Case("paged_attention", f"{shape}temperature{name}", _bound(build, replace(f, temperature=True)))
-        for shape, build in (("", main), ("decode_padded-", PAGED_SHAPES["decode_padded"]))
-        for name, f in (("", Features(causal=True)), ("_all", replace(FEATURES["all_mask"], softcap=30.0, scale=4.0)))
-    )
-    return (*_grid("paged_attention", main, PAGED_SHAPES), *tempered)
+def _backward(op: str, main: Build, shapes: dict[str, Build], *shaped: str) -> tuple[Case, ...]:
+    """Gradients of what a forward call of a float dtype may ask for; shaped: the features that the other shapes are tried with."""
+    rows = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
+    rows |= {f"{s}-{n}": (b, FEATURES[n]) for s, b in shapes.items() for n in shaped}
+    found: dict[str, tuple[Any, ...]] = {n: (*row, {}) for n, row in rows.items()}
+    for name in ("plain", "causal", "all", "float16_all", "float64_lse"):
+        found[f"{name}-lse_grad"] = (main, FEATURES[name], {"lse_grad": True})
+    additive = {n: f for n, f in (FEATURES | _MASKS).items() if f.mask == "additive" and op == "attention"}
+    found |= {f"{n}-mask_grad": (main, f, {"mask_grad": True}) for n, f in additive.items()}
 
+    def build(source: Source, forward: Build, f: Features, **flags: bool) -> Call:
+        return builders.backward(source, forward(source, f), **flags)
 
-def _backward(op: str, forward: dict[str, tuple[Build, Features]], **flags: Any) -> list[Case]:
-    def build(make: Build, f: Features) -> Callable[[Source], Call]:
-        return lambda source: builders.backward(source, make(source, f), **flags)
-
-    suffix = "".join(f"-{name}" for name in flags)
-    return [Case(f"{op}_backward", name + suffix, build(make, f)) for name, (make, f) in forward.items()]
-
-
-def _attention_backward() -> tuple[Case, ...]:
-    main = _dense(2, 5, 11)
-    plain = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
-    shaped = {f"{s}-{n}": (b, FEATURES[n]) for s, b in DENSE_SHAPES.items() for n in ("plain", "causal", "mask_additive")}
-    additive = {n: (main, f) for n, f in FEATURES.items() if f.mask == "additive"} | {
-        n: (main, f) for n, f in _MASKS.items() if f.mask == "additive"
-    }
-    with_lse = {n: (main, FEATURES[n]) for n in ("plain", "causal", "all", "float16_all", "float64_lse")}
-    return (
-        *_backward("attention", plain | shaped),
-        *_backward("attention", with_lse, lse_grad=True),
-        *_backward("attention", additive, mask_grad=True),
-    )
-
-
-def _varlen_backward() -> tuple[Case, ...]:
-    main = _varlen((3, 0, 5, 1), (7, 2, 5, 4))
-    plain = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
-    shaped = {f"{s}-{n}": (b, FEATURES[n]) for s, b in VARLEN_SHAPES.items() for n in ("plain", "causal")}
-    with_lse = {n: (main, FEATURES[n]) for n in ("plain", "causal", "all", "float16_all", "float64_lse")}
-    return (*_backward("varlen_attention", plain | shaped), *_backward("varlen_attention", with_lse, lse_grad=True))
+    return table(f"{op}_backward", build, found)
 
 
 CASES: dict[str, tuple[Case, ...]] = {
-    "attention": _attention(),
-    "attention_backward": _attention_backward(),
-    "varlen_attention": _grid("varlen_attention", _varlen((3, 0, 5, 1), (7, 2, 5, 4)), VARLEN_SHAPES),
-    "varlen_attention_backward": _varlen_backward(),
-    "paged_attention": _paged_attention(),
+    "attention": points("attention", _grid(DENSE, DENSE_SHAPES) | {n: (DENSE, f) for n, f in _MASKS.items()}),
+    "attention_backward": _backward("attention", DENSE, DENSE_SHAPES, "plain", "causal", "mask_additive"),
+    "varlen_attention": points("varlen_attention", _grid(VARLEN, VARLEN_SHAPES)),
+    "varlen_attention_backward": _backward("varlen_attention", VARLEN, VARLEN_SHAPES, "plain", "causal"),
+    "paged_attention": points("paged_attention", _grid(PAGED, PAGED_SHAPES) | TEMPERED),
     **LATENT_CASES,
     **SPARSE_CASES,
     **ROPE_QUANTIZE_CASES,

@@ -10,84 +10,62 @@ from typing import Any
 import torch
 
 from attnops.testing import builders
-from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.inputs import Call, Case, Features, Source, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
-def _write() -> tuple[Case, ...]:
-    mixed, ragged = (7, -1, 0, 11, -1, 5), (3, 8, 1)
-    rows: dict[str, tuple[tuple[int, ...], int, int, Features, dict[str, Any]]] = {
-        "plain": (mixed, 4, 3, Features(), {}),
-        "page_1": (ragged, 9, 1, Features(v_head_dim=8), {}),
-        "page_16": (ragged, 2, 16, Features(dtype=BF16, head_dim=64), {"slot_dtype": torch.int32}),
-        "float16": (mixed, 4, 3, Features(dtype=F16), {"slot_dtype": torch.int32}),
-        "float64": (mixed, 4, 3, Features(dtype=F64), {}),
-        "interleaved": (mixed, 4, 3, Features(), {"interleaved": True}),
-        "all_skipped": ((-1, -1, -1), 4, 3, Features(), {}),
-        "first_slot_skipped": ((-1, 5, -2), 4, 3, Features(), {}),
-        "last_slot": ((11,), 4, 3, Features(), {}),
-        "one_page": ((2, 0), 1, 4, Features(q_heads=1, kv_heads=1), {}),
-        "no_tokens": ((), 4, 3, Features(), {}),
-        "no_pages": ((-1, -1), 0, 3, Features(), {}),
-        "float8": (mixed, 4, 3, Features(kv_dtype=E4M3), {}),
-        "float8_bfloat16": (mixed, 4, 3, Features(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), {"interleaved": True}),
-        "float8_e5m2": (mixed, 4, 3, Features(dtype=F32, kv_dtype=E5M2), {}),
-        "float8_skipped": ((-1, -1), 4, 3, Features(kv_dtype=E4M3), {}),
-        "int8": (mixed, 4, 3, Features(dtype=BF16, kv_dtype=INT8), {}),
-        "int8_float16": (mixed, 4, 3, Features(dtype=F16, kv_dtype=INT8, scale_per_head=False), {"interleaved": True}),
-        "int8_float64": (mixed, 4, 3, Features(dtype=F64, kv_dtype=INT8), {}),
-        # Head dims of GPU kernels.
-        "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=8), {}),
-        "bfloat16_d64_interleaved": (mixed, 4, 3, Features(dtype=BF16, head_dim=64), {"interleaved": True}),
-        "float16_d256": (mixed, 4, 3, Features(dtype=F16, head_dim=256), {"slot_dtype": torch.int32}),
-        "bfloat16_d128_skipped": ((-1, -1), 4, 3, Features(dtype=BF16, head_dim=128), {}),
-        "bfloat16_d128_no_tokens": ((), 4, 3, Features(dtype=BF16, head_dim=128), {}),
-        "bfloat16_d128_no_pages": ((-1,), 0, 3, Features(dtype=BF16, head_dim=128), {}),
-        "bfloat16_d128_page_1": (ragged, 9, 1, Features(dtype=BF16, head_dim=128), {}),
-        "float8_d128": (mixed, 4, 3, Features(dtype=BF16, kv_dtype=E4M3, head_dim=128), {}),
-        "float8_e5m2_d64": (mixed, 4, 3, Features(dtype=F16, kv_dtype=E5M2, head_dim=64), {"interleaved": True}),
-    }
-
-    def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:
-        return lambda source: builders.write(source, slots, pages, page, f, **more)
-
-    return tuple(Case("write_kv", name, build(*row)) for name, row in rows.items())
-
-
-def _merge() -> tuple[Case, ...]:
-    rows = {
-        "plain": (5, 4, 16, F32, 0.0, 0.0), "some_empty": (9, 4, 16, F32, 0.4, 0.4), "a_empty": (3, 2, 8, F32, 1.0, 0.0),
-        "b_empty": (3, 2, 8, BF16, 0.0, 1.0), "both_empty": (3, 2, 8, F16, 1.0, 1.0), "float16": (5, 4, 64, F16, 0.2, 0.2),
-        "bfloat16": (5, 4, 128, BF16, 0.2, 0.2), "float64": (5, 4, 16, F64, 0.2, 0.2), "one": (1, 1, 1, F32, 0.0, 0.0),
-        "no_tokens": (0, 2, 8, F32, 0.0, 0.0), "float32_128": (33, 8, 128, F32, 0.1, 0.1), "float16_256": (7, 3, 256, F16, 0.1, 0.1),
-        "bfloat16_many": (300, 32, 128, BF16, 0.1, 0.1), "bfloat16_all_empty": (3, 2, 64, BF16, 1.0, 1.0),
-        "bfloat16_no_tokens": (0, 2, 64, BF16, 0.0, 0.0), "bfloat16_512": (5, 16, 512, BF16, 0.2, 0.0),
-        "bfloat16_not_stale": (40, 8, 128, BF16, 0.4, 0.4, False), "float32_not_stale": (9, 4, 16, F32, 0.4, 0.4, False),
-    }  # fmt: skip
-
-    def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
-        return lambda source: builders.merge(source, *row)
-
-    return tuple(Case("merge_state", name, build(row)) for name, row in rows.items())
-
-
-def _merge_states() -> tuple[Case, ...]:
-    rows = {
-        "plain": (5, 3, 4, 16, F32, 0.0), "some_empty": (9, 4, 2, 16, F32, 0.4), "all_empty": (3, 2, 2, 8, F32, 1.0),
-        "one_part": (4, 1, 2, 8, F32, 0.3), "float64": (5, 6, 4, 16, F64, 0.2), "one": (1, 1, 1, 1, F32, 0.0),
-        "no_tokens": (0, 3, 2, 8, F32, 0.0), "bfloat16": (40, 3, 8, 128, BF16, 0.2), "float16": (9, 2, 4, 64, F16, 0.2),
-        "bfloat16_more_parts_than_tokens": (3, 37, 4, 128, BF16, 0.3), "bfloat16_one_part": (6, 1, 4, 64, BF16, 0.4),
-        "bfloat16_all_empty": (3, 2, 2, 64, BF16, 1.0), "bfloat16_many_all_empty": (2, 9, 2, 64, BF16, 1.0),
-        "float16_512": (20, 5, 8, 512, F16, 0.1), "bfloat16_no_tokens": (0, 3, 2, 64, BF16, 0.0),
-        "bfloat16_not_stale": (40, 3, 8, 128, BF16, 0.5, False), "float32_not_stale": (9, 2, 4, 16, F32, 0.4, False),
-    }  # fmt: skip
-
-    def build(row: tuple[Any, ...]) -> Callable[[Source], Call]:
-        return lambda source: builders.merge_states(source, *row)
-
-    return tuple(Case("merge_states", name, build(row)) for name, row in rows.items())
+MIXED, RAGGED = (7, -1, 0, 11, -1, 5), (3, 8, 1)
+WRITES: dict[str, tuple[Any, ...]] = {
+    "plain": (MIXED, 4, 3, Features()),
+    "page_1": (RAGGED, 9, 1, Features(v_head_dim=8)),
+    "page_16": (RAGGED, 2, 16, Features(dtype=BF16, head_dim=64), {"slot_dtype": torch.int32}),
+    "float16": (MIXED, 4, 3, Features(dtype=F16), {"slot_dtype": torch.int32}),
+    "float64": (MIXED, 4, 3, Features(dtype=F64)),
+    "interleaved": (MIXED, 4, 3, Features(), {"interleaved": True}),
+    "all_skipped": ((-1, -1, -1), 4, 3, Features()),
+    "first_slot_skipped": ((-1, 5, -2), 4, 3, Features()),
+    "last_slot": ((11,), 4, 3, Features()),
+    "one_page": ((2, 0), 1, 4, Features(q_heads=1, kv_heads=1)),
+    "no_tokens": ((), 4, 3, Features()),
+    "no_pages": ((-1, -1), 0, 3, Features()),
+    "float8": (MIXED, 4, 3, Features(kv_dtype=E4M3)),
+    "float8_bfloat16": (MIXED, 4, 3, Features(dtype=BF16, kv_dtype=E4M3, scale_per_head=False), {"interleaved": True}),
+    "float8_e5m2": (MIXED, 4, 3, Features(dtype=F32, kv_dtype=E5M2)),
+    "float8_skipped": ((-1, -1), 4, 3, Features(kv_dtype=E4M3)),
+    "int8": (MIXED, 4, 3, Features(dtype=BF16, kv_dtype=INT8)),
+    "int8_float16": (MIXED, 4, 3, Features(dtype=F16, kv_dtype=INT8, scale_per_head=False), {"interleaved": True}),
+    "int8_float64": (MIXED, 4, 3, Features(dtype=F64, kv_dtype=INT8)),
+    # Head dims of GPU kernels.
+    "bfloat16_d128": ((7, -1, 0, 33, -1, 45), 4, 16, Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=8)),
+    "bfloat16_d64_interleaved": (MIXED, 4, 3, Features(dtype=BF16, head_dim=64), {"interleaved": True}),
+    "float16_d256": (MIXED, 4, 3, Features(dtype=F16, head_dim=256), {"slot_dtype": torch.int32}),
+    "bfloat16_d128_skipped": ((-1, -1), 4, 3, Features(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_no_tokens": ((), 4, 3, Features(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_no_pages": ((-1,), 0, 3, Features(dtype=BF16, head_dim=128)),
+    "bfloat16_d128_page_1": (RAGGED, 9, 1, Features(dtype=BF16, head_dim=128)),
+    "float8_d128": (MIXED, 4, 3, Features(dtype=BF16, kv_dtype=E4M3, head_dim=128)),
+    "float8_e5m2_d64": (MIXED, 4, 3, Features(dtype=F16, kv_dtype=E5M2, head_dim=64), {"interleaved": True}),
+}
+MERGES: dict[str, tuple[Any, ...]] = {
+    "plain": (5, 4, 16, F32, 0.0, 0.0), "some_empty": (9, 4, 16, F32, 0.4, 0.4), "a_empty": (3, 2, 8, F32, 1.0, 0.0),
+    "b_empty": (3, 2, 8, BF16, 0.0, 1.0), "both_empty": (3, 2, 8, F16, 1.0, 1.0), "float16": (5, 4, 64, F16, 0.2, 0.2),
+    "bfloat16": (5, 4, 128, BF16, 0.2, 0.2), "float64": (5, 4, 16, F64, 0.2, 0.2), "one": (1, 1, 1, F32, 0.0, 0.0),
+    "no_tokens": (0, 2, 8, F32, 0.0, 0.0), "float32_128": (33, 8, 128, F32, 0.1, 0.1), "float16_256": (7, 3, 256, F16, 0.1, 0.1),
+    "bfloat16_many": (300, 32, 128, BF16, 0.1, 0.1), "bfloat16_all_empty": (3, 2, 64, BF16, 1.0, 1.0),
+    "bfloat16_no_tokens": (0, 2, 64, BF16, 0.0, 0.0), "bfloat16_512": (5, 16, 512, BF16, 0.2, 0.0),
+    "bfloat16_not_stale": (40, 8, 128, BF16, 0.4, 0.4, False), "float32_not_stale": (9, 4, 16, F32, 0.4, 0.4, False),
+}  # fmt: skip
+MERGES_OF_MANY: dict[str, tuple[Any, ...]] = {
+    "plain": (5, 3, 4, 16, F32, 0.0), "some_empty": (9, 4, 2, 16, F32, 0.4), "all_empty": (3, 2, 2, 8, F32, 1.0),
+    "one_part": (4, 1, 2, 8, F32, 0.3), "float64": (5, 6, 4, 16, F64, 0.2), "one": (1, 1, 1, 1, F32, 0.0),
+    "no_tokens": (0, 3, 2, 8, F32, 0.0), "bfloat16": (40, 3, 8, 128, BF16, 0.2), "float16": (9, 2, 4, 64, F16, 0.2),
+    "bfloat16_more_parts_than_tokens": (3, 37, 4, 128, BF16, 0.3), "bfloat16_one_part": (6, 1, 4, 64, BF16, 0.4),
+    "bfloat16_all_empty": (3, 2, 2, 64, BF16, 1.0), "bfloat16_many_all_empty": (2, 9, 2, 64, BF16, 1.0),
+    "float16_512": (20, 5, 8, 512, F16, 0.1), "bfloat16_no_tokens": (0, 3, 2, 64, BF16, 0.0),
+    "bfloat16_not_stale": (40, 3, 8, 128, BF16, 0.5, False), "float32_not_stale": (9, 2, 4, 16, F32, 0.4, False),
+}  # fmt: skip
 
 
 def _metadata() -> dict[str, tuple[Case, ...]]:
@@ -158,4 +136,9 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
     }
 
 
-DATA_CASES: dict[str, tuple[Case, ...]] = {"write_kv": _write(), "merge_state": _merge(), "merge_states": _merge_states(), **_metadata()}
+DATA_CASES = {
+    "write_kv": table("write_kv", builders.write, WRITES),
+    "merge_state": table("merge_state", builders.merge, MERGES),
+    "merge_states": table("merge_states", builders.merge_states, MERGES_OF_MANY),
+    **_metadata(),
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,12 @@ class Features:
     def v_dim(self) -> int:
         """The value's head dim."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes of heads by the letters of the records' layouts."""
+        rope = self.head_dim - self.v_dim
+        heads = {"Hq": self.q_heads, "H": self.q_heads, "Hkv": self.kv_heads}
+        return heads | {"D": self.head_dim, "Dv": self.v_dim, "Dc": self.v_dim, "Dr": rope}
 
     def statics(self) -> dict[str, Any]:
         """The scalar arguments of the op that are not at their defaults."""
@@ -101,24 +107,27 @@ class Source:
         """An output to write into."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def qkv(self, queries: Sequence[int], keys: Sequence[int], f: Features) -> dict[str, Any]:
-        """query `[*queries, Hq, D]`, key and value `[*keys, Hkv, D or Dv]`, sinks and scales as `f` asks."""
-        kv = f.kv_dtype or f.dtype
-        out: dict[str, Any] = {
-            "query": self.normal(*queries, f.q_heads, f.head_dim, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
-            if f.q_dtype is None
-            else self.stored(*queries, f.q_heads, f.head_dim, dtype=f.q_dtype),
-            "key": self.stored(*keys, f.kv_heads, f.head_dim, dtype=kv),
-            "value": self.stored(*keys, f.kv_heads, f.v_dim, dtype=kv),
-        }
-        if f.sinks is not None:
-            out["sinks"] = self.normal(f.q_heads, dtype=f.sinks)
-        if f.kv_dtype is not None:
-            heads = f.kv_heads if f.scale_per_head else 1
-            out["k_scale"], out["v_scale"] = self.scales(heads, kv), self.scales(heads, kv)
-            if f.q_dtype is not None:
-                out["q_scale"] = self.scales(heads, f.q_dtype)
-        return out
+    def argument(self, name: str, shape: Sequence[int], f: Features) -> Tensor | None:
+        """The tensor of this name of an attention call, as `f` asks; None where it asks for none, or where lengths decide."""
+        kv, quantised = f.kv_dtype or f.dtype, f.kv_dtype is not None
+        if name in ("query", "q_nope", "q_pe"):
+            loud = 60.0 if f.loud else 1.0
+            return self.normal(*shape, dtype=f.dtype, spread=loud) if f.q_dtype is None else self.stored(*shape, dtype=f.q_dtype)
+        if name in ("key", "value", "k_pages", "v_pages", "latent_pages"):
+            return self.stored(*shape, dtype=kv)
+        if name in ("k_scale", "v_scale", "kv_scale"):
+            return self.scales(shape[0] if f.scale_per_head else 1, kv) if quantised else None
+        if name == "q_scale":
+            return None if f.q_dtype is None else self.scales(shape[0] if f.scale_per_head else 1, f.q_dtype)
+        if name == "sinks":
+            return None if f.sinks is None else self.normal(*shape, dtype=f.sinks)
+        if name == "mask":
+            return self.mask(shape, f)
+        if name == "temperature":
+            return self.normal(*shape).exp() if f.temperature else None
+        if name == "output":
+            return self.empty(*shape, dtype=f.dtype)
+        return self.empty(*shape, dtype=torch.float32) if name == "lse" and f.lse else None
 
     def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:
         """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every key."""
@@ -147,3 +156,21 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}:{self.label}"
+
+
+Build = Callable[[Source, Features], Call]
+
+
+def table(op: str, build: Callable[..., Call], rows: Mapping[str, tuple[Any, ...]]) -> tuple[Case, ...]:
+    """A case a row, which holds the builder's arguments after the source; a dict at its end holds those given by name."""
+
+    def bound(row: tuple[Any, ...]) -> Callable[[Source], Call]:
+        more = row[-1] if row and isinstance(row[-1], dict) else None
+        return lambda source: build(source, *row) if more is None else build(source, *row[:-1], **more)
+
+    return tuple(Case(op, name, bound(row)) for name, row in rows.items())
+
+
+def points(op: str, rows: Mapping[str, tuple[Build, Features]]) -> tuple[Case, ...]:
+    """A case a row: a shape and its features."""
+    return table(op, lambda source, build, f: build(source, f), rows)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnops.testing.builders import page_layout, past
-from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.builders import Batch
+from attnops.testing.inputs import Build, Call, Case, Features, Source, points, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -28,30 +28,12 @@ def mla(
     shared: bool = False,
     q_dtype: torch.dtype | None = None,
 ) -> Call:
-    """`mla_attention`; lengths and pages as in `builders.paged`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
+    """`mla_attention` of a `builders.Batch`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
     q_dtype: that of a quantised query, which comes with its scale.
     """
-    table, used = page_layout(source, seq_lens, page_size, spare, wider, shared)
-    tokens, kv = sum(q_lens) + padding, f.kv_dtype or f.dtype
-    made = source.qkv((tokens,), (used.shape[0], page_size), replace(f, kv_heads=1))
-    query, latent_pages = made["query"], made["key"][:, :, 0]
-    arguments: dict[str, Any] = f.statics() | {"latent_pages": latent_pages, "page_table": table}
-    arguments |= {"seq_lens": source.ints(seq_lens), "cu_seqlens_q": source.cumulative(q_lens)}
-    arguments |= {"q_nope": query[..., : f.v_dim].contiguous(), "q_pe": query[..., f.v_dim :].contiguous()}
-    if q_dtype is not None:
-        arguments |= {n: (arguments[n].float() * 8).to(q_dtype) for n in ("q_nope", "q_pe")} | {"q_scale": source.scales(1, q_dtype)}
-    if f.kv_dtype is not None:
-        arguments["kv_scale"] = source.scales(1, kv)
-    if f.sinks is not None:
-        arguments["sinks"] = made["sinks"]
-    arguments |= {"max_seqlen_q": max(q_lens, default=0) + slack, "output": source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)}
-    if f.lse:
-        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
-    if (mask := source.mask((tokens, table.shape[1] * page_size), f)) is not None:
-        arguments["mask"] = mask
-    beyond = past(source, sum(q_lens), tokens, 3)
-    return Call("mla_attention", arguments, {"q_nope": beyond, "q_pe": beyond, "latent_pages": ~used[..., None]}, ("output", "lse"))
+    batch = Batch(q_lens, seq_lens, page_size, padding, slack, spare, wider, shared)
+    return batch.call(source, "mla_attention", f if q_dtype is None else replace(f, q_dtype=q_dtype))
 
 
 def write_latent(
@@ -116,8 +98,6 @@ FEATURES = {
 }
 TELLING = ("plain", "lse", "all", "float8")
 
-Build = Callable[[Source, Features], Call]
-
 
 def _mla(q_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, **more: Any) -> Build:
     return lambda source, f: mla(source, q_lens, seq_lens, page_size, f, **more)
@@ -180,48 +160,35 @@ DECODE: dict[str, tuple[Build, Features]] = {
 
 
 def _attention() -> tuple[Case, ...]:
-    points = {n: (MAIN, f) for n, f in FEATURES.items()}
-    points |= {f"{shape}-{n}": (build, FEATURES[n]) for shape, build in SHAPES.items() for n in TELLING if shape != "float8_query"}
-    points |= {f"float8_query-{n}": (SHAPES["float8_query"], FEATURES[n]) for n in ("float8", "float8_float32")}
-    points |= {f"deepseek-{n}": point for n, point in DECODE.items()}
-    return tuple(Case("mla_attention", n, _bound(build, f)) for n, (build, f) in points.items())
+    rows = {n: (MAIN, f) for n, f in FEATURES.items()}
+    rows |= {f"{shape}-{n}": (build, FEATURES[n]) for shape, build in SHAPES.items() for n in TELLING if shape != "float8_query"}
+    rows |= {f"float8_query-{n}": (SHAPES["float8_query"], FEATURES[n]) for n in ("float8", "float8_float32")}
+    return points("mla_attention", rows | {f"deepseek-{n}": point for n, point in DECODE.items()})
 
 
-def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
-    return lambda source: build(source, f)
-
-
-def _write() -> tuple[Case, ...]:
-    mixed = (7, -1, 0, 11, -1, 5)
-    rows: dict[str, tuple[tuple[int, ...], int, int, Features, dict[str, Any]]] = {
-        "plain": (mixed, 4, 3, SMALL, {}),
-        "page_1": ((3, 8, 1), 9, 1, SMALL, {}),
-        "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, {"slot_dtype": torch.int32}),
-        "float16": (mixed, 4, 3, replace(SMALL, dtype=F16), {"slot_dtype": torch.int32}),
-        "float64": (mixed, 4, 3, replace(SMALL, dtype=F64), {}),
-        "rope_1": (mixed, 4, 3, replace(SMALL, head_dim=17), {}),
-        "all_skipped": ((-1, -1, -1), 4, 3, SMALL, {}),
-        "first_slot_skipped": ((-1, 5, -2), 4, 3, SMALL, {}),
-        "last_slot": ((11,), 4, 3, SMALL, {}),
-        "no_tokens": ((), 4, 3, SMALL, {}),
-        "no_pages": ((-1, -1), 0, 3, SMALL, {}),
-        "float8": (mixed, 4, 3, replace(SMALL, kv_dtype=E4M3), {}),
-        "float8_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3), {}),
-        "float8_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {}),
-        "int8": (mixed, 4, 3, replace(SMALL, dtype=BF16, kv_dtype=INT8), {}),
-        "int8_float64": (mixed, 4, 3, replace(SMALL, dtype=F64, kv_dtype=INT8), {}),
-        "quantised": (mixed, 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
-        "quantised_int8": (mixed, 4, 3, replace(SMALL, kv_dtype=INT8), {"quantised": True, "slot_dtype": torch.int32}),
-        "quantised_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
-        "quantised_rope_1": (mixed, 4, 3, replace(SMALL, head_dim=17, kv_dtype=E4M3), {"quantised": True}),
-        "quantised_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
-        "quantised_no_tokens": ((), 4, 3, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
-    }
-
-    def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:
-        return lambda source: write_latent(source, slots, pages, page, f, **more)
-
-    return tuple(Case("write_latent", name, build(*row)) for name, row in rows.items())
-
-
-LATENT_CASES: dict[str, tuple[Case, ...]] = {"mla_attention": _attention(), "write_latent": _write()}
+MIXED = (7, -1, 0, 11, -1, 5)
+WRITES: dict[str, tuple[Any, ...]] = {
+    "plain": (MIXED, 4, 3, SMALL),
+    "page_1": ((3, 8, 1), 9, 1, SMALL),
+    "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, torch.int32),
+    "float16": (MIXED, 4, 3, replace(SMALL, dtype=F16), torch.int32),
+    "float64": (MIXED, 4, 3, replace(SMALL, dtype=F64)),
+    "rope_1": (MIXED, 4, 3, replace(SMALL, head_dim=17)),
+    "all_skipped": ((-1, -1, -1), 4, 3, SMALL),
+    "first_slot_skipped": ((-1, 5, -2), 4, 3, SMALL),
+    "last_slot": ((11,), 4, 3, SMALL),
+    "no_tokens": ((), 4, 3, SMALL),
+    "no_pages": ((-1, -1), 0, 3, SMALL),
+    "float8": (MIXED, 4, 3, replace(SMALL, kv_dtype=E4M3)),
+    "float8_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3)),
+    "float8_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3)),
+    "int8": (MIXED, 4, 3, replace(SMALL, dtype=BF16, kv_dtype=INT8)),
+    "int8_float64": (MIXED, 4, 3, replace(SMALL, dtype=F64, kv_dtype=INT8)),
+    "quantised": (MIXED, 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
+    "quantised_int8": (MIXED, 4, 3, replace(SMALL, kv_dtype=INT8), {"quantised": True, "slot_dtype": torch.int32}),
+    "quantised_deepseek": ((70, -1, 3), 2, 64, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
+    "quantised_rope_1": (MIXED, 4, 3, replace(SMALL, head_dim=17, kv_dtype=E4M3), {"quantised": True}),
+    "quantised_skipped": ((-1, -1), 4, 3, replace(SMALL, kv_dtype=E4M3), {"quantised": True}),
+    "quantised_no_tokens": ((), 4, 3, replace(DEEPSEEK, kv_dtype=E4M3), {"quantised": True}),
+}
+LATENT_CASES = {"mla_attention": _attention(), "write_latent": table("write_latent", write_latent, WRITES)}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.inputs import Call, Features, Source, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
-
-Build = Callable[[Source], Call]
 
 
 def copy(
@@ -57,28 +54,22 @@ PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 
 
-def _copies() -> tuple[Case, ...]:
-    mixed = PAIRS["skipped"]
-    plain: dict[str, Build] = {n: partial(copy, pairs=p, layers=2, pages=4, page_size=3, f=Features()) for n, p in PAIRS.items()}
-    more: dict[str, Build] = {
-        "one_layer": lambda s: copy(s, mixed, 1, 4, 3, Features(dtype=BF16)),
-        "no_layers": lambda s: copy(s, mixed, 0, 4, 3, Features()),
-        "no_pages": lambda s: copy(s, PAIRS["all_skipped"], 2, 0, 3, Features()),
-        "page_1": lambda s: copy(s, PAIRS["cycle"], 3, 12, 1, Features(dtype=F16, v_head_dim=8), torch.int32),
-        "page_16": lambda s: copy(s, ((0, 17), (17, 0), (30, 31)), 2, 2, 16, Features(dtype=BF16, head_dim=64), torch.int32),
-        "float64": lambda s: copy(s, mixed, 2, 4, 3, Features(dtype=F64)),
-        "float8": lambda s: copy(s, PAIRS["cycle"], 2, 4, 3, Features(kv_dtype=E4M3)),
-        "float8_e5m2": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=E5M2)),
-        "int8": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=INT8), torch.int32),
-        "latents": lambda s: copy(s, PAIRS["up"], 2, 4, 3, Features(dtype=BF16, head_dim=576), latents=True),
-        "latents_packed": lambda s: copy(s, mixed, 2, 4, 3, Features(kv_dtype=U8, head_dim=656), latents=True),
-        "bfloat16_d128": lambda s: copy(s, mixed, 3, 4, 16, Features(dtype=BF16, head_dim=128, kv_heads=8)),
-        "many": lambda s: copy(s, tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, Features(dtype=BF16, head_dim=64)),
-        "odd_dims": lambda s: copy(s, PAIRS["cycle"], 2, 4, 3, Features(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
-    }
-    return tuple(Case("copy_kv", n, build) for n, build in (plain | more).items())
-
-
-MOVE_CASES: dict[str, tuple[Case, ...]] = {
-    "copy_kv": _copies(),
+MIXED = PAIRS["skipped"]
+ROWS: dict[str, tuple[Any, ...]] = {
+    **{n: (pairs, 2, 4, 3, Features()) for n, pairs in PAIRS.items()},
+    "one_layer": (MIXED, 1, 4, 3, Features(dtype=BF16)),
+    "no_layers": (MIXED, 0, 4, 3, Features()),
+    "no_pages": (PAIRS["all_skipped"], 2, 0, 3, Features()),
+    "page_1": (PAIRS["cycle"], 3, 12, 1, Features(dtype=F16, v_head_dim=8), torch.int32),
+    "page_16": (((0, 17), (17, 0), (30, 31)), 2, 2, 16, Features(dtype=BF16, head_dim=64), torch.int32),
+    "float64": (MIXED, 2, 4, 3, Features(dtype=F64)),
+    "float8": (PAIRS["cycle"], 2, 4, 3, Features(kv_dtype=E4M3)),
+    "float8_e5m2": (MIXED, 2, 4, 3, Features(kv_dtype=E5M2)),
+    "int8": (MIXED, 2, 4, 3, Features(kv_dtype=INT8), torch.int32),
+    "latents": (PAIRS["up"], 2, 4, 3, Features(dtype=BF16, head_dim=576), {"latents": True}),
+    "latents_packed": (MIXED, 2, 4, 3, Features(kv_dtype=U8, head_dim=656), {"latents": True}),
+    "bfloat16_d128": (MIXED, 3, 4, 16, Features(dtype=BF16, head_dim=128, kv_heads=8)),
+    "many": (tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, Features(dtype=BF16, head_dim=64)),
+    "odd_dims": (PAIRS["cycle"], 2, 4, 3, Features(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
 }
+MOVE_CASES = {"copy_kv": table("copy_kv", copy, ROWS)}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attnops.reference.attention import compact
-from attnops.testing.inputs import Call, Case, Features, Source
+from attnops.testing.inputs import Call, Features, Source, table
 from attnops.testing.latent import DEEPSEEK, SMALL
 
 
@@ -42,41 +42,32 @@ def rope_quantize(
     return Call("rope_quantize_latent", arguments | ({"interleaved": True} if interleaved else {}))
 
 
-def _cases() -> tuple[Case, ...]:
-    some = (3, 0, 8, 5, 5)
-    deep: dict[str, Any] = {"f": DEEPSEEK}
-    rows: dict[str, tuple[Sequence[int], dict[str, Any]]] = {
-        "plain": (some, {"f": SMALL}),
-        "interleaved": (some, {"f": SMALL, "interleaved": True}),
-        "one_head": (some, {"f": replace(SMALL, q_heads=1), "index": torch.int32}),
-        "rope_2": (some, {"f": replace(SMALL, head_dim=18)}),
-        "rope_2_interleaved": (some, {"f": replace(SMALL, head_dim=18), "interleaved": True}),
-        "rope_wider": (some, {"f": replace(SMALL, v_head_dim=4)}),
-        "latent_1": (some, {"f": replace(SMALL, head_dim=9, v_head_dim=1), "interleaved": True}),
-        "float16": (some, {"f": replace(SMALL, dtype=torch.float16), "interleaved": True}),
-        "float64": (some, {"f": replace(SMALL, dtype=torch.float64)}),
-        "saturated": (some, {"f": SMALL, "scales": (0.01, 0.02)}),
-        "small": (some, {"f": SMALL, "scales": (500.0, 3000.0), "interleaved": True}),
-        "fused": (some, {"f": replace(SMALL, dtype=torch.bfloat16), "fused": True}),
-        "one_token": ((0,), {"f": SMALL, "rows": 1}),
-        "no_tokens": ((), {"f": SMALL}),
-        # The shape that GPU kernels support.
-        "deepseek": (some, {**deep, "interleaved": True}),
-        "deepseek_half_split": (some, {**deep, "index": torch.int32}),
-        "deepseek_fused": (some, {**deep, "interleaved": True, "fused": True}),
-        "deepseek_float16": ((7,), {"f": replace(DEEPSEEK, dtype=torch.float16)}),
-        "deepseek_heads_128": ((8, 1, 4), {"f": replace(DEEPSEEK, q_heads=128), "interleaved": True, "fused": True}),
-        "deepseek_saturated": (some, {**deep, "scales": (0.02, 0.01), "interleaved": True}),
-        "deepseek_many": (tuple(i * 7 % 400 for i in range(300)), {**deep, "rows": 400, "interleaved": True}),
-        "deepseek_no_tokens": ((), deep),
-        "rope_32": (some, {"f": replace(DEEPSEEK, head_dim=288, v_head_dim=256)}),
-        "tail": (some, {"f": replace(DEEPSEEK, head_dim=144, v_head_dim=80), "interleaved": True}),
-    }
-
-    def build(positions: Sequence[int], more: dict[str, Any]) -> Callable[[Source], Call]:
-        return lambda source: rope_quantize(source, positions, **more)
-
-    return tuple(Case("rope_quantize_latent", name, build(*row)) for name, row in rows.items())
-
-
-ROPE_QUANTIZE_CASES: dict[str, tuple[Case, ...]] = {"rope_quantize_latent": _cases()}
+SOME = (3, 0, 8, 5, 5)
+ROWS: dict[str, tuple[Any, ...]] = {
+    "plain": (SOME, {"f": SMALL}),
+    "interleaved": (SOME, {"f": SMALL, "interleaved": True}),
+    "one_head": (SOME, {"f": replace(SMALL, q_heads=1), "index": torch.int32}),
+    "rope_2": (SOME, {"f": replace(SMALL, head_dim=18)}),
+    "rope_2_interleaved": (SOME, {"f": replace(SMALL, head_dim=18), "interleaved": True}),
+    "rope_wider": (SOME, {"f": replace(SMALL, v_head_dim=4)}),
+    "latent_1": (SOME, {"f": replace(SMALL, head_dim=9, v_head_dim=1), "interleaved": True}),
+    "float16": (SOME, {"f": replace(SMALL, dtype=torch.float16), "interleaved": True}),
+    "float64": (SOME, {"f": replace(SMALL, dtype=torch.float64)}),
+    "saturated": (SOME, {"f": SMALL, "scales": (0.01, 0.02)}),
+    "small": (SOME, {"f": SMALL, "scales": (500.0, 3000.0), "interleaved": True}),
+    "fused": (SOME, {"f": replace(SMALL, dtype=torch.bfloat16), "fused": True}),
+    "one_token": ((0,), {"f": SMALL, "rows": 1}),
+    "no_tokens": ((), {"f": SMALL}),
+    # The shape that GPU kernels support.
+    "deepseek": (SOME, {"f": DEEPSEEK, "interleaved": True}),
+    "deepseek_half_split": (SOME, {"f": DEEPSEEK, "index": torch.int32}),
+    "deepseek_fused": (SOME, {"f": DEEPSEEK, "interleaved": True, "fused": True}),
+    "deepseek_float16": ((7,), {"f": replace(DEEPSEEK, dtype=torch.float16)}),
+    "deepseek_heads_128": ((8, 1, 4), {"f": replace(DEEPSEEK, q_heads=128), "interleaved": True, "fused": True}),
+    "deepseek_saturated": (SOME, {"f": DEEPSEEK, "scales": (0.02, 0.01), "interleaved": True}),
+    "deepseek_many": (tuple(i * 7 % 400 for i in range(300)), {"f": DEEPSEEK, "rows": 400, "interleaved": True}),
+    "deepseek_no_tokens": ((), {"f": DEEPSEEK}),
+    "rope_32": (SOME, {"f": replace(DEEPSEEK, head_dim=288, v_head_dim=256)}),
+    "tail": (SOME, {"f": replace(DEEPSEEK, head_dim=144, v_head_dim=80), "interleaved": True}),
+}
+ROPE_QUANTIZE_CASES = {"rope_quantize_latent": table("rope_quantize_latent", rope_quantize, ROWS)}

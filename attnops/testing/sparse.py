@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attnops.reference.latent_format import GROUP, pack, packed_bytes
-from attnops.testing.inputs import Call, Case, Features, Source
-from attnops.testing.latent import DEEPSEEK, SMALL
+from attnops.testing.builders import WRITTEN, attend
+from attnops.testing.inputs import Build, Call, Features, Source, points, table
+from attnops.testing.latent import DEEPSEEK, MIXED, SMALL
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -38,30 +39,21 @@ def sparse(
     `topk_length` says how many, and the others are no slots at all. twice: slots may repeat. whole: the query's two parts are
     views of one tensor. q_dtype: that of a quantised query, which comes with its scale.
     """
-    tokens, total, kv = len(counts), pages * page_size, f.kv_dtype or f.dtype
-    made = source.qkv((tokens,), (pages, page_size), replace(f, kv_heads=1, kv_dtype=None if packed else f.kv_dtype))
-    query, latents = made["query"], made["key"][:, :, 0]
-    parts = query[..., : f.v_dim], query[..., f.v_dim :]
-    arguments: dict[str, Any] = dict(zip(("q_nope", "q_pe"), parts if whole else (p.contiguous() for p in parts), strict=True))
-    if q_dtype is not None:
-        arguments = {n: (t.float() * 8).to(q_dtype) for n, t in arguments.items()} | {"q_scale": source.scales(1, q_dtype)}
+    f = f if q_dtype is None else replace(f, q_dtype=q_dtype)
+    lists, used = _lists(source, counts, topk, pages * page_size, lengths, twice)
+    given: dict[str, Any] = {"indices": source.ints(lists).reshape(len(counts), topk)}
     if packed:
-        rows = latents.flatten(0, 1)
-        size = packed_bytes(f.v_dim, f.head_dim - f.v_dim)
-        latents = pack(rows[:, : f.v_dim], rows[:, f.v_dim :]).reshape(pages, page_size, size)
-    elif f.kv_dtype is not None:
-        arguments["kv_scale"] = source.scales(1, kv)
-    lists, used = _lists(source, counts, topk, total, lengths, twice)
-    arguments |= {"latent_pages": latents, "indices": source.ints(lists).reshape(tokens, topk), "scale": f.statics()["scale"]}
+        rows = source.normal(pages * page_size, f.head_dim, dtype=f.dtype)
+        bits = pack(rows[:, : f.v_dim], rows[:, f.v_dim :])
+        given["latent_pages"] = bits.reshape(pages, page_size, bits.shape[1])
     if lengths:
-        arguments["topk_length"] = source.ints(counts)
-    if f.sinks is not None:
-        arguments["sinks"] = made["sinks"]
-    arguments["output"] = source.empty(tokens, f.q_heads, f.v_dim, dtype=f.dtype)
-    if f.lse:
-        arguments["lse"] = source.empty(tokens, f.q_heads, dtype=torch.float32)
+        given["topk_length"] = source.ints(counts)
+    arguments = attend(source, "sparse_mla_attention", f, {"T": len(counts), "P": pages, "page": page_size, "numbers": f.head_dim}, **given)
+    if whole:
+        both = torch.cat([arguments["q_nope"], arguments["q_pe"]], -1)
+        arguments["q_nope"], arguments["q_pe"] = both[..., : f.v_dim], both[..., f.v_dim :]
     free = ~used.reshape(pages, page_size, 1).to(source.device)
-    return Call("sparse_mla_attention", arguments, {"latent_pages": free}, ("output", "lse"))
+    return Call("sparse_mla_attention", arguments, {"latent_pages": free}, WRITTEN)
 
 
 def _lists(source: Source, counts: Sequence[int], topk: int, total: int, lengths: bool, twice: bool) -> tuple[list[int], Tensor]:
@@ -104,8 +96,6 @@ def write_packed(
 
 
 PACKABLE = replace(SMALL, head_dim=136, v_head_dim=128, dtype=BF16)
-
-Build = Callable[[Source, Features], Call]
 
 
 def _sparse(counts: Sequence[int], topk: int, pages: int, page_size: int, **more: Any) -> Build:
@@ -185,36 +175,23 @@ for _name, _packed in (("bfloat16", False), ("packed", True)):
     }
 
 
-def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
-    return lambda source: build(source, f)
-
-
-def _write() -> tuple[Case, ...]:
-    mixed = (7, -1, 0, 11, -1, 5)
-    rows: dict[str, tuple[tuple[int, ...], int, int, Features, dict[str, Any]]] = {
-        "plain": (mixed, 4, 3, PACKABLE, {}),
-        "float32": (mixed, 4, 3, replace(PACKABLE, dtype=F32), {"slot_dtype": torch.int32}),
-        "float16": (mixed, 4, 3, replace(PACKABLE, dtype=F16), {}),
-        "float64": (mixed, 4, 3, replace(PACKABLE, dtype=F64), {}),
-        "edge": (mixed, 4, 3, replace(PACKABLE, loud=True), {}),
-        "groups": (mixed, 4, 3, replace(PACKABLE, head_dim=384 + 6, v_head_dim=384), {}),
-        "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, {"slot_dtype": torch.int32}),
-        "page_1": ((3, 8, 1), 9, 1, DEEPSEEK, {}),
-        "rope_1": (mixed, 4, 3, replace(PACKABLE, head_dim=129), {}),
-        "all_skipped": ((-1, -1, -1), 4, 3, PACKABLE, {}),
-        "first_slot_skipped": ((-1, 5, -2), 4, 3, PACKABLE, {}),
-        "last_slot": ((11,), 4, 3, PACKABLE, {}),
-        "no_tokens": ((), 4, 3, PACKABLE, {}),
-        "no_pages": ((-1, -1), 0, 3, PACKABLE, {}),
-    }
-
-    def build(slots: tuple[int, ...], pages: int, page: int, f: Features, more: dict[str, Any]) -> Callable[[Source], Call]:
-        return lambda source: write_packed(source, slots, pages, page, f, **more)
-
-    return tuple(Case("write_latent_packed", name, build(*row)) for name, row in rows.items())
-
-
-SPARSE_CASES: dict[str, tuple[Case, ...]] = {
-    "sparse_mla_attention": tuple(Case("sparse_mla_attention", n, _bound(*point)) for n, point in (SMALL_POINTS | GPU_POINTS).items()),
-    "write_latent_packed": _write(),
+WRITES: dict[str, tuple[Any, ...]] = {
+    "plain": (MIXED, 4, 3, PACKABLE),
+    "float32": (MIXED, 4, 3, replace(PACKABLE, dtype=F32), torch.int32),
+    "float16": (MIXED, 4, 3, replace(PACKABLE, dtype=F16)),
+    "float64": (MIXED, 4, 3, replace(PACKABLE, dtype=F64)),
+    "edge": (MIXED, 4, 3, replace(PACKABLE, loud=True)),
+    "groups": (MIXED, 4, 3, replace(PACKABLE, head_dim=384 + 6, v_head_dim=384)),
+    "deepseek": ((70, -1, 3), 2, 64, DEEPSEEK, torch.int32),
+    "page_1": ((3, 8, 1), 9, 1, DEEPSEEK),
+    "rope_1": (MIXED, 4, 3, replace(PACKABLE, head_dim=129)),
+    "all_skipped": ((-1, -1, -1), 4, 3, PACKABLE),
+    "first_slot_skipped": ((-1, 5, -2), 4, 3, PACKABLE),
+    "last_slot": ((11,), 4, 3, PACKABLE),
+    "no_tokens": ((), 4, 3, PACKABLE),
+    "no_pages": ((-1, -1), 0, 3, PACKABLE),
+}
+SPARSE_CASES = {
+    "sparse_mla_attention": points("sparse_mla_attention", SMALL_POINTS | GPU_POINTS),
+    "write_latent_packed": table("write_latent_packed", write_packed, WRITES),
 }
