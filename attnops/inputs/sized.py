@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.inputs.call import QUANTISED, Call
+from attnops.inputs.call import QUANTISED, Call, filled
+from attnops.layout import REQUIRED, Arg
 from attnops.measured import Shape, Sizes
+from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target
 
 PAGED_OPS = ("paged_attention", "mla_attention")
-PADDED_OPS = ("paged_attention", "varlen_attention")
-"""Ops that take `padded`. Timed calls have no padding, as `PagedCache` promises of its batches."""
 
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
@@ -100,40 +100,37 @@ def build(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
     if kv_dtype != dtype:
         scale = torch.full((1,), 0.5, device=device)
         given |= {"kv_scale": scale} if shape.rope_dim else {"k_scale": scale, "v_scale": scale}
-    if shape.op in PADDED_OPS:
+    if "padded" in OPS[shape.op].spec.names:  # timed calls have no padding, as `PagedCache` promises of its batches
         given["padded"] = False
-
-    def query(*tokens: int, dim: int = shape.head_dim) -> Tensor:
-        return pool.take(*tokens, shape.q_heads, dim, dtype=dtype)
-
-    def stored(*tokens: int) -> tuple[Tensor, Tensor]:
-        key, value = (pool.take(*tokens, shape.kv_heads, dim, dtype=kv_dtype) for dim in (shape.head_dim, shape.v_head_dim))
-        return key, value
-
-    total = sum(q_lens)
+    sizes = {"Hq": shape.q_heads, "H": shape.q_heads, "Hkv": shape.kv_heads, "D": shape.head_dim, "Dv": shape.v_head_dim}
+    sizes |= {"Dc": shape.v_head_dim, "Dr": shape.rope_dim, "T": sum(q_lens)}
     if shape.op == "attention":
-        given |= {"query": query(len(q_lens), max(q_lens))}
-        given["key"], given["value"] = stored(len(k_lens), max(k_lens))
-        return Call(shape.op, given | ({"kv_end": pool.ints(k_lens)} if shape.kv_range else {}))
-    given |= {"cu_seqlens_q": pool.cumulative(q_lens), "max_seqlen_q": max(q_lens)}
-    if shape.op == "varlen_attention":
-        given |= {"query": query(total), "cu_seqlens_k": pool.cumulative(k_lens), "max_seqlen_k": max(k_lens)}
-        given["key"], given["value"] = stored(sum(k_lens))
-        return Call(shape.op, given)
-    counts = torch.tensor([-(-n // shape.page_size) for n in k_lens])
-    pages, width = int(counts.sum()), int(counts.max())
-    table = torch.zeros(len(k_lens), width, dtype=torch.int32, device=device)
-    order = torch.randperm(pages, generator=pool.generator, device=device).to(torch.int32)
-    table[(torch.arange(width) < counts[:, None]).to(device)] = order
-    output = torch.empty(total, shape.q_heads, shape.v_head_dim, dtype=dtype, device=device)
-    given |= {"page_table": table, "seq_lens": pool.ints(k_lens), "output": output, "holes": False}
-    if shape.op == "mla_attention":
-        given |= {"q_nope": query(total, dim=shape.v_head_dim), "q_pe": query(total, dim=shape.rope_dim)}
-        given["latent_pages"] = pool.take(pages, shape.page_size, shape.head_dim, dtype=kv_dtype)
+        sizes |= {"B": len(q_lens), "S": max(q_lens), "K": max(k_lens)}
+        given |= {"kv_end": pool.ints(k_lens)} if shape.kv_range else {}
     else:
-        given["query"] = query(total)
-        given["k_pages"], given["v_pages"] = stored(pages, shape.page_size)
-    return Call(shape.op, given, writes=("output",))
+        given |= {"cu_seqlens_q": pool.cumulative(q_lens), "max_seqlen_q": max(q_lens)}
+    if shape.op == "varlen_attention":
+        given |= {"cu_seqlens_k": pool.cumulative(k_lens), "max_seqlen_k": max(k_lens)}
+        sizes["N"] = sum(k_lens)
+    elif shape.page_size:
+        counts = torch.tensor([-(-n // shape.page_size) for n in k_lens])
+        pages, width = int(counts.sum()), int(counts.max())
+        table = torch.zeros(len(k_lens), width, dtype=torch.int32, device=device)
+        order = torch.randperm(pages, generator=pool.generator, device=device).to(torch.int32)
+        table[(torch.arange(width) < counts[:, None]).to(device)] = order
+        given |= {"page_table": table, "seq_lens": pool.ints(k_lens), "holes": False}
+        sizes |= {"P": pages, "page": shape.page_size}
+    stored = OPS[shape.op].spec.stored
+
+    def make(a: Arg, dims: list[int]) -> Tensor | None:
+        if a.default is not REQUIRED:
+            return None
+        if a.written:
+            return torch.empty(dims, dtype=dtype, device=device)
+        return pool.take(*dims, dtype=kv_dtype if stored in (a.name, a.dtypes) else dtype)
+
+    arguments = filled(shape.op, sizes, given, make)
+    return Call(shape.op, arguments, writes=("output",) if "output" in arguments else ())
 
 
 def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
@@ -145,5 +142,5 @@ def problem_of(shape: Shape, q_lens: Sequence[int], k_lens: Sequence[int], targe
         s.op, target, getattr(torch, s.dtype), getattr(torch, s.kv_dtype), s.q_heads, s.kv_heads, s.head_dim, s.v_head_dim, s.rope_dim,
         s.page_size, s.causal, (s.window, -1), sinks=s.sinks, kv_range=s.kv_range, sizes_equal=dense and queries == keys,
         tokens=Extent.of(queries * len(q_lens) if dense else sum(q_lens)), batch=Extent.of(len(q_lens)),
-        queries=Extent.of(queries), context=Extent.of(keys), padded=s.op not in PADDED_OPS,
+        queries=Extent.of(queries), context=Extent.of(keys), padded="padded" not in OPS[s.op].spec.names,
     )  # fmt: skip

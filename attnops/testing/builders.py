@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.call import changed
-from attnops.layout import Arg, evaluate
+from attnops.inputs import filled
 from attnops.ops import OPS
 from attnops.testing.inputs import Call, Features, Source
 
@@ -17,37 +17,11 @@ from attnops.testing.inputs import Call, Features, Source
 def attend(source: Source, op: str, f: Features, sizes: dict[str, Any], **given: Any) -> dict[str, Any]:
     """The arguments of a call of an attention op: those given, and what `f` asks for of the others.
 
-    The op's record lists the arguments, and its layouts their shapes. sizes: the layouts' letters that `f` does not know.
+    sizes: those of the record's layouts that `f` does not know.
     """
-    sizes, statics = {**f.sizes(), **given, **sizes}, f.statics()
-    arguments: dict[str, Any] = {}
-    for a in OPS[op].spec.args:
-        if a.name in given:
-            arguments[a.name] = given[a.name]
-        elif a.name in statics:
-            arguments[a.name] = statics[a.name]
-        elif a.name == "return_lse" and f.lse:
-            arguments[a.name] = True
-        elif a.name in MADE and (value := source.argument(a.name, _shape(a, sizes, f), f)) is not None:
-            arguments[a.name] = value
-    return arguments
-
-
-MADE = (
-    "query", "q_nope", "q_pe", "key", "value", "k_pages", "v_pages", "latent_pages", "mask", "sinks", "k_scale", "v_scale", "kv_scale",
-    "q_scale", "temperature", "output", "lse",
-)  # fmt: skip
-"""The tensors that `Source.argument` makes of a layout and features alone."""
-
-
-def _shape(a: Arg, sizes: dict[str, Any], f: Features) -> list[int]:
-    """The shape of a layout: the widest where there are several, but of a dense mask's dims those that `f` asks for."""
-    shape = []
-    for i, size in enumerate(a.layout):
-        options = size.text.removeprefix(">=").split("|")
-        narrow = a.name == "mask" and len(options) > 1 and "bhq"[i] not in f.mask_shape
-        shape.append(evaluate(options[0 if narrow else -1], sizes))
-    return shape
+    more = {"return_lse": True} if f.lse and "return_lse" in OPS[op].spec.names else {}
+    narrow = [size for letter, size in (("b", "B"), ("h", "Hq"), ("q", "S")) if letter not in f.mask_shape]
+    return filled(op, f.sizes() | sizes, given | f.statics() | more, lambda a, shape: source.argument(a.name, shape, f), narrow)
 
 
 def dense(
