@@ -95,7 +95,7 @@ def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: 
 
 
 def same_chunk(position: Tensor, j: Tensor, chunk: int) -> Tensor:
-    """Do a query at `position` and key j lie in one chunk? A query before the first key lies in a chunk of no key."""
+    """bool: are a query at `position` and key j in the same chunk? The chunk of a query before the first key holds no key."""
     first = torch.div(position, chunk, rounding_mode="floor") * chunk
     return (j >= first) & (j < first + chunk)
 
@@ -181,12 +181,12 @@ def wide_query(query: Tensor, q_scale: Tensor | None) -> Tensor:
 
 
 def no_lse(query: Tensor) -> Tensor:
-    """The `[0]` float32 tensor that stands for "no lse asked for"."""
+    """The `[0]` float32 tensor returned where a call asks for no lse."""
     return query.new_empty(0, dtype=torch.float32)
 
 
 def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, rules: Rules) -> Tensor | None:
-    """`visible` for a dense call: the last query stands at the last visible key."""
+    """`visible` for a dense call: the last query has the position of the last visible key."""
     queries, keys = query.shape[1], key.shape[1]
     end = torch.full((1,), keys, device=query.device) if kv_end is None else kv_end
     return visible(queries, keys, end - queries, kv_start, kv_end, rules)

@@ -56,7 +56,7 @@ def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tens
     """(int64 `[T]`, rows `[T, ...]`): a write of the same effect whose slots are all inside the pages. T and `pages` are not empty.
 
     Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
-    that token's own row, and when no token is real, slot 0 with what slot 0 holds.
+    that token's own row, and when no token is real, slot 0 with its own contents.
     """
     page = pages.shape[1]
     real = (slots >= 0) & (slots < pages.shape[0] * page)
@@ -164,7 +164,7 @@ PART_WORDS, PART_HEADS, MOST_SMS = 8, 64, 144
 def rows_schedule_parts(q_heads: int, float8: bool) -> int:
     """Parts that a schedule in `decode_rows`'s plan has room for: one a multiprocessor and block of heads, whatever GPU of SM90 it is.
 
-    float8 has one more, which stays empty, so that a plan's length tells what it was made for.
+    float8 has one more, which stays empty, so that a plan's length tells the dtype it was made for.
     """
     return max(MOST_SMS // -(-q_heads // PART_HEADS), 1) + float8 if q_heads else 0
 
@@ -192,16 +192,16 @@ def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
 
 
 FEW_PAIRS = 1 << 20
-"""Of tokens and requests: up to here, where nothing is fused, comparing them all takes less than a search's launches."""
+"""Up to this many pairs of a token and a request, comparing them all is faster than the launches of a search, in eager mode."""
 
 
 def _few(tokens: int, batch: int) -> bool:
-    # Sizes without a number are a compiler's, which fuses the comparison with what follows and stores nothing of it.
+    # Symbolic sizes are a compiler's, which fuses the comparison with its users and never stores it.
     return not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
 
 
 def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """As `rows_of`: the requests that end at or before a token. A compiler makes one kernel of it and of what follows."""
+    """As `rows_of`: the requests that end at or before a token. A compiler fuses it with its users."""
     at = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return (cu_seqlens[1:] <= at[:, None]).sum(1)
 

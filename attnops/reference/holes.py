@@ -1,4 +1,4 @@
-"""Page tables with holes: entries within a request's length that are no page of the pool. Defines what attention over them is."""
+"""Page tables with holes: entries within a request's length that are no page of the pool. Defines the result of attention over them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _named(
     kept, hole = used & is_page, used & ~is_page
     own = torch.where(kept.any(1, keepdim=True), page_table.gather(1, kept.int().argmax(1, keepdim=True)), 0)
     if squeeze:
-        # What lies before the new tokens moves with them; a single one sees all keys wherever they are.
+        # Pages before the new tokens move with them; a single new token sees all keys, in any order.
         harm = hole & (first + page_size > lens - new) & (new > 1)
         moved = page_table.gather(1, torch.sort((~kept).to(torch.int8), dim=1, stable=True).indices)
         table = torch.where(column < kept.sum(1, keepdim=True), moved, own)

@@ -5,7 +5,7 @@
     then 2 Dr bytes                      the rotated key, bfloat16, little-endian
 
 656 bytes for DeepSeek's 512 + 64. The layout is FlashMLA's for DeepSeek-V3.2 (https://github.com/deepseek-ai/FlashMLA, README,
-"FP8 KV Cache"). Any float32 is a scale; `pack` makes powers of two, so that what is read back needs no more bits than bfloat16
+"FP8 KV Cache"). Any float32 is a scale; `pack` makes powers of two, so that a number read back needs no more bits than bfloat16
 has: kernels multiply in it.
 """
 

@@ -1,4 +1,4 @@
-"""Reference attention over latents (MLA) in absorbed form, and the write of latents into pages.
+"""Reference attention over latents (MLA), absorbed, and the write of latents into pages.
 
     s[i, j] = scale * (q_nope[i] . c[j] + q_pe[i] . k_pe[j]);  output[i] = sum_j p[i, j] c[j]
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def mla_attention(call: MlaAttention) -> None:
     """The reference of `attnops.ops.mla_attention`."""
     call = without_holes(call, call.latent_pages)
-    # A quantised query says nothing of how finely to add up; the output does.
+    # The output's dtype sets the accumulation dtype: a quantised query's cannot.
     like = torch.float64 if torch.float64 in (call.q_nope.dtype, call.output.dtype) else torch.float32
     latents = dequantise(gather_pages(call.latent_pages[:, :, None], call.page_table), call.kv_scale, like)
     query = torch.cat([dequantise(call.q_nope, call.q_scale, like), dequantise(call.q_pe, call.q_scale, like)], -1)

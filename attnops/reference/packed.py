@@ -33,7 +33,7 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """`[T]` int64: the request of each token; tokens past the last request get B."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     if cu_seqlens.shape[0] == 1:
-        return at * 0  # Triton compiles no search in nothing
+        return at * 0  # Triton does not compile a search in an empty tensor
     # Ends of one less than themselves are a tensor of its own: Inductor of torch 2.11 looks a view's offset over.
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
@@ -151,7 +151,7 @@ def paged_attention(call: PagedAttention) -> None:
 
 
 def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | None = None) -> None:
-    """Write output and lse of a call, given its padded query and what its pages hold, `[B, S or K, H, D]`, in the accumulation dtype."""
+    """Write output and lse of a call, given its padded query and its gathered pages, `[B, S or K, H, D]`, in the accumulation dtype."""
     ends, keys, tokens = call.seq_lens.long(), key.shape[1], call.output.shape[0]
     see = visible(call.max_seqlen_q, keys, ends - lengths_of(call.cu_seqlens_q), None, ends, Rules.of(call))
     # A page past a request's end may hold NaN, and 0 * NaN is NaN.

@@ -1,4 +1,4 @@
-"""Reference rotation and quantisation of what latent attention is about to read: queries after absorption, new latents.
+"""Reference rotation and quantisation of the inputs of latent attention: queries after absorption, new latents.
 
     pairs (a, b) of the rotated part, of a token at position p:  (a cos - b sin, b cos + a sin)
     stored = round(saturate(x / scale))
@@ -28,7 +28,7 @@ def rope_quantize_latent(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
     parts = scaled(call)
     top = torch.finfo(STORED).max
     stored = [part.clamp(-top, top).to(STORED) for part in parts]
-    # Joined last, so that a compiler writes each part into its place and nothing else.
+    # Joined last, so that a compiler writes each part into its place and stores no other tensor.
     return compact(torch.cat(stored[:2], -1)), compact(torch.cat(stored[2:], -1))
 
 
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """`x` `[..., D]` turned in place of its pairs by cosines and sines `[..., D / 2]`, which may broadcast."""
     pair = -1 if interleaved else -2
     pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    # The other of each pair is read from its place: nothing is put together that a compiler would have to store.
+    # Reading the other number of each pair from its place spares a compiler an intermediate tensor.
     other = pairs.flip(pair)
     first = (torch.arange(2, device=x.device) == 0).unflatten(0, (1, 2) if interleaved else (2, 1))
     turned: Tensor = pairs * cos.unsqueeze(pair) + torch.where(first, -other, other) * sin.unsqueeze(pair)

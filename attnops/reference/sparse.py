@@ -1,4 +1,4 @@
-"""Reference attention of each token over latents picked for it, and the write of latents in packed form.
+"""Reference attention of each token over latents picked for it, and the quantising write of latents.
 
     s[i, k] = scale * (q_nope[i] . c[j] + q_pe[i] . k_pe[j]),  j = indices[i, k];  output[i] = sum_k p[i, k] c[j]
 

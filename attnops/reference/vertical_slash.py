@@ -27,7 +27,7 @@ def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, 
     batch, heads, slashes = slash.shape
     rows, verticals, device = -(-call.max_seqlen_q // BLOCK), vertical.shape[2], slash.device
     first = torch.arange(rows, device=device) * BLOCK
-    # The key that the first query past a row stands at, `[B, 1, R]`; no key at all for rows without queries.
+    # The key at the position of the first query past a row, `[B, 1, R]`; rows without queries have none.
     past = ((k_lens - q_lens).long()[:, None] + first + BLOCK)[:, None]
     real = (first < q_lens[:, None])[:, None]
     end = torch.zeros((batch, heads, rows), dtype=torch.int64, device=device)

@@ -147,7 +147,7 @@ def _backward(call: Call) -> Allowed:
 
 
 def _requests(call: Call) -> list[dict[str, Any]]:
-    """The call in dense form and float64, one part a request for a packed one."""
+    """The call as dense calls in float64; one for each request of a varlen call."""
     given = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.arguments.items()}
     if "cu_seqlens_q" not in given:
         return [given]

@@ -15,7 +15,7 @@ from attnops.testing.inputs import Call, Features, Source
 
 
 def attend(source: Source, op: str, f: Features, sizes: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """The arguments of a call of an attention op: those given, and what `f` asks for of the others.
+    """The arguments of a call of an attention op: those given, and those of the others that `f` asks for.
 
     sizes: those of the record's layouts that `f` does not know.
     """

@@ -165,7 +165,7 @@ TEMPERED = {
 
 
 def _backward(op: str, main: Build, shapes: dict[str, Build], *shaped: str) -> tuple[Case, ...]:
-    """Gradients of what a forward call of a float dtype may ask for; shaped: the features that the other shapes are tried with."""
+    """Gradients of forward calls of float dtypes. shaped: the features that the shapes other than `main` are tried with."""
     rows = {n: (main, f) for n, f in FEATURES.items() if f.kv_dtype is None and not f.lse}
     rows |= {f"{s}-{n}": (b, FEATURES[n]) for s, b in shapes.items() for n in shaped}
     found: dict[str, tuple[Any, ...]] = {n: (*row, {}) for n, row in rows.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.reference.attention import compact
 from attnops.reference.latent_format import GROUP, pack, packed_bytes
 from attnops.testing.builders import WRITTEN, attend
 from attnops.testing.inputs import Build, Call, Features, Source, points, table
@@ -40,18 +41,20 @@ def sparse(
     views of one tensor. q_dtype: that of a quantised query, which comes with its scale.
     """
     f = f if q_dtype is None else replace(f, q_dtype=q_dtype)
-    lists, used = _lists(source, counts, topk, pages * page_size, lengths, twice)
-    given: dict[str, Any] = {"indices": source.ints(lists).reshape(len(counts), topk)}
+    query = source.argument("query", (len(counts), f.q_heads, f.head_dim), f)
+    assert query is not None
+    parts = query.split([f.v_dim, f.head_dim - f.v_dim], -1)
+    given: dict[str, Any] = dict(zip(("q_nope", "q_pe"), parts if whole else map(compact, parts), strict=True))
     if packed:
         rows = source.normal(pages * page_size, f.head_dim, dtype=f.dtype)
         bits = pack(rows[:, : f.v_dim], rows[:, f.v_dim :])
         given["latent_pages"] = bits.reshape(pages, page_size, bits.shape[1])
+    lists, used = _lists(source, counts, topk, pages * page_size, lengths, twice)
+    given["indices"] = source.ints(lists).reshape(len(counts), topk)
     if lengths:
         given["topk_length"] = source.ints(counts)
-    arguments = attend(source, "sparse_mla_attention", f, {"T": len(counts), "P": pages, "page": page_size, "numbers": f.head_dim}, **given)
-    if whole:
-        both = torch.cat([arguments["q_nope"], arguments["q_pe"]], -1)
-        arguments["q_nope"], arguments["q_pe"] = both[..., : f.v_dim], both[..., f.v_dim :]
+    sizes = {"T": len(counts), "P": pages, "page": page_size, "numbers": f.head_dim}
+    arguments = attend(source, "sparse_mla_attention", f, sizes, **given)
     free = ~used.reshape(pages, page_size, 1).to(source.device)
     return Call("sparse_mla_attention", arguments, {"latent_pages": free}, WRITTEN)
 

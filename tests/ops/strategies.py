@@ -5,224 +5,153 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
+from attnops.ops import OPS
 from attnops.testing import CASES, Features, Source, builders, latent, moves, rope_quantize, sparse, vertical_slash
 
-LENGTH = st.integers(0, 5)
-LENGTHS = st.lists(st.integers(0, 5), max_size=3)
+FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
 INDEX = st.sampled_from([torch.int32, torch.int64])
 SCALES = st.sampled_from([0.02, 0.3, 1.0, 40.0])
+PAGE = st.sampled_from([1, 2, 4])
 QUANTISED = st.sampled_from([None, None, None, torch.float8_e4m3fn, torch.int8])
 
 
-@st.composite
-def features(draw, masks=True, kv=QUANTISED, head_dims=(1, 4, 8)):
-    group = draw(st.sampled_from([1, 2, 3]))
-    kv_heads = draw(st.sampled_from([1, 2]))
-    return Features(
-        dtype=draw(FLOAT),
-        kv_dtype=draw(kv),
-        q_heads=group * kv_heads,
-        kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from(head_dims)),
-        v_head_dim=draw(st.sampled_from([None, None, 2])),
-        causal=draw(st.booleans()),
-        window=draw(st.sampled_from([(-1, -1), (-1, -1), (2, -1), (1, 1)])),
-        chunk=draw(st.sampled_from([0, 0, 0, 2, 3])),
-        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
-        sinks=draw(st.sampled_from([None, None, torch.float32])),
-        mask=draw(st.sampled_from(["none", "none", "bool", "additive"])) if masks else "none",
-        mask_shape=draw(st.sampled_from(["bhq", "b", "h", "q", ""])),
-        scale_per_head=draw(st.booleans()),
-        lse=draw(st.booleans()),
+def lengths(new=LENGTH, before=LENGTH, of=lambda n, m: n + m):
+    """(new tokens, keys) of up to three requests."""
+    return st.lists(st.tuples(new, before), max_size=3).map(lambda pairs: ([n for n, _ in pairs], [of(n, m) for n, m in pairs]))
+
+
+def features(masks=True, kv=QUANTISED):
+    return st.builds(
+        lambda group, kv_heads, **more: Features(q_heads=group * kv_heads, kv_heads=kv_heads, **more),
+        st.sampled_from([1, 2, 3]),
+        st.sampled_from([1, 2]),
+        dtype=FLOAT,
+        kv_dtype=kv,
+        head_dim=st.sampled_from([1, 4, 8]),
+        v_head_dim=st.sampled_from([None, None, 2]),
+        causal=FLAG,
+        window=st.sampled_from([(-1, -1), (-1, -1), (2, -1), (1, 1)]),
+        chunk=st.sampled_from([0, 0, 0, 2, 3]),
+        softcap=st.sampled_from([0.0, 0.0, 2.0]),
+        sinks=st.sampled_from([None, None, torch.float32]),
+        mask=st.sampled_from(["none", "none", "bool", "additive"] if masks else ["none"]),
+        mask_shape=st.sampled_from(["bhq", "b", "h", "q", ""]),
+        scale_per_head=FLAG,
+        lse=FLAG,
+        temperature=FLAG,
     )
 
 
-@st.composite
-def dense(draw, **more):
-    batch, queries, keys = draw(LENGTH), draw(LENGTH), draw(LENGTH)
-    ranged = draw(st.sampled_from([False, False, True])) and "kv" not in more
-    limits = {"start": [min(1, keys)] * batch, "end": [max(keys - 1, 0)] * batch, "range_dtype": draw(INDEX)} if ranged else {}
-    return builders.dense(source(draw), batch, queries, keys, draw(features(**more)), **limits)
-
-
-@st.composite
-def varlen(draw, **more):
-    q_lens = draw(LENGTHS)
-    k_lens = [draw(LENGTH) for _ in q_lens]
-    padding = draw(st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]))
-    return builders.varlen(source(draw), q_lens, k_lens, draw(features(**more)), padding, draw(st.sampled_from([0, 2])))
-
-
-@st.composite
-def paged(draw):
-    q_lens = draw(LENGTHS)
-    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
-    return builders.paged(
-        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), replace(draw(features()), temperature=draw(st.booleans())),
-        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
-    )  # fmt: skip
-
-
-@st.composite
-def write(draw):
-    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
-    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
-    return builders.write(source(draw), slots, pages, page, draw(features()), draw(INDEX))
-
-
-@st.composite
-def latent_features(draw):
-    f = draw(features())
-    # The query's head dim is the latent and the rotated key, the value's the latent alone.
+def of_latents(f):
+    """The query's head dim is the latent and the rotated key, the value's the latent alone."""
     kv = f.kv_dtype if f.dtype != torch.float64 else None
     return replace(f, kv_dtype=kv, head_dim=f.head_dim + 2, v_head_dim=f.head_dim, window=(f.window[0], -1), chunk=0)
 
 
-@st.composite
-def mla(draw):
-    q_lens = draw(LENGTHS)
-    lens = [draw(st.integers(n, n + 6)) for n in q_lens]
-    return latent.mla(
-        source(draw), q_lens, lens, draw(st.sampled_from([1, 2, 4])), draw(latent_features()),
-        padding=draw(st.integers(0, 2)), spare=draw(st.integers(0, 1)), wider=draw(st.integers(0, 1)), slack=draw(st.integers(0, 2)),
-    )  # fmt: skip
+def of_lists(f, packed):
+    dims = {"head_dim": 130, "v_head_dim": 128, "kv_dtype": None} if packed else {}
+    return replace(of_latents(f), causal=False, window=(-1, -1), softcap=0.0, mask="none", **dims)
+
+
+LATENT = features().map(of_latents)
+
+
+def dense(kv=QUANTISED):
+    def call(source, batch, queries, keys, f, ranged, index):
+        limits = {"start": [min(1, keys)] * batch, "end": [max(keys - 1, 0)] * batch, "range_dtype": index} if ranged else {}
+        return builders.dense(source, batch, queries, keys, f, **limits)
+
+    ranged = st.sampled_from([False, False, True]) if kv is QUANTISED else st.just(False)
+    return st.builds(call, SOURCE, LENGTH, LENGTH, LENGTH, features(kv=kv), ranged, INDEX)
+
+
+def varlen(kv=QUANTISED):
+    padding, slack = st.sampled_from([(0, 0), (0, 2), (1, 0), (2, 1)]), st.sampled_from([0, 2])
+    keys = lengths(of=lambda n, m: m)
+    return st.builds(lambda source, lens, *more: builders.varlen(source, *lens, *more), SOURCE, keys, features(kv=kv), padding, slack)
+
+
+def paged(build, f):
+    lens, one = lengths(before=st.integers(0, 6)), st.integers(0, 1)
+    pages = {"padding": FEW, "slack": FEW, "spare": one, "wider": one}
+    return st.builds(lambda source, lens, *rest, **more: build(source, *lens, *rest, **more), SOURCE, lens, PAGE, f, **pages)
 
 
 @st.composite
-def write_latent(draw):
+def writes(draw, build, f):
     pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
-    f = draw(latent_features())
-    quantised = f.kv_dtype is not None and draw(st.booleans())
-    return latent.write_latent(source(draw), slots, pages, page, f, draw(INDEX), quantised)
+    return build(draw(SOURCE), slots, pages, page, draw(f), draw(INDEX))
 
 
-@st.composite
-def rotated(draw):
-    f = draw(latent_features())
-    positions = draw(st.lists(st.integers(0, 6), max_size=4))
-    return rope_quantize.rope_quantize(
-        source(draw), positions, f, rows=7, scales=(draw(SCALES), draw(SCALES)), interleaved=draw(st.booleans()), index=draw(INDEX),
-        fused=draw(st.booleans()),
-    )  # fmt: skip
-
-
-@st.composite
-def sparse_features(draw, packed):
-    f = draw(latent_features())
-    dims = {"head_dim": 130, "v_head_dim": 128, "kv_dtype": None} if packed else {}
-    return replace(f, causal=False, window=(-1, -1), softcap=0.0, mask="none", **dims)
+def latents(source, slots, pages, page, f, index):
+    return latent.write_latent(source, slots, pages, page, f, index, quantised=f.kv_dtype is not None and f.scale_per_head)
 
 
 @st.composite
 def sparse_mla(draw):
-    packed, topk = draw(st.booleans()), draw(st.integers(0, 6))
-    pages = draw(st.integers(0, 3))
+    packed, topk, pages = draw(FLAG), draw(st.integers(0, 6)), draw(st.integers(0, 3))
     counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
-    return sparse.sparse(
-        source(draw), counts, topk, pages, draw(st.sampled_from([1, 3, 4])), draw(sparse_features(packed)),
-        lengths=draw(st.booleans()), packed=packed, twice=draw(st.booleans()), whole=draw(st.booleans()),
-    )  # fmt: skip
+    f, flags = of_lists(draw(features()), packed), {n: draw(FLAG) for n in ("lengths", "twice", "whole")}
+    return sparse.sparse(draw(SOURCE), counts, topk, pages, draw(st.sampled_from([1, 3, 4])), f, packed=packed, **flags)
 
 
-@st.composite
-def write_packed(draw):
-    pages, page = draw(st.integers(0, 3)), draw(st.integers(1, 3))
-    slots = draw(st.lists(st.integers(-1, pages * page - 1), unique_by=lambda s: s if s >= 0 else object(), max_size=5))
-    return sparse.write_packed(source(draw), slots, pages, page, draw(sparse_features(True)), draw(INDEX))
+def rotated():
+    positions = st.lists(st.integers(0, 6), max_size=4)
+    more = {"scales": st.tuples(SCALES, SCALES), "interleaved": FLAG, "index": INDEX, "fused": FLAG}
+    return st.builds(rope_quantize.rope_quantize, SOURCE, positions, LATENT, rows=st.just(7), **more)
 
 
-@st.composite
-def merge(draw):
-    return builders.merge(source(draw), draw(LENGTH), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(FLOAT))
+def slash_indexes():
+    lens = lengths(st.sampled_from([0, 1, 63, 64, 65, 130]), st.sampled_from([0, 1, 64, 90]))
+    sizes = st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), FLAG, st.sampled_from([0, 70])
+    return st.builds(lambda source, lens, *more: vertical_slash.indexes(source, *lens, *more), SOURCE, lens, *sizes)
 
 
-@st.composite
-def merge_states(draw):
-    sizes = (draw(LENGTH), draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4)))
-    return builders.merge_states(source(draw), *sizes, draw(FLOAT), draw(st.sampled_from([0.0, 0.4])))
-
-
-@st.composite
-def vertical_slash_indexes(draw):
-    q_lens = draw(st.lists(st.sampled_from([0, 1, 63, 64, 65, 130]), max_size=3))
-    k_lens = [n + draw(st.sampled_from([0, 1, 64, 90])) for n in q_lens]
-    heads, verticals, slashes = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    return vertical_slash.indexes(
-        source(draw), q_lens, k_lens, heads, verticals, slashes, draw(st.booleans()), draw(st.sampled_from([0, 70]))
-    )
-
-
-@st.composite
-def vertical_slash_attention(draw):
-    q_lens = draw(st.lists(st.sampled_from([0, 1, 5, 66]), max_size=3))
-    k_lens = [n + draw(st.sampled_from([0, 1, 70])) for n in q_lens]
-    f = replace(draw(features(masks=False, kv=st.none())), softcap=0.0, window=(-1, -1), sinks=None)
-    return vertical_slash.attention(
-        source(draw), q_lens, k_lens, f, draw(st.integers(1, 6)), draw(st.integers(1, 4)), slack=draw(st.sampled_from([0, 1, 70]))
-    )
+def slash_attention():
+    f = features(masks=False, kv=st.none()).map(lambda f: replace(f, softcap=0.0, window=(-1, -1), sinks=None))
+    lens, slack = lengths(st.sampled_from([0, 1, 5, 66]), st.sampled_from([0, 1, 70])), st.sampled_from([0, 1, 70])
+    sizes = st.integers(1, 6), st.integers(1, 4)
+    return st.builds(lambda s, lens, *rest, **more: vertical_slash.attention(s, *lens, *rest, **more), SOURCE, lens, f, *sizes, slack=slack)
 
 
 @st.composite
 def copy(draw):
-    layers, pages, page = draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    layers, pages, page = draw(FEW), draw(st.integers(0, 3)), draw(st.integers(1, 3))
     slot = st.integers(-1, pages * page - 1)
     target = draw(st.lists(slot, unique_by=lambda s: s if s >= 0 else object(), max_size=6))
     pairs = [(draw(slot), to) for to in target]
-    return moves.copy(source(draw), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(st.booleans()))
-
-
-@st.composite
-def metadata(draw, op):
-    return draw(st.sampled_from(CASES[op])).call(draw(st.integers(0, 99)))
+    return moves.copy(draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
 
 
 def backward(forward):
-    def build(draw):
-        call = draw(forward(kv=st.none()))
-        more = {"mask_grad": True} if call.op == "attention" and draw(st.booleans()) and _additive(call) else {}
-        return builders.backward(source(draw), call, lse_grad=draw(st.booleans()), **more)
+    def call(source, call, lse_grad, mask_grad):
+        mask = call.arguments.get("mask")
+        additive = call.op == "attention" and mask is not None and mask.dtype != torch.bool
+        return builders.backward(source, call, mask_grad=mask_grad and additive, lse_grad=lse_grad)
 
-    return st.composite(build)()
-
-
-def _additive(call):
-    return "mask" in call.arguments and call.arguments["mask"].dtype != torch.bool
+    return st.builds(call, SOURCE, forward(kv=st.none()), FLAG, FLAG)
 
 
-def source(draw):
-    return Source(draw(st.integers(0, 99)))
-
-
-CALLS = {
+MERGED = st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)
+CALLS = {op: st.builds(lambda case, seed: case.call(seed), st.sampled_from(CASES[op]), st.integers(0, 99)) for op in OPS}
+"""Ops on lengths and tables alone have calls of their grids, with other numbers."""
+CALLS |= {
     "attention": dense(),
     "attention_backward": backward(dense),
     "varlen_attention": varlen(),
     "varlen_attention_backward": backward(varlen),
-    "paged_attention": paged(),
-    "write_kv": write(),
-    "mla_attention": mla(),
-    "write_latent": write_latent(),
+    "paged_attention": paged(builders.paged, features()),
+    "write_kv": writes(builders.write, features()),
+    "mla_attention": paged(latent.mla, LATENT),
+    "write_latent": writes(latents, LATENT),
     "rope_quantize_latent": rotated(),
     "sparse_mla_attention": sparse_mla(),
-    "write_latent_packed": write_packed(),
-    "merge_state": merge(),
-    "merge_states": merge_states(),
-    "vertical_slash_indexes": vertical_slash_indexes(),
-    "vertical_slash_attention": vertical_slash_attention(),
-    **{
-        op: metadata(op)
-        for op in (
-            "cu_seqlens",
-            "token_rows",
-            "slot_mapping",
-            "kv_indices",
-            "decode_rows",
-            "named_pages",
-        )
-    },
+    "write_latent_packed": writes(sparse.write_packed, features().map(lambda f: of_lists(f, True))),
+    "merge_state": st.builds(builders.merge, SOURCE, LENGTH, *MERGED[1:], FLOAT),
+    "merge_states": st.builds(builders.merge_states, SOURCE, LENGTH, *MERGED, FLOAT, st.sampled_from([0.0, 0.4])),
+    "vertical_slash_indexes": slash_indexes(),
+    "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),
-    "fa3_schedule": metadata("fa3_schedule"),
-    **{op: metadata(op) for op in ("plan_paged_attention", "plan_mla_attention")},
 }

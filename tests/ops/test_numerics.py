@@ -217,7 +217,7 @@ OTHER_CALLS = [
         "sparse_mla_attention", "lengths",
         lambda c: {"latent_pages": c.latent_pages.nan_to_num(), "indices": c.indices % 64, "topk_length": None},
     ),
-    ("sparse_mla_attention", "packed", lambda c: {"q_pe": c.q_pe * 1.1}),
+    ("sparse_mla_attention", "packed_lse", lambda c: {"q_pe": c.q_pe * 1.1}),
     (
         "write_latent_packed", "plain",
         lambda c: {"latent": c.latent.nan_to_num(), "k_pe": c.k_pe.nan_to_num(), "slots": c.slots.clamp(min=0)},

@@ -1,5 +1,5 @@
 """`pointwise`: rotation and quantisation of queries and latents as plain torch ops, lowered in place: the compiler writes each part
-into its place in float8 and stores nothing else of it, in one function on the CPU, with pointwise producers fused in.
+into its place in float8 and stores no other tensor. On the CPU this is one function, with pointwise producers fused in.
 """
 
 from __future__ import annotations
