@@ -119,7 +119,7 @@ def test_a_copy_reads_before_it_writes(entries: int) -> None:
 FIRST_USES = {
     name: CALLS[name]
     for name in (
-        "write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000", "pad_queries",
+        "write_kv_4096", "write_kv_torch.float8_e4m3fn", "write_latent", "write_latent_packed", "copy_kv_64", "copy_kv_4000",
         )
 }  # fmt: skip
 

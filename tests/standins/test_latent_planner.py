@@ -199,7 +199,7 @@ def test_a_kernel_that_cannot_run_says_why(record):
         (100, "flashmla", r"target=sm100 \(wants sm90\)"),
         (100, "flashinfer_mla_fa3", r"not flashinfer_mla_fa3: target=sm100 \(wants sm90\)$"),
         (100, "trtllm_mla", r"not trtllm_mla: workspace=0 bytes"),
-        (90, "flashmla_fp8", r"not flashmla_fp8: dtype=bfloat16 \(wants float8_e4m3fn\)$"),
+        (90, "flashmla_fp8", r"not flashmla_fp8: dtype=bfloat16 \(wants float8_e4m3fn\);"),
     ):
         with target(arch, "sgl_kernel", "flashinfer"):
             with pytest.raises(NoKernel, match=f"(?m){why}"):
