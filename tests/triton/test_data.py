@@ -18,7 +18,8 @@ from attnops.testing import CASES, Features, Source, builders, check_kernel, lat
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
-from tests.triton.test_kernels import OPTIONS, kind_of
+from tests.triton.test_compile import OPTIONS, recorded
+from tests.triton.test_kernels import kind_of
 from tests.triton.test_numerics import strided, transposed
 from tests.triton.values import every_number
 
@@ -265,30 +266,22 @@ def test_a_compiled_function_calls_them():
 def test_a_generate_run_compiles_few_kernels():
     """Every number of tokens of one model. The bounds are in docs/triton.md."""
     from attnops.kernels.triton.launch import data as host
-    from attnops.kernels.triton.launch import gpu
+    from attnops.kernels.triton.launch.gpu import Gpu
 
-    seen = set()
-
-    def recorded(kernel, grid, given, args=(), warps=4):
-        varying = {p.name for p in kernel.params if p.do_not_specialize} if hasattr(kernel, "params") else VARYING
-        given = given | dict(zip(kernel.arg_names, args, strict=False)) | {"num_warps": warps}
-        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in varying) for n, x in given.items()}
-        seen.add(tuple(sorted(key.items(), key=lambda item: item[0])))
-
-    before = host.launch, gpu.INTERPRETED
-    host.launch, gpu.INTERPRETED = recorded, gpu.Gpu(132, 227 * 1024, True, True)
-    try:
+    with recorded(host, Gpu(132, 227 * 1024, True, True)) as found:
         pages = torch.empty(1, 16, 8, 128, dtype=BF16)
         for tokens in (*range(1, 70), 500, 512, 1000, 1024, 2000, 4096, 9999, 16384):
             slots = torch.empty(tokens, dtype=torch.int64)
             new = torch.empty(1, 8, 128, dtype=BF16).expand(tokens, -1, -1)
             ran("write_kv", new, new, pages, pages, slots)
-    finally:
-        host.launch, gpu.INTERPRETED = before
+    seen = set()
+    for _, launched in found:
+        key = {n: x if n.isupper() or n in OPTIONS else kind_of(x, n in VARYING) for n, x in launched.items()}
+        seen.add(tuple(sorted(key.items(), key=lambda item: item[0])))
     assert len(seen) == 3
 
 
-VARYING = ("tokens", "rows", "width", "requests", "steps")
+VARYING = ("tokens", "total")
 
 
 def test_tiles_fill_the_gpu_before_they_grow():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import attnops
-from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
@@ -18,8 +17,9 @@ from tests.helpers import fresh_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.mates import same_bits
 from tests.triton.process import interpreted, needs_triton
+from tests.triton.test_compile import OPTIONS
+from tests.triton.test_numerics import mode, ran
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 SM90 = Target("cuda", 90, assume=("triton",))
 BF16, F16, F32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 OURS = ("paged_attention", "mla_attention", "merge_state", "merge_states")
@@ -35,25 +35,16 @@ def triton(op):
 @pytest.mark.parametrize("op", OURS[:2])
 @interpreted
 def test_a_request_does_not_see_its_mates(op):
-    from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import grids
-
-    grids.SPLIT_KEYS, before = 128, grids.SPLIT_KEYS
-    host._launches.cache_clear()
-    try:
-        f = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True)
-        small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
-        q_lens, lens = (1, 20, 1, 7, 1), (400, 130, 90, 300, 17)
-        call = {
-            "paged_attention": lambda: builders.paged(Source(4), q_lens, lens, 16, f),
-            "mla_attention": lambda: latent.mla(Source(4), q_lens, lens, 16, small),
-        }[op]()
-        with pretend(SM90):
-            assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
-            same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
-    finally:
-        grids.SPLIT_KEYS = before
-        host._launches.cache_clear()
+    f = Features(dtype=F16, head_dim=32, q_heads=8, kv_heads=2, causal=True, window=(250, -1), sinks=F32, lse=True)
+    small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
+    q_lens, lens = (1, 20, 1, 7, 1), (400, 130, 90, 300, 17)
+    call = {
+        "paged_attention": lambda: builders.paged(Source(4), q_lens, lens, 16, f),
+        "mla_attention": lambda: latent.mla(Source(4), q_lens, lens, 16, small),
+    }[op]()
+    with mode("deterministic"):
+        assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
+        same_bits(call, [(0,), (1,), (2,), (3, 0), (4, 2), (4, 1, 0)])
 
 
 @pytest.mark.parametrize("op", OURS[:2])
@@ -61,31 +52,28 @@ def test_a_request_does_not_see_its_mates(op):
 def test_parts_are_bounded(op):
     """Requests that take turns give the bits of requests served at once, padding tokens too."""
     from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import grids
 
-    grids.SPLIT_KEYS, before = 128, (grids.SPLIT_KEYS, host.MOST_PARTS_BYTES)
-    host._launches.cache_clear()
-    try:
-        f = Features(dtype=F16, head_dim=32, q_heads=4, kv_heads=2, causal=True, lse=True)
-        small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
-        for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
-            call = {
-                "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (400, 130, 90, 300, 17), 16, f, padding=3),
-                "mla_attention": lambda q=q_lens: latent.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
-            }[op]()
-            results = []
+    f = Features(dtype=F16, head_dim=32, q_heads=4, kv_heads=2, causal=True, lse=True)
+    small = replace(DEEPSEEK, dtype=F16, head_dim=80, v_head_dim=64, lse=True)
+    before = host.MOST_PARTS_BYTES
+    for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
+        call = {
+            "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (400, 130, 90, 300, 17), 16, f, padding=3),
+            "mla_attention": lambda q=q_lens: latent.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
+        }[op]()
+        results = []
+        try:
             for most in (1 << 30, 1 << 16, 1):
                 host.MOST_PARTS_BYTES = most
                 for n in ("output", "lse"):
                     call.arguments[n].fill_(float("nan"))
-                triton(op).run(changed(call.record, policy="deterministic"))
+                ran(call, "deterministic")
                 results.append([call.arguments[n].clone() for n in ("output", "lse")])
-            for other in results[1:]:
-                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-            assert not any(x.isnan().any() for x in results[0])
-    finally:
-        grids.SPLIT_KEYS, host.MOST_PARTS_BYTES = before
-        host._launches.cache_clear()
+        finally:
+            host.MOST_PARTS_BYTES = before
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert not any(x.isnan().any() for x in results[0])
 
 
 @interpreted
