@@ -301,13 +301,14 @@ def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
         # Some checkpoints have it, unnoticed by a user who asks for pages.
         warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
         warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=4)
-    weights = any(getattr(asked, "output_attentions", None) for asked in (generation_config, owner.config))
-    if weights and given is None:
-        warnings.warn("attnops: output_attentions=True wants keys at hand, so generate() uses transformers' own cache", stacklevel=4)
-    blocks = mode.blocks and paged_models.has_blocks(model_kwargs)
-    if blocks and given is None:
-        warnings.warn("attnops: tokens of an image see each other both ways, so generate() uses transformers' own cache", stacklevel=4)
-    other = generation_config.use_cache is False or named is not None or weights or blocks
+    reasons = {
+        "output_attentions=True wants keys at hand": any(getattr(c, "output_attentions", None) for c in (generation_config, owner.config)),
+        "tokens of an image see each other both ways": mode.blocks and paged_models.has_blocks(model_kwargs),
+    }
+    for why, holds in reasons.items():
+        if holds and given is None:
+            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache", stacklevel=4)
+    other = generation_config.use_cache is False or named is not None or any(reasons.values())
     chosen = other or given is not None or elsewhere is not None
     # An assistant is called again and again with one cache, for a few tokens more each time.
     if not chosen and not getattr(generation_config, "is_assistant", False):

@@ -57,7 +57,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, lists and dicts only: `json.dumps` takes it."""
-        return {**asdict(self), "rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def _title(self) -> str:
         options = f"kernel={self.kernel or 'chosen per call'}, mask={self.mask}, cache={self.cache}"
