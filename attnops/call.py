@@ -84,8 +84,8 @@ class Spec:
 
     @cached_property
     def optional(self) -> frozenset[str]:
-        """The arguments that a kernel may list: those with a default that are no hints."""
-        return frozenset(a.name for a in self.args if a.default is not REQUIRED and not a.hint and a.name != "policy")
+        """The arguments that a kernel lists: those with a default, but for hints and those that every kernel takes."""
+        return frozenset(a.name for a in self.args if a.default is not REQUIRED and not (a.hint or a.always or a.name == "policy"))
 
     def __getitem__(self, name: str) -> Arg:
         return next(a for a in self.args if a.name == name)

@@ -46,7 +46,8 @@ class Arg:
     default: what a caller may leave out. off: the value at which no kernel needs to know the argument; the default, unless given.
     least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
     written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
-    hint: a promise or a plan that a kernel may ignore; it never makes a kernel refuse.
+    hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
+    always: every kernel of the op takes the argument, so that none lists it.
     unit_stride: the stride of the last dim is a fact of the Problem.
     """
 
@@ -60,6 +61,7 @@ class Arg:
     written: bool = False
     any_device: bool = False
     hint: bool = False
+    always: bool = False
     unit_stride: bool = False
     name: str = ""
     kind: str = ""

@@ -36,9 +36,9 @@ class DecodeRows(Call):
     cu_seqlens_q: Tensor = arg("B + 1", INT32)
     _: KW_ONLY
     num_tokens: int = arg(least=0, symbolic=True)
-    causal: bool = arg(default=True, hint=True)
-    q_heads: int = arg(default=0, least=0, hint=True)
-    float8: bool = arg(default=False, hint=True)
+    causal: bool = arg(default=True, always=True)
+    q_heads: int = arg(default=0, least=0, always=True)
+    float8: bool = arg(default=False, always=True)
     policy: str = ""
 
 

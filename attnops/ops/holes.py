@@ -22,8 +22,8 @@ class NamedPages(Call):
     _: KW_ONLY
     num_pages: int = arg(least=0, symbolic=True)
     page_size: int = arg(least=1)
-    squeeze: bool = arg(default=True, hint=True)
-    window_left: int = arg(default=-1, least=-1, hint=True)
+    squeeze: bool = arg(default=True, always=True)
+    window_left: int = arg(default=-1, least=-1, always=True)
     policy: str = ""
 
 

@@ -41,8 +41,8 @@ class PlanMlaAttention(Call):
     page_size: int = arg(least=1)
     dtype: str = arg(choices=tuple(NAMES))
     kv_dtype: str = arg(choices=tuple(NAMES))
-    causal: bool = arg(default=True, hint=True)
-    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, hint=True)
+    causal: bool = arg(default=True, always=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
     policy: str = ""
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)

@@ -45,8 +45,8 @@ class RopeQuantizeLatent(Call):
     cos_sin: Tensor = arg("N, Dr", FLOAT32)
     positions: Tensor = arg("T", INDEX)
     _: KW_ONLY
-    q_scale: float = arg(default=1.0, hint=True)
-    kv_scale: float = arg(default=1.0, hint=True)
+    q_scale: float = arg(default=1.0, always=True)
+    kv_scale: float = arg(default=1.0, always=True)
     interleaved: bool = False
     policy: str = ""
 

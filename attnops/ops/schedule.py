@@ -41,12 +41,12 @@ class Fa3Schedule(Call):
     kv_heads: int = arg(least=1)
     head_dim: int = arg(least=1)
     v_head_dim: int = arg(least=1)
-    float8: bool = arg(default=False, hint=True)
-    causal: bool = arg(default=True, hint=True)
-    window_left: int = arg(default=-1, least=-1, hint=True)
-    window_right: int = arg(default=-1, least=-1, hint=True)
-    softcap: float = arg(default=0.0, least=0, hint=True)
-    attention_chunk: int = arg(default=0, least=0, hint=True)
+    float8: bool = arg(default=False, always=True)
+    causal: bool = arg(default=True, always=True)
+    window_left: int = arg(default=-1, least=-1, always=True)
+    window_right: int = arg(default=-1, least=-1, always=True)
+    softcap: float = arg(default=0.0, least=0, always=True)
+    attention_chunk: int = arg(default=0, least=0, always=True)
     policy: str = ""
 
 

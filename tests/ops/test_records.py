@@ -38,6 +38,7 @@ class Toy(Call):
     size: int = arg(default=2, least=1)
     bright: bool = arg(default=True, off=False)
     promise: bool = arg(default=True, hint=True)
+    base: int = arg(default=2, always=True)
     policy: str = ""
 
 
@@ -53,7 +54,7 @@ def kernels(**more) -> list[Kernel]:
 def test_a_record_gives_its_schema_and_its_fake():
     assert schema(Toy.spec) == (
         "(Tensor a, Tensor? starts=None, Tensor? scale=None, Tensor? mask=None, Tensor? tail=None, *, int pages=1, int size=2, "
-        'bool bright=True, bool promise=True, str policy="") -> Tensor out'
+        'bool bright=True, bool promise=True, int base=2, str policy="") -> Tensor out'
     )
     call = Toy(A, tail=torch.zeros(3, 1, 2))
     assert check(call) | {"B": 3, "H": 4, "pages": 1} == check(call)
@@ -90,9 +91,15 @@ def test_further_dims_need_at_least_one():
 
 def test_what_is_asked_for():
     assert asked(Toy(A)) == {"bright"}  # on by default, so that a kernel must know it
-    assert asked(Toy(A, bright=False, promise=False)) == set()
+    assert asked(Toy(A, bright=False, promise=False, base=3)) == set()
     assert asked(Toy(A, bright=False, size=3)) == {"size"}
     assert problem_of(Toy(A, scale=A[0])).asks == {"bright", "scale"}
+
+
+def test_hints_change_no_result():
+    """Every other argument with a default is listed by a kernel, or taken by all kernels of its op."""
+    hints = {a.name for op in OPS.values() for a in op.spec.args if a.hint}
+    assert hints == {"plan", "padded", "holes", "workspace", "stale"}
 
 
 @pytest.mark.parametrize("argument", ["slope", "bright"])
