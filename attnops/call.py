@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -30,7 +31,7 @@ from attnops.layout import INT32 as INT32
 from attnops.layout import MASK as MASK
 from attnops.layout import QUANTISED as QUANTISED
 from attnops.layout import QUERY as QUERY
-from attnops.layout import REQUIRED, Size, layout_of
+from attnops.layout import REQUIRED, Size, compiled, layout_of
 from attnops.layout import STORED as STORED
 from attnops.layout import Arg as Arg
 from attnops.layout import Result as Result
@@ -57,7 +58,7 @@ class Spec:
     """All that follows from a record's class body.
 
     op: the op's name. args, results: in order. rules: further checks of a call, given its sizes by name.
-    problem: the fields of a Problem that are sizes, as expressions of the names in the layouts. stored: the argument whose dtype is the
+    measures: the fields of a Problem that are sizes, as code over the names in the layouts. stored: the argument whose dtype is the
     Problem's `kv_dtype`. facts: further fields of the Problem, a function of the call and its sizes.
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
     values of it apart that have one extent and differ from all other sizes.
@@ -67,7 +68,7 @@ class Spec:
     args: tuple[Arg, ...]
     results: tuple[Result, ...] = ()
     rules: Callable[[Any, Sizes], None] | None = None
-    problem: Mapping[str, str] | None = None
+    measures: Mapping[str, CodeType] = field(default_factory=dict)
     stored: str = ""
     facts: Callable[[Any, Sizes], dict[str, Any]] | None = None
     grows: str = ""
@@ -128,14 +129,29 @@ def record(
                 fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}")
             given = cls.__dict__.get(name, REQUIRED)
             a = given if isinstance(given, Arg) else Arg(default=given)
-            args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims)))
+            neutral = a.default if a.off is REQUIRED else a.off
+            tensor = kind.startswith("Tensor")
+            args.append(replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims), tensor=tensor, neutral=neutral))
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
-        spec = Spec(op, tuple(args), results, rules, problem, stored, facts, grows)
+        spec = Spec(op, tuple(args), results, rules, _measures(args, problem or {}), stored, facts, grows)
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
         return cast(type[C], type(cls.__name__, (base, Call), members))
 
     return make
+
+
+EXTENTS = {"tokens": "T", "batch": "B", "queries": "max_seqlen_q", "context": "max_seqlen_k"}
+"""Sizes of a Problem that may be symbolic, and the names that they have in a layout."""
+
+INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv", "rope_dim": "Dr", "page_size": "page"}
+"""As EXTENTS, of sizes that are always known."""
+
+
+def _measures(args: list[Arg], problem: Mapping[str, str]) -> dict[str, CodeType]:
+    known = {a.name for a in args if not a.tensor} | {s.text for a in args if a.kind == "Tensor" for s in a.layout if not s.options}
+    found = {f: problem.get(f) or next((n for n in (f, name) if n in known), "") for f, name in (EXTENTS | INTS).items()}
+    return {f: compiled(expression) for f, expression in found.items() if expression}
 
 
 def values(call: Call) -> tuple[Any, ...]:

@@ -127,16 +127,21 @@ class Kernel:
         out = self._asked("packages", (p.missing for p in self.packages), target)
         return out or self._asked("probe", () if self.probe is None else (self.probe,), target)
 
-    def unmet(self, problem: Problem) -> tuple[Refusal, ...]:
-        """What of `problem` the kernel does not take, wherever it is."""
-        out = self._asked("needs", self.needs, problem)
-        unknown = [f for f in features(problem) if self.takes.isdisjoint(f.arguments)]
-        reasons = [Refusal(f.field, f.got, f.want) for f in unknown]
-        reasons += [Refusal(a, "asked for", f"not, for the kernel does not list {a}") for a in sorted(problem.asks - self.takes)]
-        reasons += [*self._foreign_dtypes(problem)]
-        return out + tuple(r for r in reasons if r.field not in [other.field for other in out])
+    def unmet(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
+        """The demands of the kernel that `problem` does not meet, on any machine. brief: one will do."""
+        unlisted = tuple(self._unlisted(problem))
+        if brief and unlisted:
+            return unlisted
+        out = self._asked("needs", self.needs, problem, brief)
+        return out + tuple(r for r in unlisted if r.field not in [other.field for other in out])
 
-    def _foreign_dtypes(self, problem: Problem) -> Iterator[Refusal]:
+    def _unlisted(self, problem: Problem) -> Iterator[Refusal]:
+        """Features, arguments and dtypes that the kernel does not list."""
+        for f in features(problem):
+            if self.takes.isdisjoint(f.arguments):
+                yield Refusal(f.field, f.got, f.want)
+        for a in sorted(problem.asks - self.takes):
+            yield Refusal(a, "asked for", f"not, for the kernel does not list {a}")
         if not self.dtypes:
             return  # contract 1 has needs in their place
         if problem.dtype not in self.dtypes:
@@ -145,15 +150,26 @@ class Kernel:
         if problem.kv_dtype not in stored:
             yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
-    def refusals(self, problem: Problem) -> tuple[Refusal, ...]:
-        """Every reason this kernel cannot take `problem`. Empty means that it can."""
-        unmet = self.unmet(problem)
+    def refusals(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
+        """Every reason this kernel cannot take `problem`. Empty means that it can.
+
+        brief: one reason will do, so that the kernel's own code is asked only of calls that its packages and its lists allow. What it
+        costs is not asked.
+        """
+        absences = self.absences(problem.target)
+        if brief and absences:
+            return absences
+        unmet = self.unmet(problem, brief)
         if problem.capturing and self.capture is Capture.NEVER:
             unmet += (Refusal("capture", self.capture.value, f"{Capture.WHOLE.value}: a CUDA graph is being captured"),)
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
-        out = self.absences(problem.target) + unmet
-        return out or self._asked("cost_us", (self._priced,), problem) or self._asked("inline.when", (self._placed,), problem)
+        out = absences + unmet or self._asked("inline.when", (self._placed,), problem)
+        return out if out or brief else self.unpriced(problem)
+
+    def unpriced(self, problem: Problem) -> tuple[Refusal, ...]:
+        """Why the kernel cannot be compared with others by cost."""
+        return self._asked("cost_us", (self._priced,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
         """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""
@@ -161,8 +177,8 @@ class Kernel:
             return (Refusal("batch_invariant", False, "True (policy.deterministic)"),)
         return self._asked("invariant.needs", self.invariant.needs, problem)
 
-    def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object) -> tuple[Refusal, ...]:
-        """The refusals among the answers. An error is one."""
+    def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object, brief: bool = False) -> tuple[Refusal, ...]:
+        """The refusals among the answers, or the first of them. An error is one."""
         out = []
         for question in questions:
             try:
@@ -172,6 +188,8 @@ class Kernel:
             if answer is not None:
                 odd = Failed(f"{self.name}.{what}", f"an answer of type {type(answer).__name__}", "None or a Refusal")
                 out.append(answer if isinstance(answer, Refusal) else odd)
+                if brief:
+                    break
         return tuple(out)
 
     def _enough(self, problem: Problem) -> Refusal | None:

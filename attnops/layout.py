@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -49,6 +49,8 @@ class Arg:
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes the argument, so that none lists it.
     unit_stride: the stride of the last dim is a fact of the Problem.
+
+    `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.
     """
 
     dims: str = ""
@@ -67,16 +69,8 @@ class Arg:
     kind: str = ""
     keyword: bool = False
     layout: tuple[Size, ...] = ()
-
-    @cached_property
-    def tensor(self) -> bool:
-        """Is it a tensor, or None in a tensor's place?"""
-        return self.kind in ("Tensor", "Tensor | None")
-
-    @cached_property
-    def neutral(self) -> Any:
-        """The value at which no kernel needs to know the argument."""
-        return self.default if self.off is REQUIRED else self.off
+    tensor: bool = False
+    neutral: Any = REQUIRED
 
 
 def arg(dims: str = "", dtypes: Dtypes | str | Callable[[Any], Dtypes] = (), *, default: Any = REQUIRED, **more: Any) -> Any:
@@ -116,17 +110,18 @@ class Size:
         if text.isidentifier() or text == "...":
             return cls(text)
         least = text.startswith(">=")
-        return cls(text, tuple(_compiled(part) for part in (text[2:] if least else text).split("|")), least)
+        return cls(text, tuple(compiled(part) for part in (text[2:] if least else text).split("|")), least)
 
 
 @cache
-def _compiled(expression: str) -> CodeType:
+def compiled(expression: str) -> CodeType:
+    """The code of a layout's expression."""
     return builtins.compile(expression.strip(), f"<layout {expression}>", "eval")
 
 
 def evaluate(expression: str, sizes: Sizes) -> Any:
     """The value of a layout's expression, a text of ours, for these sizes."""
-    return eval(_compiled(expression), {"__builtins__": {}}, sizes)
+    return eval(compiled(expression), {"__builtins__": {}}, sizes)
 
 
 def layout_of(dims: str) -> tuple[Size, ...]:

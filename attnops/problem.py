@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.call import Call, asked, evaluate, sizes_of, values
+from attnops.call import EXTENTS, Call, asked, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 
 
@@ -233,8 +233,6 @@ class Problem:
         return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
 
 
-_EXTENTS = {"tokens": "T", "batch": "B", "queries": "max_seqlen_q", "context": "max_seqlen_k"}
-_INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv", "rope_dim": "Dr", "page_size": "page"}
 _TOLD = {
     "causal", "window_left", "window_right", "softcap", "attention_chunk", "temperature", "mask", "sinks", "kv_start", "kv_end", "k_scale",
     "v_scale", "kv_scale", "q_scale", "return_lse", "lse", "mask_grad", "plan", "padded", "workspace", "grad_lse",
@@ -253,11 +251,9 @@ def problem_of(call: Call) -> Problem:
     first = values(call)[0]
     found: dict[str, Any] = {"op": spec.op, "target": Target.of(first.device), "dtype": first.dtype}
     found["kv_dtype"] = given[spec.stored].dtype if spec.stored else first.dtype
-    for field, letter in (_EXTENTS | _INTS).items():
-        expression = (spec.problem or {}).get(field) or (field if field in sizes else letter if letter in sizes else "")
-        if expression:
-            size = evaluate(expression, sizes)
-            found[field] = Extent.of(size) if field in _EXTENTS else int(size)
+    for field, code in spec.measures.items():
+        size = eval(code, {"__builtins__": {}}, sizes)
+        found[field] = Extent.of(size) if field in EXTENTS else int(size)
     found |= _features(given)
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)

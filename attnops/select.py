@@ -72,10 +72,9 @@ def parse_policy(key: str) -> Policy:
 
 
 def _check_names(policy: Policy) -> None:
-    known = kernel_names()
     for entry in (*policy.kernel, *policy.allow, *policy.deny, *policy.prefer):
         scope, _, name = entry.rpartition(":")
-        if name not in known:
+        if name not in (known := kernel_names()):
             fail(UnknownKernel, name, scope or "any", known)
         if scope and name not in kernels_of(scope):
             fail(UnknownKernel, name, scope, tuple(kernels_of(scope)))
@@ -153,19 +152,24 @@ def select(problem: Problem, policy: Policy | str = "") -> Decision:
 
 def select_by(table: Table | None, problem: Problem, policy: Policy | str = "") -> Decision:
     """As `select`, by the times of `table`, or by the kernels' own estimates when it is None."""
+    return _decide(table, problem, policy)
+
+
+def _decide(table: Table | None, problem: Problem, policy: Policy | str, brief: bool = False) -> Decision:
     try:
-        return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table)
+        return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table, brief)
     except _NotKept as found:
         return found.decision
 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
     """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
-    decision = select(problem, policy)
-    if decision.kernel is None:
+    kernel = _decide(in_force(problem.target).table, problem, policy, brief=True).kernel
+    if kernel is None:
+        decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
         raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
-    return decision.kernel
+    return kernel
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
@@ -185,20 +189,29 @@ class _NotKept(Exception):
 
 
 @functools.lru_cache(maxsize=8192)
-def _select(problem: Problem, policy: Policy, registered: int, table: Table | None) -> Decision:
+def _select(problem: Problem, policy: Policy, registered: int, table: Table | None, brief: bool) -> Decision:
+    """brief: the chosen kernel is all that is asked for, so that one reason a kernel will do for the others."""
     _check_names(policy)
     forced = policy.forced(problem.op)
     fits: list[Kernel] = []
     refused: dict[str, tuple[Refusal, ...]] = {}
     seen = without_sizes(problem) if policy.deterministic else problem
     for kernel in kernels_of(problem.op).values():
-        reasons = kernel.refusals(seen) + tuple(_policy_refusals(kernel, seen, policy, forced))
+        reasons = tuple(_policy_refusals(kernel, seen, policy, forced))
+        if not (brief and reasons):
+            reasons = kernel.refusals(seen, brief) + reasons
         if reasons:
             refused[kernel.name] = reasons
         else:
             fits.append(kernel)
+    players = [k for k in fits if not k.judge] or fits
+    if brief and len(players) == 1 and table is None:
+        return Decision(problem, policy, players[0], refused)
+    if brief:
+        refused |= {k.name: failed for k in fits if (failed := k.unpriced(seen))}
+        fits = [k for k in fits if k.name not in refused]
     needed = _invariant_costs(seen, fits) if policy.deterministic else costs(problem, fits, table)
-    guessed = _guessed(problem, fits, needed)
+    guessed = _guessed(fits, needed)
     fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
@@ -234,10 +247,10 @@ def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
     return {k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
 
 
-def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
-    """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
+def _guessed(kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
+    """Would the judge win by a guess? It may only beat a measured time, and only with one of its own."""
     players = [k for k in kernels if not k.judge]
-    if problem.target.device != "cuda" or not players:
+    if not players:
         return False
     best = min(players, key=lambda k: needed[k.name].us)
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)

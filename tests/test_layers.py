@@ -20,7 +20,6 @@ RANKS = {
     "attnops.env": 0,
     "attnops.version": 0,
     "attnops.traced": 0,
-    "attnops.versions": 0,
     "attnops.reference": 0,
     "attnops.package": 1,
     "attnops.promises": 1,

@@ -44,10 +44,10 @@ from attnops.kernel import (
 from attnops.needs import features
 from attnops.ops import eager
 from attnops.ops.dense import Attention
+from attnops.package import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
-from attnops.versions import parse, within
 from tests.helpers import fresh_process, ready_process
 from tests.test_select import installed
 

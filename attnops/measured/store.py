@@ -61,7 +61,8 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
             return InForce()
         gpu = cpu_name()
     siblings: list[tuple[Table, Path]] = []
-    for path in ([path_for(gpu)] if gpu else []) + sorted(SHIPPED.glob("*.json")):
+    # The tables that ship are of GPUs.
+    for path in ([path_for(gpu)] if gpu else []) + (sorted(SHIPPED.glob("*.json")) if device == "cuda" else []):
         try:
             table = from_json(read_text(path))
         except FileNotFoundError:

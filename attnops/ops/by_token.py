@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnops.call import INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import data
-from attnops.select import key_for
 
 
 def _words(call: Any) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, C
 from attnops.errors import NoGradient, fail
 from attnops.ops import rules
 from attnops.ops.op import Op, applied, below, blank, define, tensors_of
+from attnops.ops.rules import key_for
 from attnops.problem import surely
 from attnops.reference import attention as reference
-from attnops.select import key_for
 
 SIZES = {"tokens": "B * S", "queries": "S", "context": "K"}
 

@@ -1,7 +1,7 @@
 """The way of an eager call: one bounded cache, from calls like one made before to what served it.
 
 Checks and selection look at shapes, strides, dtypes, devices and scalars only, so a call like one seen before needs neither. A call
-goes straight to its kernel, past the dispatcher, unless something else must see it: see `attnops.ops.watched`.
+goes straight to its kernel, past the dispatcher, unless something else must see it: see `overheard`.
 
 TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its place; a test runs both.
 """
@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
-from attnops.call import Call, Spec, check, values
+from attnops.call import Call, Spec, check, check_kinds, values
+from attnops.errors import NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
-from attnops.problem import _OVERRIDE, Extent
+from attnops.problem import _OVERRIDE, Extent, Problem, problem_of
 from attnops.select import choose
-
-if TYPE_CHECKING:
-    from attnops.ops.op import Op
 
 Run = Callable[[Any], Any]
 
@@ -34,6 +35,8 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
@@ -122,22 +125,52 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
-@dataclass
 class Eager:
-    """The cache of one op.
+    """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars
     and what else selection depends on, up to SHAPES of (guards of the tensors, what runs, the outline of the tensors).
     """
 
-    op: Op
-    patterns: dict[tuple[type, ...], Pattern | None] = field(default_factory=dict)
-    seen: dict[tuple[Any, ...], list[tuple[Any, Run, Any]]] = field(default_factory=dict)
-    numbers: Any = field(default_factory=itertools.count)
+    autograd: Callable[[Run, Any], Any] | None
+    once: bool
 
-    def find(self, call: Call) -> Run | None:
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.name = spec, spec.op
+        # Dynamo of torch 2.11 reads no attribute of a record's class.
+        self.positional, self.keywords = spec.positional, spec.names[spec.positional :]
+        self.patterns: dict[tuple[type, ...], Pattern | None] = {}
+        self.seen: dict[tuple[Any, ...], list[tuple[Any, Run, Any]]] = {}
+        self.numbers = itertools.count()
+
+    @property
+    def packet(self) -> Any:
+        """`torch.ops.attnops.<name>`."""
+        return getattr(torch.ops.attnops, self.name)
+
+    def problem(self, call: Call) -> Problem:
+        """The Problem of a call that `attnops.call.check` has passed, or would pass."""
+        return problem_of(call)
+
+    def __call__(self, call: Any) -> Any:
+        """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
+        if not overheard():
+            if is_grad_enabled() and (fields := grad_fields(call)):
+                if self.autograd is None and not self.once:
+                    fail(NoGradient, self.name, fields)
+                if self.autograd is not None and self.plain(call):
+                    return self.autograd(self.run, call)
+            elif (run := self.find(call)) is not None:
+                return run(call)
+        if not is_compiling():
+            check_kinds(call)  # the dispatcher's own error names neither the field nor the value
+        n = self.positional
+        return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
+
+    def find(self, call: Any) -> Run | None:
         """What runs calls like this one; None where the dispatcher must see it first."""
-        kind = self._kind(call)
+        types = tuple(map(type, call))
+        kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
         key = (kind.number, _REGISTRY.generation, _OVERRIDE.target, kind.scalars(call))
@@ -149,25 +182,21 @@ class Eager:
                 return run
         return self._remember(key, kind, tensors, call)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Any) -> Any:
         """The op's results, from below the dispatcher."""
         run = self.find(call)
-        return (checked(self.op, call) if run is None else run)(call)
+        return (checked(self, call) if run is None else run)(call)
 
-    def plain(self, call: Call) -> bool:
+    def plain(self, call: Any) -> bool:
         """May a kernel be handed the tensors as they are?"""
-        kind = self._kind(call)
+        types = tuple(map(type, call))
+        kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         return kind is not None and all(map(_plain, kind.tensors(call)))
 
-    def _kind(self, call: Call) -> Pattern | None:
-        types = tuple(map(type, values(call)))
-        try:
-            return self.patterns[types]
-        except KeyError:
-            pass
+    def _pattern(self, types: tuple[type, ...]) -> Pattern | None:
         if len(self.patterns) >= KINDS:
             self.patterns.clear()
-        found = self.patterns[types] = pattern(self.op.spec, types, next(self.numbers))
+        found = self.patterns[types] = pattern(self.spec, types, next(self.numbers))
         return found
 
     def _remember(self, key: tuple[Any, ...], kind: Pattern, tensors: tuple[Tensor, ...], call: Call) -> Run | None:
@@ -175,7 +204,7 @@ class Eager:
             return None
         # A decode step has one key more than the last one: its first layer would pay for checks and selection as much as for ten calls.
         kept = self.seen.get(key)
-        run = kept[0][1] if kept and _grown(kind.outline(tensors), kept[0][2]) else checked(self.op, call)
+        run = kept[0][1] if kept and _grown(kind.outline(tensors), kept[0][2]) else checked(self, call)
         if len(self.seen) >= KINDS:
             self.seen.clear()
         kept = self.seen.setdefault(key, [])
@@ -192,12 +221,18 @@ def _grown(new: tuple[int, set[int], list[Any]], old: tuple[int, set[int], list[
     return Extent.of(size) == Extent.of(old[0])
 
 
+def grad_fields(call: Any) -> tuple[str, ...]:
+    """The arguments that require a gradient."""
+    given = zip(call.spec.names, call, strict=True)
+    return tuple(n for n, v in given if isinstance(v, Tensor) and v.requires_grad)
+
+
 def _plain(t: Tensor) -> bool:
     """Is the memory of `t` what it says? A kernel would read another number, or none; the dispatcher deals with such tensors first."""
     return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
 
 
-def checked(op: Op, call: Call) -> Run:
+def checked(op: Eager, call: Call) -> Run:
     """What runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
@@ -212,3 +247,41 @@ def checked(op: Op, call: Call) -> Run:
         return answers.run(call)
 
     return run
+
+
+# Who must see a call --------------------------------------------------------------------------------------------------------
+
+
+def watched() -> bool:
+    """Must a call pass the dispatcher: is a gradient possible, or does a compiler, a mode, a transform or a profiler have to see it?"""
+    return is_grad_enabled() or overheard()
+
+
+def overheard() -> bool:
+    """`watched` without reverse-mode gradients: forward-mode ones and those of torch.func count."""
+    # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+    return (
+        is_compiling() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
+        or forward_ad._current_level >= 0 or _transformed()
+    )  # fmt: skip
+
+
+def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`overload` without the dispatcher, which takes 9 us to carry two dozen named arguments into C++ and back; compiled code calls this.
+
+    Args:
+        overload: the kernel's overload. It takes a call that is `watched`, so that modes, gradients and profilers see the op.
+        run: the kernel's Python function. It takes all other calls, with the arguments that the dispatcher would hand on: those at
+            their defaults left out.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # `watched()` without its two calls and without the question for a compiler, which never traces generated code.
+        if (
+            is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling()
+            or forward_ad._current_level >= 0 or _transformed()
+        ):  # fmt: skip
+            return overload(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call

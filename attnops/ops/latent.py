@@ -10,8 +10,8 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import mla
-from attnops.select import key_for
 
 STORED = (torch.float8_e4m3fn, torch.int8)
 """What latents may be quantised to."""

@@ -13,8 +13,8 @@ from attnops.ops import rules
 from attnops.ops.holes import whole
 from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import mla
-from attnops.select import key_for
 
 
 def query_rules(call: Any, sizes: Sizes) -> None:

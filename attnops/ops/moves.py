@@ -10,8 +10,8 @@ from torch import Tensor
 from attnops.call import INDEX, KW_ONLY, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import moves
-from attnops.select import key_for
 
 PAGES = (*STORED, torch.uint8)
 """What pages may hold; uint8 is that of packed latents."""

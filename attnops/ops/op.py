@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
-from attnops.call import Call, Spec, changed, check, check_kinds, fake, schema, split, values
+from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
 from attnops.kernel import CONTRACT, Capture, Core, Kernel, as_of_a_call, on_register
-from attnops.ops.eager import Eager, capturing
+from attnops.ops.eager import Eager, capturing, direct, grad_fields
 from attnops.ops.layouts import refuse_others
-from attnops.ops.watched import direct, overheard
-from attnops.problem import Problem, problem_of
+from attnops.problem import Problem
 from attnops.select import choose, parse_policy
 
 _LIB = torch.library.Library("attnops", "FRAGMENT")
@@ -33,7 +31,7 @@ _TRACE_HOOKS: list[Callable[[], None]] = []
 
 
 @dataclass(eq=False)
-class Op:
+class Op(Eager):
     """A contract: what is asked, never how.
 
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
@@ -46,25 +44,10 @@ class Op:
     autograd: Callable[[Callable[[Any], Any], Any], Any] | None = None
     once: bool = False
     about: str = ""
-    eager: Eager = field(init=False, repr=False)
-    positional: int = field(init=False, repr=False)
-    keywords: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__init__(self.call.spec)
         self.reference = as_of_a_call(self.reference)
-        self.eager = Eager(self)
-        # Dynamo of torch 2.11 reads no attribute of a record's class, so that the op has these itself.
-        self.positional, self.keywords = self.spec.positional, self.spec.names[self.spec.positional :]
-
-    @property
-    def spec(self) -> Spec:
-        """All that follows from the record."""
-        return self.call.spec
-
-    @property
-    def name(self) -> str:
-        """Also the name of `torch.ops.attnops.<name>`."""
-        return self.spec.op
 
     @property
     def schema(self) -> str:
@@ -72,39 +55,15 @@ class Op:
         return schema(self.spec)
 
     @property
-    def packet(self) -> Any:
-        """`torch.ops.attnops.<name>`."""
-        return getattr(torch.ops.attnops, self.name)
-
-    @property
     def tensors(self) -> tuple[str, ...]:
         """The names of the arguments that are tensors, in the schema's order."""
         return tuple(a.name for a in self.spec.args if a.tensor)
-
-    def problem(self, call: Call) -> Problem:
-        """The Problem of a call that `attnops.call.check` has passed, or would pass."""
-        return problem_of(call)
-
-    def __call__(self, call: Any) -> Any:
-        """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
-        if not overheard():
-            if is_grad_enabled() and (fields := _grad_fields(call)):
-                if self.autograd is None and not self.once:
-                    fail(NoGradient, self.name, fields)
-                if self.autograd is not None and self.eager.plain(call):
-                    return self.autograd(self.eager.run, call)
-            elif (run := self.eager.find(call)) is not None:
-                return run(call)
-        if not is_compiling():
-            check_kinds(call)  # the dispatcher's own error names neither the field nor the value
-        n = self.positional
-        return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
 
 
 def define(op: Op) -> Op:
     """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""
     OPS[op.name] = op
-    _define_overload(op, op.name, op.eager.run, chooses=True)
+    _define_overload(op, op.name, op.run, chooses=True)
     refuse_others(_LIB, op.packet)
     return op
 
@@ -218,13 +177,8 @@ def _notify_compiler() -> None:
 # Gradients -------------------------------------------------------------------------------------------------------------
 
 
-def _grad_fields(call: Call) -> tuple[str, ...]:
-    given = zip(call.spec.names, values(call), strict=True)
-    return tuple(n for n, v in given if isinstance(v, Tensor) and v.requires_grad)
-
-
 def _refuse_grad(op: Op, call: Call) -> None:
-    if torch.is_grad_enabled() and (fields := _grad_fields(call)):
+    if torch.is_grad_enabled() and (fields := grad_fields(call)):
         fail(NoGradient, op.name, fields)
 
 

@@ -11,8 +11,8 @@ from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, ST
 from attnops.ops import rules
 from attnops.ops.holes import whole
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import data, packed
-from attnops.select import key_for
 
 
 def _rules(call: Any, sizes: Sizes) -> None:

@@ -10,8 +10,8 @@ from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Result, Sizes, a
 from attnops.errors import InvalidInput, fail
 from attnops.ops.latent import SIZES
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import rope_quantize
-from attnops.select import key_for
 
 
 def _rules(call: Any, sizes: Sizes) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from attnops.call import FLOATS, QUANTISED, Sizes, name, need, place
 from attnops.errors import InvalidInput, fail
 from attnops.promises import refuse_plan_of_holes
+from attnops.select import _ACTIVE
+from attnops.select import key_for as _key_for
 
 UNBOUNDED = (-1, -1)
 """The default window."""
@@ -82,6 +84,11 @@ def result_dtype(call: Any) -> torch.dtype:
 def result_dtypes(call: Any) -> tuple[torch.dtype, ...]:
     """As `result_dtype`, for an output that the caller brings."""
     return (result_dtype(call),)
+
+
+def key_for(op: str, kernel: str | None) -> str:
+    """The policy of a call: that in force, or `kernel` forced on it."""
+    return _ACTIVE.key if kernel is None else _key_for(op, kernel)
 
 
 def tensors(**given: Any) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from attnops.call import INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.ops import rules
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import data
-from attnops.select import key_for
 
 
 def _rules(call: Any, sizes: Sizes) -> None:

@@ -13,9 +13,9 @@ from attnops.ops import rules
 from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
 from attnops.ops.mla import facts, output_dtypes, query_rules
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import sparse
 from attnops.reference.latent_format import GROUP, packed_bytes
-from attnops.select import key_for
 
 PACKED = (torch.uint8,)
 

@@ -11,8 +11,8 @@ from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, C
 from attnops.errors import NoGradient, fail
 from attnops.ops import rules
 from attnops.ops.op import Op, applied, below, blank, define, tensors_of
+from attnops.ops.rules import key_for
 from attnops.reference import packed as reference
-from attnops.select import key_for
 
 SIZES = {"batch": "starts - 1"}
 

@@ -11,9 +11,9 @@ from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Call, Result, Sizes, a
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
 from attnops.ops.op import Op, define
+from attnops.ops.rules import key_for
 from attnops.reference import vertical_slash
 from attnops.reference.vertical_slash import BLOCK
-from attnops.select import key_for
 
 ROWS = f"(max_seqlen_q + {BLOCK - 1}) // {BLOCK}"
 """Rows of the index: blocks of 64 queries."""

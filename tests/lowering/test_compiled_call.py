@@ -12,7 +12,7 @@ import attnops
 from attnops.kernel import all_kernels
 from attnops.lowering.choose import as_dispatched
 from attnops.ops import OPS
-from attnops.ops.watched import direct
+from attnops.ops.eager import direct
 from tests.lowering.models import PagedModel, compiled_code, decode
 
 KERNEL = "paged_attention:reference"

@@ -32,8 +32,8 @@ def looked(request, monkeypatch):
         pytest.skip("this torch has no TensorGuards")
     counts, real = Counter(), eager.checked
     for op in (ATTENTION, PAGED):
-        op.eager.seen.clear()
-        op.eager.patterns.clear()
+        op.seen.clear()
+        op.patterns.clear()
 
     def checked(op, call):
         counts[op.name] += 1
@@ -254,11 +254,11 @@ def test_what_is_remembered_is_bounded(looked):
     _, k, v = qkv()
     for s in range(1, 30):
         attnops.attention(torch.randn(2, s, 4, 8), k, v)
-    assert [len(kept) for kept in ATTENTION.eager.seen.values()] == [eager.SHAPES]
+    assert [len(kept) for kept in ATTENTION.seen.values()] == [eager.SHAPES]
     for i in range(eager.KINDS + 5):
         attnops.attention(*qkv(), scale=1.0 + i)
-    assert len(ATTENTION.eager.seen) <= eager.KINDS
-    assert len(ATTENTION.eager.patterns) <= eager.KINDS
+    assert len(ATTENTION.seen) <= eager.KINDS
+    assert len(ATTENTION.patterns) <= eager.KINDS
 
 
 def test_threads_share_it(looked):

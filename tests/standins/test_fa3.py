@@ -403,9 +403,9 @@ def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     others = ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)})
     for asked in ({}, {}, *others, {}):
         with Ops() as seen, attnops.use(kernel={"paged_attention": "fa3"}):
-            OPS["paged_attention"].eager.run(changed(call.with_(**asked).record, policy=active_policy()))
+            OPS["paged_attention"].run(changed(call.with_(**asked).record, policy=active_policy()))
         same_table = standin[-1]["page_table"].data_ptr() == call.arguments["page_table"].data_ptr()
         assert (seen.names == ["fwd"] and same_table) == (not asked), asked
     for policy in ("", "deterministic"):
-        OPS["paged_attention"].eager.run(changed(call.record, policy=policy))
+        OPS["paged_attention"].run(changed(call.record, policy=policy))
         assert standin[-1]["num_splits"] == (policy == "deterministic")

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from attnops.kernel import Package
+from attnops.package import Version, parse
 from attnops.problem import Refusal, Target
-from attnops.versions import Version, parse
 
 DISTS = ("sglang-kernel", "sgl-kernel")
 
