@@ -23,6 +23,7 @@ from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import Need as Need
 from attnops.needs import all_of as all_of
 from attnops.needs import arch as arch
+from attnops.needs import arch_from as arch_from
 from attnops.needs import at_most as at_most
 from attnops.needs import device as device
 from attnops.needs import dtypes as dtypes

@@ -88,6 +88,12 @@ def arch(*families: int) -> Need:
     return lambda p: None if p.target.device == "cuda" and p.target.arch in families else Refusal("target", p.target, want)
 
 
+def arch_from(least: int) -> Need:
+    """CUDA, with a compute capability of at least `least` (80 for SM80)."""
+    want = f"CUDA, sm{least} or newer"
+    return lambda p: None if p.target.device == "cuda" and p.target.arch >= least else Refusal("target", p.target, want)
+
+
 def device(*kinds: str) -> Need:
     """The target's device is one of `kinds`."""
     for kind in kinds:

@@ -204,14 +204,14 @@ def _select(problem: Problem, policy: Policy, registered: int, table: Table | No
             refused[kernel.name] = reasons
         else:
             fits.append(kernel)
-    players = [k for k in fits if not k.judge] or fits
-    if brief and len(players) == 1 and table is None:
-        return Decision(problem, policy, players[0], refused)
     if brief:
         refused |= {k.name: failed for k in fits if (failed := k.unpriced(seen))}
         fits = [k for k in fits if k.name not in refused]
-    needed = _invariant_costs(seen, fits) if policy.deterministic else costs(problem, fits, table)
-    guessed = _guessed(fits, needed)
+    if policy.deterministic:
+        needed = _invariant_costs(seen, fits)
+    else:
+        needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
+    guessed = _guessed(problem, fits, needed)
     fits.sort(key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, needed[k.name].us))
     decision = Decision(problem, policy, fits[0] if fits else None, refused, tuple(k.name for k in fits[1:]), needed)
     if any(isinstance(r, Failed) for reasons in refused.values() for r in reasons):
@@ -247,10 +247,10 @@ def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
     return {k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
 
 
-def _guessed(kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
-    """Would the judge win by a guess? It may only beat a measured time, and only with one of its own."""
+def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]) -> bool:
+    """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
     players = [k for k in kernels if not k.judge]
-    if not players:
+    if problem.target.device != "cuda" or not players:
         return False
     best = min(players, key=lambda k: needed[k.name].us)
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)

@@ -32,8 +32,8 @@ for _ in range(3):
 
 
 def test_files_on_the_way_to_a_kernel(tmp_path):
-    """A CPU's `sdpa`, the one kernel beside the reference that can run the call. Its own work is not counted."""
+    """The kernel's own work is not counted. Five of the files are `sdpa`, the reference, and the estimates that choose between them."""
     first, second, third = (line.split() for line in fresh_process(SCRIPT, env={"ATTNOPS_CACHE_DIR": str(tmp_path)}).splitlines())
-    assert int(first[0]) <= 12, first
+    assert int(first[0]) <= 16, first
     assert int(second[0]) <= 4 and second == third, second
     assert int(second[1]) <= 9, "Python calls of an eager call like the one before"

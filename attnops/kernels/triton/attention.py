@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Invariant, Kernel, Need, Package, at_most, one_of, register
+from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, one_of, register
 from attnops.kernels.torch.aten_flash_cuda import BACKWARD
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
@@ -39,10 +39,8 @@ def launched(module: str, name: str) -> Callable[[Any], Any]:
     return run
 
 
-def gpu(p: Problem) -> Refusal | None:
-    """A need: a GPU that the kernels compile for."""
-    ok = p.target.device == "cuda" and p.target.arch >= 80
-    return None if ok else Refusal("target", p.target, "CUDA, sm80 or newer")
+gpu = arch_from(80)
+"""A need: the GPUs that Triton compiles for."""
 
 
 def own(
