@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Real
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -42,6 +40,7 @@ from attnops.traits import Inline as Inline
 from attnops.traits import Invariant as Invariant
 from attnops.traits import Plan as Plan
 from attnops.traits import Tolerance as Tolerance
+from attnops.traits import check_fields
 
 CONTRACT = 2
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
@@ -280,7 +279,7 @@ def register(kernel: Kernel) -> Kernel:
     known = _REGISTRY.kernels.get(kernel.op, {})
     if kernel.name in known:
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(known)})")
-    _check_fields(kernel)
+    check_fields(kernel)
     for check in _REGISTRY.checks:
         check(kernel)
     _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
@@ -290,32 +289,6 @@ def register(kernel: Kernel) -> Kernel:
         _REGISTRY.waiting.append(kernel)
     _REGISTRY.generation += 1
     return kernel
-
-
-def _check_fields(kernel: Kernel) -> None:
-    def want(ok: bool, field: str, text: str) -> None:
-        if not ok:
-            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
-
-    kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
-    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
-        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
-    for name in ("needs", *["invariant.needs"] * (kernel.invariant is not None)):
-        needs = attrgetter(name)(kernel)
-        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
-    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
-    factor = kernel.tolerance.factor
-    want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
-    for name in ("run", "cost_us"):
-        want(callable(getattr(kernel, name)), name, "a function")
-    optional = ["probe", "workspace_bytes", "plan.sizes", "plan.device"]
-    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
-    for name in optional:
-        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
-    try:
-        inspect.signature(kernel.run)
-    except (TypeError, ValueError):
-        want(False, "run", "a function whose parameters can be read")
 
 
 @contextmanager

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from math import inf
+from numbers import Real
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnops.errors import RegistrationError
 from attnops.needs import Need
+from attnops.package import Package
 from attnops.problem import Problem
+
+if TYPE_CHECKING:
+    from attnops.kernel import Kernel
 
 
 class Capture(Enum):
@@ -81,3 +90,31 @@ class Tolerance:
 
     factor: float = 1.0
     rounded_sums: bool = False
+
+
+def check_fields(kernel: Kernel) -> None:
+    """Raise RegistrationError for a field of another type than it has."""
+
+    def want(ok: bool, field: str, text: str) -> None:
+        if not ok:
+            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
+
+    kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
+    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
+        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
+    for name in ("needs", *["invariant.needs"] * (kernel.invariant is not None)):
+        needs = attrgetter(name)(kernel)
+        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
+    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
+    factor = kernel.tolerance.factor
+    want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
+    for name in ("run", "cost_us"):
+        want(callable(getattr(kernel, name)), name, "a function")
+    optional = ["probe", "workspace_bytes", "plan.sizes", "plan.device"]
+    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
+    for name in optional:
+        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
+    try:
+        inspect.signature(kernel.run)
+    except (TypeError, ValueError):
+        want(False, "run", "a function whose parameters can be read")
