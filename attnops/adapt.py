@@ -4,50 +4,46 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from attnops.call import Call, Spec
+from attnops.errors import RegistrationError
+
+PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
 
 
-def as_of_a_call(run: Callable[..., Any]) -> Callable[[Any], Any]:
-    """`run` as a function of a call."""
-    return run if takes_a_call(run) else adapted(run)
+def warn_of_contract_1(name: str, run: Callable[..., Any]) -> None:
+    """Warn that the next release refuses the kernel. Raises RegistrationError for one that cannot be adapted."""
+    kinds = {p.kind: p.name for p in inspect.signature(getattr(run, "of_arguments", run)).parameters.values()}
+    if swallow := kinds.get(inspect.Parameter.VAR_KEYWORD):
+        want = f"run(call), and takes= with the arguments that it handles, which **{swallow} does not say: {PAGE}"
+        raise RegistrationError(f"kernel {name}: run got **{swallow}, want {want}")
+    text = f"kernel {name}: run takes the op's arguments one by one (contract 1), which the next release refuses; write run(call): {PAGE}"
+    warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
     """`run` of contract 1, which takes the op's arguments one by one, as a function of a call.
 
-    It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for. `**kwargs` get
-    those that the call asks for.
+    It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for.
     """
     known = parameters_of(run)
     parameters = inspect.signature(run).parameters.values()
-    swallows = any(p.kind is p.VAR_KEYWORD for p in parameters)
     endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
-    @functools.cache
-    def handed(spec: Spec) -> tuple[int, tuple[tuple[int, Any], ...], tuple[tuple[str, int], ...], tuple[tuple[str, int, Any], ...]]:
-        n = spec.positional
-        room = n if endless else sum(name not in spec.names[n:] for name in places)
-        over = tuple((i, spec.args[i].default) for i in range(room, n))
-        named = tuple((a.name, i) for i, a in enumerate(spec.args) if i >= n and a.name in known)
-        others = tuple((a.name, i, a.default) for i, a in enumerate(spec.args) if i >= n and a.name not in known)
-        return n, over, named, others if swallows else ()
-
     @functools.wraps(run)
     def call(call: Any) -> Any:
-        n, over, named, others = handed(call.spec)
-        kwargs = {name: call[i] for name, i in named}
-        for name, i, default in others:
-            if not _is(call[i], default):
-                kwargs[name] = call[i]
-        if over and all(_is(call[i], default) for i, default in over):
-            n -= len(over)
-        return run(*call[:n], **kwargs)
+        spec: Spec = call.spec
+        n = spec.positional
+        room = n if endless else sum(name not in spec.names[n:] for name in places)
+        if all(_is(call[i], spec.args[i].default) for i in range(room, n)):
+            n = min(n, room)
+        return run(*call[:n], **{name: call[i] for i, name in enumerate(spec.names) if i >= spec.positional and name in known})
 
     call.of_arguments, call.adapted = run, call  # type: ignore[attr-defined]
     return call

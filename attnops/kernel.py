@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from attnops.adapt import adapted as adapted
-from attnops.adapt import as_of_a_call as as_of_a_call
-from attnops.adapt import parameters_of, readable, takes_a_call
+from attnops.adapt import parameters_of, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import Need as Need
@@ -280,6 +279,8 @@ def register(kernel: Kernel) -> Kernel:
     if kernel.name in known:
         raise RegistrationError(f"kernel name: got {kernel.name!r}, want one not yet registered for {kernel.op} ({', '.join(known)})")
     check_fields(kernel)
+    if kernel.contract == 1:
+        warn_of_contract_1(kernel.name, kernel.run)
     for check in _REGISTRY.checks:
         check(kernel)
     _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel

@@ -127,7 +127,7 @@ from typer.testing import CliRunner
 from attnops.cli.app import app
 from attnops.kernel import Kernel, Package, arch, register, report_broken
 package = Package("far_away", ("far-away",))
-register(Kernel("far", "attention", lambda *a, causal=False, **k: None, needs=(arch(90),), packages=(package,), cost_us=lambda p: 0.0))
+register(Kernel("far", "attention", lambda call: None, frozenset({"causal"}), needs=(arch(90),), packages=(package,), cost_us=lambda p: 0))
 report_broken("theirs (their.module)", "ImportError: no such thing")
 def run(*arguments):
     return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)

@@ -65,7 +65,7 @@ def test_the_default_policy_looks_at_sizes():
 
 
 def test_a_kernel_of_few_queries_refuses_a_decode_step_too():
-    few = Kernel("few", "paged_attention", lambda **_: None, needs=(extent_at_most("queries", 8),), invariant=Invariant())
+    few = Kernel("few", "paged_attention", lambda call: None, needs=(extent_at_most("queries", 8),), invariant=Invariant())
     problem = sized(replace(CALLS["paged_attention"], op="paged_attention"), 8, 1, 4096)
     assert not few.refusals(problem)
     [refusal] = few.refusals(without_sizes(problem))

@@ -72,7 +72,7 @@ def cpu_table(**us):
 
 
 def kernel(name, cost=1.0, **more):
-    return Kernel(name, "paged_attention", lambda *_, **__: None, cost_us=lambda p: cost, **more)
+    return Kernel(name, "paged_attention", lambda call: None, cost_us=lambda p: cost, **more)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ SINKS = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head
 _unique = itertools.count(-1, -1)
 
 
-def nothing(*args, causal=False, softcap=0.0, sinks=None, **kwargs):
+def nothing(*args, causal=False, softcap=0.0, sinks=None):
     raise AssertionError("selection runs no kernel")
 
 
@@ -486,7 +486,7 @@ BROKEN = {
 
 
 def test_broken_third_parties_are_reported_and_harm_nobody(tmp_path):
-    good = "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'merge_state', lambda *a, policy='': (a[0], a[1])))"
+    good = "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'merge_state', lambda call: tuple(call[:2])))"
     env = installed(tmp_path, "in_order", good)
     for name, (source, _) in BROKEN.items():
         installed(tmp_path, name, source)

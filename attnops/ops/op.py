@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from attnops.call import Call, changed, check, fake, schema, split, values
 from attnops.errors import NoGradient, NotCapturable, RegistrationError, fail
-from attnops.kernel import CONTRACT, Capture, Core, Kernel, as_of_a_call, on_register
+from attnops.kernel import CONTRACT, Capture, Core, Kernel, on_register
 from attnops.ops.eager import Eager, capturing, direct, grad_fields
 from attnops.ops.layouts import refuse_others
 from attnops.problem import Problem
@@ -47,7 +47,6 @@ class Op(Eager):
 
     def __post_init__(self) -> None:
         super().__init__(self.call.spec)
-        self.reference = as_of_a_call(self.reference)
 
     @property
     def schema(self) -> str:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from attnops.call import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
 from attnops.errors import InvalidInput, RegistrationError
-from attnops.kernel import Kernel
+from attnops.kernel import Kernel, Registry, kernels_of, register
 from attnops.ops import OPS
 from attnops.ops.op import check_binding
 from attnops.problem import Problem, Target, problem_of
+from attnops.select import choose, select
+from tests.helpers import ROOT
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -137,6 +139,32 @@ def test_a_misspelt_argument_is_no_kernel():
     kernel = Kernel("misspelt", "attention", lambda call: (), takes=frozenset({"soft_cap"}))
     with pytest.raises(RegistrationError, match=r"takes got 'soft_cap', want arguments of attention: .*softcap"):
         check_binding(kernel)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    for name in ("attnops.kernel", "attnops.ops.eager"):
+        monkeypatch.setattr(f"{name}._REGISTRY", Registry())
+
+
+def test_a_kernel_of_contract_1_is_adapted_with_a_warning(registry):
+    def run(query, key, value, *rest, scale, causal=False):
+        return query
+
+    with pytest.warns(FutureWarning, match=r"kernel old: run takes .* \(contract 1\).* write run\(call\): docs/add-a-kernel.md"):
+        kernel = register(Kernel("old", "attention", run, cost_us=lambda p: 0.0))
+    assert choose(replace(PLAIN, causal=True)) is kernel
+    assert [r.field for r in select(replace(PLAIN, softcap=True)).refused["old"]] == ["softcap"]
+
+
+def test_a_kernel_that_does_not_say_what_it_takes_is_refused_by_name(registry):
+    def run(query, key, value, **features):
+        return query
+
+    with pytest.raises(RegistrationError, match=r"kernel new: run got \*\*features, want run\(call\), .*docs/add-a-kernel.md"):
+        register(Kernel("new", "attention", run))
+    assert "new" not in kernels_of("attention")
+    assert "## Kernels of contract 1" in (ROOT / "docs" / "add-a-kernel.md").read_text()
 
 
 def test_a_kernel_of_contract_1_is_handed_its_arguments():
