@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, changed, record
-from attnops.errors import NoGradient, fail
+from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, record
 from attnops.ops import rules
-from attnops.ops.op import Op, applied, below, blank, define, tensors_of
+from attnops.ops.gradient import differentiable
+from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.problem import surely
 from attnops.reference import attention as reference
@@ -56,41 +55,7 @@ class Attention(Call):
     policy: str = ""
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Any, call: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = changed(call, **dict(zip(TENSORS, tensors, strict=True)))
-        output, lse = below(run, changed(given, return_lse=True))
-        ctx.save_for_backward(*tensors, output, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        if not call.return_lse:
-            ctx.mark_non_differentiable(lse)
-        return output, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, sinks, _, _, kv_start, kv_end, _, output, lse = ctx.saved_tensors
-        wants, call = ctx.needs_input_grad[2:], ctx.call
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        found = BACKWARD(AttentionBackward(
-            grad_output, grad_lse, query, key, value, output, lse, mask, sinks, kv_start, kv_end, scale=call.scale, causal=call.causal,
-            window_left=call.window_left, window_right=call.window_right, softcap=call.softcap, attention_chunk=call.attention_chunk,
-            mask_grad=wants[3], policy=call.policy,
-        ))  # fmt: skip
-        return (None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), *[None] * 5)
-
-
-def _autograd(run: Any, call: Any) -> tuple[Tensor, Tensor]:
-    if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
-        fail(NoGradient, "attention with q_scale, k_scale or v_scale", ("query, key or value",))
-    output, lse = applied(_Attention, run, blank(call), *tensors_of(call))
-    return output, lse if call.return_lse else lse.new_empty(0)
-
-
-ATTENTION = define(Op(Attention, reference.attention, _autograd, about="dense attention"))
-TENSORS = ATTENTION.tensors
+ATTENTION = define(Op(Attention, reference.attention, differentiable, about="dense attention"))
 
 
 def _backward_facts(call: Any, sizes: Sizes) -> dict[str, Any]:

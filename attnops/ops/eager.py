@@ -138,7 +138,9 @@ class Eager:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
         # Dynamo of torch 2.11 reads no attribute of a record's class.
-        self.positional, self.keywords = spec.positional, spec.names[spec.positional :]
+        self.positional, self.names, self.keywords = spec.positional, spec.names, spec.names[spec.positional :]
+        self.tensors = tuple(a.name for a in spec.args if a.tensor)
+        self.results = tuple(r.name for r in spec.results)
         self.patterns: dict[tuple[type, ...], Pattern | None] = {}
         self.seen: dict[tuple[Any, ...], list[tuple[Any, Run, Any]]] = {}
         self.numbers = itertools.count()

@@ -53,11 +53,6 @@ class Op(Eager):
         """Arguments and results as torch.library writes them."""
         return schema(self.spec)
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The names of the arguments that are tensors, in the schema's order."""
-        return tuple(a.name for a in self.spec.args if a.tensor)
-
 
 def define(op: Op) -> Op:
     """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""

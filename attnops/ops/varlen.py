@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, changed, need, record
-from attnops.errors import NoGradient, fail
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, need, record
 from attnops.ops import rules
-from attnops.ops.op import Op, applied, below, blank, define, tensors_of
+from attnops.ops.gradient import differentiable
+from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import packed as reference
 
@@ -57,45 +56,7 @@ class VarlenAttention(Call):
     policy: str = ""
 
 
-class _Varlen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Any, call: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = changed(call, **dict(zip(TENSORS, tensors, strict=True)))
-        output, lse = below(run, changed(given, return_lse=True))
-        ctx.save_for_backward(*tensors, output, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        if not call.return_lse:
-            ctx.mark_non_differentiable(lse)
-        return output, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, cu_q, cu_k, mask, sinks, _, _, _, output, lse = ctx.saved_tensors
-        wants, call = ctx.needs_input_grad[2:], ctx.call
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        gq, gk, gv, gs = BACKWARD(VarlenAttentionBackward(
-            grad_output, grad_lse, query, key, value, output, lse, cu_q, cu_k, mask, sinks, max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k, scale=call.scale, causal=call.causal, window_left=call.window_left,
-            window_right=call.window_right, softcap=call.softcap, attention_chunk=call.attention_chunk, padded=call.padded,
-            policy=call.policy,
-        ))  # fmt: skip
-        found = (gq, gk, gv, None, None, None, gs)
-        return (None, None, *(g if w else None for g, w in zip(found, wants, strict=False)), *[None] * 3)
-
-
-def _autograd(run: Any, call: Any) -> tuple[Tensor, Tensor]:
-    if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
-        fail(NoGradient, "varlen_attention with q_scale, k_scale or v_scale", ("query, key or value",))
-    if call.mask is not None and call.mask.requires_grad:
-        fail(NoGradient, "varlen_attention", ("mask",))
-    output, lse = applied(_Varlen, run, blank(call), *tensors_of(call))
-    return output, lse if call.return_lse else lse.new_empty(0)
-
-
-VARLEN = define(Op(VarlenAttention, reference.varlen_attention, _autograd, about="packed attention over ragged requests"))
-TENSORS = VARLEN.tensors
+VARLEN = define(Op(VarlenAttention, reference.varlen_attention, differentiable, about="packed attention over ragged requests"))
 
 
 def _backward_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
