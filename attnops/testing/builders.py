@@ -95,22 +95,28 @@ def backward(source: Source, forward: Call, mask_grad: bool = False, lse_grad: b
 WRITTEN = ("output", "lse")
 
 
-class Batch(NamedTuple):
-    """The lengths and the pages of a call that reads a cache.
+class Pages(NamedTuple):
+    """The pages of a call that reads a cache.
 
-    padding: query tokens past the last request. slack: how loose max_seqlen_q is. spare: pages of no request. wider: columns of the
-    table past the longest request; entries past a request's end are -1 or a spare page. shared: the second request's first page is
-    the first one's.
+    spare: pages of no request. wider: columns of the table past the longest request; entries past a request's end are -1 or a spare
+    page. shared: the second request's first page is the first one's. interleaved: key and value pages are views of one buffer.
     """
+
+    spare: int = 2
+    wider: int = 1
+    shared: bool = False
+    interleaved: bool = False
+
+
+class Batch(NamedTuple):
+    """The lengths of a call that reads a cache. padding: query tokens past the last request. slack: how loose max_seqlen_q is."""
 
     q_lens: Sequence[int]
     seq_lens: Sequence[int]
     page_size: int
-    padding: int = 2
-    slack: int = 0
-    spare: int = 2
-    wider: int = 1
-    shared: bool = False
+    padding: int
+    slack: int
+    pages: Pages
 
     def call(self, source: Source, op: str, f: Features) -> Call:
         """A call of `paged_attention` or `mla_attention`. Pages are in random order."""
@@ -135,13 +141,13 @@ class Batch(NamedTuple):
         """(int32 page table, bool `[P, page]` of the slots that hold keys)."""
         page_size = self.page_size
         counts = [-(-n // page_size) for n in self.seq_lens]
-        order = source.permutation(sum(counts) + self.spare)
-        width = max(counts, default=0) + self.wider
+        order = source.permutation(sum(counts) + self.pages.spare)
+        width = max(counts, default=0) + self.pages.wider
         used = torch.zeros(len(order), page_size, dtype=torch.bool)
         rows: list[list[int]] = []
         for count, length in zip(counts, self.seq_lens, strict=True):
             own, order = order[:count], order[count:]
-            if self.shared and len(rows) == 1 and count and rows[0]:
+            if self.pages.shared and len(rows) == 1 and count and rows[0]:
                 own[0] = rows[0][0]
             for at, page in enumerate(own):
                 used[page, : min(page_size, length - at * page_size)] = True
@@ -163,16 +169,12 @@ def paged(
     f: Features,
     padding: int = 2,
     slack: int = 0,
-    spare: int = 2,
-    wider: int = 1,
-    shared: bool = False,
-    interleaved: bool = False,
     promise: bool = False,
+    pages: Pages = Pages(),  # noqa: B008, a tuple
 ) -> Call:
-    """`paged_attention` of a `Batch`. interleaved: key and value pages are views of one buffer. promise: pass padded=holes=False."""
-    batch = Batch(q_lens, seq_lens, page_size, padding, slack, spare, wider, shared)
-    call = batch.call(source, "paged_attention", f)
-    if interleaved:
+    """`paged_attention` of a `Batch`. promise: pass padded=holes=False."""
+    call = Batch(q_lens, seq_lens, page_size, padding, slack, pages).call(source, "paged_attention", f)
+    if pages.interleaved:
         k_pages, v_pages = _interleave(call.arguments["k_pages"], call.arguments["v_pages"])
         call = call.with_(k_pages=k_pages, v_pages=v_pages)
     return call.with_(padded=False, holes=False) if promise else call

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnops.testing import builders
+from attnops.testing.builders import Pages
 from attnops.testing.data_cases import DATA_CASES
 from attnops.testing.inputs import Build, Call, Case, Features, Source, points, table
 from attnops.testing.latent import LATENT_CASES
@@ -135,18 +136,18 @@ VARLEN_SHAPES: dict[str, Build] = {
 }
 PAGED_SHAPES: dict[str, Build] = {
     "page_1": _paged((1, 3, 2), (5, 3, 9), 1),
-    "page_3": _paged((1, 3, 0, 2), (5, 3, 0, 7), 3, interleaved=True),
+    "page_3": _paged((1, 3, 0, 2), (5, 3, 0, 7), 3, pages=Pages(interleaved=True)),
     "page_64": _paged((2, 1), (3, 70), 64),
     "decode": _paged((1, 1, 1, 1), (5, 1, 40, 16), 16, padding=0),
     "tight": _paged((1, 0, 3), (5, 2, 70), 64, padding=0, promise=True),
     "decode_promised": _paged((1, 1, 1), (5, 0, 33), 16, padding=0, promise=True),
     "decode_padded": _paged((1, 1, 1), (5, 0, 33), 16, padding=3),
     "prefill": _paged((6, 11), (6, 11), 4, slack=2),
-    "shared": _paged((2, 2), (9, 13), 4, shared=True),
-    "no_table": _paged((1, 1), (0, 0), 4, wider=0),
-    "no_pages": _paged((1, 2), (0, 0), 4, spare=0),
+    "shared": _paged((2, 2), (9, 13), 4, pages=Pages(shared=True)),
+    "no_table": _paged((1, 1), (0, 0), 4, pages=Pages(wider=0)),
+    "no_pages": _paged((1, 2), (0, 0), 4, pages=Pages(spare=0)),
     "no_requests": _paged((), (), 4),
-    "nothing": _paged((), (), 4, padding=0, spare=0, wider=0),
+    "nothing": _paged((), (), 4, padding=0, pages=Pages(spare=0, wider=0)),
 }
 _MASKS = {
     f"mask_{kind}_{shape or 'keys'}": replace(FEATURES["plain"], mask=kind, mask_shape=shape)

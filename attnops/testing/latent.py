@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnops.testing.builders import Batch
+from attnops.testing.builders import Batch, Pages
 from attnops.testing.inputs import Build, Call, Case, Features, Source, points, table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -23,16 +23,14 @@ def mla(
     f: Features,
     padding: int = 2,
     slack: int = 0,
-    spare: int = 2,
-    wider: int = 1,
-    shared: bool = False,
+    pages: Pages = Pages(),  # noqa: B008, a tuple
     q_dtype: torch.dtype | None = None,
 ) -> Call:
     """`mla_attention` of a `builders.Batch`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
     q_dtype: that of a quantised query, which comes with its scale.
     """
-    batch = Batch(q_lens, seq_lens, page_size, padding, slack, spare, wider, shared)
+    batch = Batch(q_lens, seq_lens, page_size, padding, slack, pages)
     return batch.call(source, "mla_attention", f if q_dtype is None else replace(f, q_dtype=q_dtype))
 
 
@@ -110,11 +108,11 @@ SHAPES: dict[str, Build] = {
     "decode_padded": _mla((1, 1, 1), (5, 0, 33), 16, padding=3),
     "decode_idle": _mla((1, 0, 1), (5, 7, 33), 4, padding=1),
     "prefill": _mla((6, 11), (6, 11), 4, slack=2),
-    "shared": _mla((2, 2), (9, 13), 4, shared=True),
-    "no_table": _mla((1, 1), (0, 0), 4, wider=0),
-    "no_pages": _mla((1, 2), (0, 0), 4, spare=0),
+    "shared": _mla((2, 2), (9, 13), 4, pages=Pages(shared=True)),
+    "no_table": _mla((1, 1), (0, 0), 4, pages=Pages(wider=0)),
+    "no_pages": _mla((1, 2), (0, 0), 4, pages=Pages(spare=0)),
     "no_requests": _mla((), (), 4),
-    "nothing": _mla((), (), 4, padding=0, spare=0, wider=0),
+    "nothing": _mla((), (), 4, padding=0, pages=Pages(spare=0, wider=0)),
     "float8_query": _mla((1, 3), (6, 3), 4, q_dtype=E4M3),
 }
 
@@ -127,12 +125,12 @@ DECODE: dict[str, tuple[Build, Features]] = {
     "idle": (_mla((1, 0, 1), (70, 9, 3), 64, padding=1), DEEPSEEK),
     "empty": (_mla((1, 1), (0, 3), 64, padding=0), replace(DEEPSEEK, lse=True)),
     "no_keys": (_mla((1, 1), (0, 0), 64, padding=0), DEEPSEEK),
-    "no_table": (_mla((1, 1), (0, 0), 64, padding=0, wider=0), replace(DEEPSEEK, lse=True)),
-    "no_pages": (_mla((1,), (0,), 64, padding=0, spare=0), DEEPSEEK),
+    "no_table": (_mla((1, 1), (0, 0), 64, padding=0, pages=Pages(wider=0)), replace(DEEPSEEK, lse=True)),
+    "no_pages": (_mla((1,), (0,), 64, padding=0, pages=Pages(spare=0)), DEEPSEEK),
     "no_requests": (_mla((), (), 64, slack=1), DEEPSEEK),
-    "nothing": (_mla((), (), 64, padding=0, spare=0, wider=0, slack=1), DEEPSEEK),
-    "wide_table": (_mla((1, 1), (70, 3), 64, padding=0, wider=4), DEEPSEEK),
-    "shared": (_mla((1, 1), (70, 90), 64, padding=0, shared=True), DEEPSEEK),
+    "nothing": (_mla((), (), 64, padding=0, pages=Pages(spare=0, wider=0), slack=1), DEEPSEEK),
+    "wide_table": (_mla((1, 1), (70, 3), 64, padding=0, pages=Pages(wider=4)), DEEPSEEK),
+    "shared": (_mla((1, 1), (70, 90), 64, padding=0, pages=Pages(shared=True)), DEEPSEEK),
     "one_head": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, q_heads=1)),
     "heads_128": (_mla((1, 1), (70, 3), 64, padding=0), replace(DEEPSEEK, q_heads=128)),
     "heads_128_page_128": (_mla((1, 1), (70, 140), 128, padding=0), replace(DEEPSEEK, q_heads=128)),

@@ -11,6 +11,7 @@ import torch
 from attnops.inputs import plan_call
 from attnops.kernel import kernels_of
 from attnops.testing import builders, latent
+from attnops.testing.builders import Pages
 from attnops.testing.inputs import Call, Features, Source, table
 
 
@@ -36,8 +37,8 @@ PAGED: dict[str, tuple[Any, ...]] = {
     "not_causal": ((1, 4), (6, 40), 1, replace(_LLAMA, causal=False, head_dim=256)),
     "unlike_dims": ((3, 4), (6, 40), 64, replace(_LLAMA, head_dim=192, v_head_dim=128)),
     "no_requests": ((), (), 4, _LLAMA),
-    "no_table": ((1, 1), (0, 0), 4, _LLAMA, {"wider": 0}),
-    "nothing": ((), (), 4, _LLAMA, {"padding": 0, "spare": 0, "wider": 0}),
+    "no_table": ((1, 1), (0, 0), 4, _LLAMA, {"pages": Pages(wider=0)}),
+    "nothing": ((), (), 4, _LLAMA, {"padding": 0, "pages": Pages(0, 0)}),
 }
 LATENT: dict[str, tuple[Any, ...]] = {
     "decode": ((1, 1, 1), (5, 40, 16), 16, latent.DEEPSEEK),
@@ -46,8 +47,8 @@ LATENT: dict[str, tuple[Any, ...]] = {
     "extend": ((1, 4, 0, 2), (6, 4, 0, 21), 1, latent.DEEPSEEK),
     "not_causal": ((1, 4), (6, 40), 64, replace(latent.DEEPSEEK, causal=False, dtype=torch.float16)),
     "no_requests": ((), (), 64, latent.DEEPSEEK),
-    "no_table": ((1, 1), (0, 0), 64, latent.DEEPSEEK, {"wider": 0}),
-    "nothing": ((), (), 64, latent.DEEPSEEK, {"padding": 0, "spare": 0, "wider": 0}),
+    "no_table": ((1, 1), (0, 0), 64, latent.DEEPSEEK, {"pages": Pages(wider=0)}),
+    "nothing": ((), (), 64, latent.DEEPSEEK, {"padding": 0, "pages": Pages(0, 0)}),
 }
 PLAN_CASES = {
     "plan_paged_attention": table("plan_paged_attention", _plan(builders.paged, 1 << 15, 1 << 26), PAGED),

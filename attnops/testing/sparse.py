@@ -32,15 +32,13 @@ def sparse(
     packed: bool = False,
     twice: bool = False,
     whole: bool = False,
-    q_dtype: torch.dtype | None = None,
 ) -> Call:
     """`sparse_mla_attention`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
     counts: how many of its topk entries each token uses; at any position, the others are -1. lengths: they are at the front,
     `topk_length` says how many, and the others are no slots at all. twice: slots may repeat. whole: the query's two parts are
-    views of one tensor. q_dtype: that of a quantised query, which comes with its scale.
+    views of one tensor.
     """
-    f = f if q_dtype is None else replace(f, q_dtype=q_dtype)
     query = source.argument("query", (len(counts), f.q_heads, f.head_dim), f)
     assert query is not None
     parts = query.split([f.v_dim, f.head_dim - f.v_dim], -1)
@@ -126,7 +124,7 @@ SMALL_POINTS: dict[str, tuple[Build, Features]] = {
     "float64": (MAIN, replace(SMALL, dtype=F64, lse=True)),
     "float8": (MAIN, replace(SMALL, dtype=BF16, kv_dtype=E4M3, lse=True)),
     "int8": (MAIN, replace(SMALL, kv_dtype=INT8)),
-    "float8_query": (_sparse((5, 0, 7), 7, 4, 16, q_dtype=E4M3), replace(SMALL, dtype=BF16, kv_dtype=E4M3)),
+    "float8_query": (_sparse((5, 0, 7), 7, 4, 16), replace(SMALL, dtype=BF16, q_dtype=E4M3, kv_dtype=E4M3)),
     "page_1": (_sparse((5, 0, 7), 9, 40, 1), SMALL),
     "page_3": (_sparse((5, 0, 7), 9, 9, 3), replace(SMALL, lse=True)),
     "one": (_sparse((1,), 1, 1, 1), SMALL),

@@ -16,6 +16,7 @@ from attnops.kernels.sgl import fa3_op, wheel
 from attnops.kernels.sgl.fa3_schedule import schedule_size
 from attnops.problem import Target
 from attnops.testing import CASES, Call, Features, Source, builders, check_kernel, refusals
+from attnops.testing.builders import Pages
 from tests.standins.test_fa3 import half, schedule_of
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -99,7 +100,7 @@ def test_the_size_of_a_schedule_is_the_vendors() -> None:
 
 @needs_fa3
 def test_a_captured_schedule_follows_the_lengths() -> None:
-    call, later = paged((1,) * 4, (4000, 10, 900, 64), seed=1), paged((1,) * 4, (100, 3900, 2, 1000), seed=2, spare=80)
+    call, later = paged((1,) * 4, (4000, 10, 900, 64), seed=1), paged((1,) * 4, (100, 3900, 2, 1000), seed=2, pages=Pages(spare=80))
     table = torch.zeros_like(call.arguments["page_table"])
     pages = max(call.arguments["k_pages"].shape[0], later.arguments["k_pages"].shape[0])
     k, v = (torch.zeros(pages, 16, 8, 128, dtype=BF16, device="cuda") for _ in range(2))

@@ -8,6 +8,7 @@ import torch
 import attnops
 from attnops import ops
 from attnops.kernel import kernels_of
+from attnops.ops.vertical_slash import VerticalSlashAttention
 from attnops.testing import Source, check_kernel, vertical_slash
 from attnops.testing.vertical_slash import HALF
 
@@ -69,9 +70,9 @@ def test_a_request_has_the_same_bits_alone() -> None:
     rows = -(-(q1 - q0) // 64)
     index = [a[n][1:2, :, :rows] for n in ("block_count", "block_offset", "column_count", "column_index")]
     alone = torch.empty_like(a["output"][q0:q1])
-    body: Any = KERNEL.run
-    body.of_arguments(
+    mine = VerticalSlashAttention(
         a["query"][q0:q1], a["key"][k0:k1], a["value"][k0:k1], one.cumulative([q1 - q0]), one.cumulative([k1 - k0]), *index,
         max_seqlen_q=q1 - q0, max_seqlen_k=k1 - k0, scale=a["scale"], output=alone,
     )  # fmt: skip
+    KERNEL.run(mine)
     assert torch.equal(a["output"][q0:q1], alone)

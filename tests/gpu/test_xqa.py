@@ -14,6 +14,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.shared import workspace as _workspace
 from attnops.testing import Call, Features, Source, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.budget import allowance
+from attnops.testing.builders import Pages
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
@@ -56,7 +57,7 @@ CASES: dict[str, Callable[[int, Features], Call]] = {
     "sinks": lambda page, f: decode(page, replace(f, sinks=torch.float32), (0, 300, 77, 2047)),
     "sinks_of_the_dtype": lambda page, f: decode(page, replace(f, sinks=f.dtype), (0, 300, 77, 2047)),
     "loud": lambda page, f: decode(page, replace(f, loud=True)),
-    "interleaved": lambda page, f: decode(page, f, interleaved=True),
+    "interleaved": lambda page, f: decode(page, f, pages=Pages(interleaved=True)),
     "scale": lambda page, f: decode(page, replace(f, scale=0.3)),
 }
 
@@ -116,7 +117,7 @@ def test_replays_follow_lengths_tables_and_contents(built: None, point: str) -> 
     batches = [(2047, 300, 77, 1), (1500, 2047, 900, 16), (2047, 5, 200, 0), (1024, 1023, 2047, 700)]
     pages = max(sum(-(-n // page) for n in lengths) for lengths in batches) + 2
     calls = [
-        decode(page, f, lengths, seed, spare=pages - sum(-(-n // page) for n in lengths), q_lens=(1, 1, 0, 1), padding=1)
+        decode(page, f, lengths, seed, pages=Pages(spare=pages - sum(-(-n // page) for n in lengths)), q_lens=(1, 1, 0, 1), padding=1)
         for seed, lengths in enumerate(batches)
     ]
     static = equip(XQA, calls[0])

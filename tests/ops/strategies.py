@@ -74,7 +74,7 @@ def varlen(kv=QUANTISED):
 
 def paged(build, f):
     lens, one = lengths(before=st.integers(0, 6)), st.integers(0, 1)
-    pages = {"padding": FEW, "slack": FEW, "spare": one, "wider": one}
+    pages = {"padding": FEW, "slack": FEW, "pages": st.builds(builders.Pages, one, one)}
     return st.builds(lambda source, lens, *rest, **more: build(source, *lens, *rest, **more), SOURCE, lens, PAGE, f, **pages)
 
 

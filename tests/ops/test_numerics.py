@@ -16,6 +16,7 @@ from attnops.kernel import Kernel, Tolerance, all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.reference import attention as formulas
 from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
+from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
 
@@ -428,7 +429,7 @@ def test_written_keys_are_read_back(data):
     lens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     source = Source(data.draw(st.integers(0, 99)))
     f = Features(dtype=torch.float64)
-    call = builders.paged(source, lens, lens, page, f, padding=0, spare=1)
+    call = builders.paged(source, lens, lens, page, f, padding=0, pages=Pages(spare=1))
     t = dict(call.arguments)
     total = sum(lens)
     key, value = source.normal(total, 2, 16, dtype=torch.float64), source.normal(total, 2, 16, dtype=torch.float64)
@@ -557,9 +558,9 @@ def loud(op, sign, sinks):
     elif op == "varlen_attention":
         call = builders.varlen(Source(0), (2, 3), (4, 3), f, padding=(0, 0))
     elif op == "paged_attention":
-        call = builders.paged(Source(0), (1, 2), (5, 4), 2, f, padding=0, wider=0, spare=0)
+        call = builders.paged(Source(0), (1, 2), (5, 4), 2, f, padding=0, pages=Pages(wider=0, spare=0))
     else:
-        call = latent.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, wider=0, spare=0)
+        call = latent.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, pages=Pages(wider=0, spare=0))
 
     def change(n, t):
         t = t.double() if t.is_floating_point() else t

@@ -22,6 +22,7 @@ from attnops.ops import PagedSpec, plan_paged_attention, plan_sizes
 from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
+from attnops.testing.builders import Pages
 from attnops.testing.cases import FEATURES, PAGED_SHAPES, VARLEN_SHAPES
 from tests.gpu.flashinfer_modules import module_of
 from tests.lowering.models import compiled_code, kernel_calls
@@ -272,10 +273,10 @@ def test_a_short_buffer_is_named(sm90):
 
 def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90):
     for q_lens, seq_lens, others in (((1, 1, 1), (5, 60, 0), (40, 7, 33)), ((70, 1, 9), (70, 60, 9), (90, 1, 9))):
-        first = planned(KERNEL, paged(q_lens, seq_lens, wider=3))
+        first = planned(KERNEL, paged(q_lens, seq_lens, pages=Pages(wider=3)))
         plan, workspace = first.arguments["plan"], first.arguments["workspace"]
         header = plan[:HEADER].clone()
-        later = paged(q_lens, others, wider=3, seed=1)
+        later = paged(q_lens, others, pages=Pages(wider=3), seed=1)
         width = min(c.arguments["page_table"].shape[1] for c in (first, later))
         later = later.with_(page_table=later.arguments["page_table"][:, :width])
         first = first.with_(page_table=first.arguments["page_table"][:, :width], plan=None, workspace=None)

@@ -17,6 +17,7 @@ from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel, latent, planned
+from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_mla as standin
@@ -183,7 +184,7 @@ def test_the_buffers_are_as_large_as_they_need_to_be(calls):
 
 
 def test_replans_of_a_decode_change_what_lies_in_the_workspace_and_nothing_else(kernel):
-    first = planned(kernel, call((1, 1, 0), (5, 60, 9), padding=1, wider=3))
+    first = planned(kernel, call((1, 1, 0), (5, 60, 9), padding=1, pages=Pages(wider=3)))
     plan, workspace = first.arguments["plan"], first.arguments["workspace"]
     header = plan[:HEADER].clone()
     for seed, lens in ((1, (1, 1, 1)), (2, (0, 0, 1))):

@@ -15,6 +15,7 @@ from attnops.kernels.shared.workspace import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
+from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import schemas
@@ -143,7 +144,7 @@ def test_idle_requests_keep_their_places(name, q_lens):
 def test_opcheck(name):
     overload = getattr(torch.ops.attnops.mla_attention, name)
     dtype = BF16 if name == "flashmla_fp8" else F16
-    for call in (decode_for(name), decode_for(name, f=replace(DEEPSEEK, dtype=dtype, q_heads=128), wider=3)):
+    for call in (decode_for(name), decode_for(name, f=replace(DEEPSEEK, dtype=dtype, q_heads=128), pages=Pages(wider=3))):
         with pretend(TARGETS[name]):
             for given in (call, with_device_plan(KERNELS[name], call)):
                 assert set(torch.library.opcheck(overload, given.args, given.kwargs, test_utils=CHECKS[name]).values()) == {"SUCCESS"}
@@ -164,7 +165,7 @@ def test_opcheck_of_the_core(name, scheduled):
 
 def test_heads_are_padded_and_pages_made_whole_tiles():
     seen = []
-    call = decode(page=16, seq_lens=(70, 3, 17), wider=0)
+    call = decode(page=16, seq_lens=(70, 3, 17), pages=Pages(wider=0))
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -20,6 +20,7 @@ from attnops.kernels.sgl import wheel
 from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
 from attnops.testing import Call, Source, check_kernel, equip, latent
+from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.graphs.standin import StandIn
 from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_fa3
@@ -179,7 +180,7 @@ def test_verify_steps_in_graphs(name):
     graphed = breakable(step, buckets, tokens=("q_nope", "q_pe"), graphs=StandIn(), prepare=planner)
     for q_lens, seq_lens in (((4, 4, 4, 4), (70, 9, 130, 64)), ((4, 1, 3), (66, 130, 3)), ((3, 3), (64, 65))):
         used = [-(-n // page) for n in seq_lens]
-        t = call(name, q_lens, seq_lens, spare=30 - sum(used), wider=10 - max(used)).arguments
+        t = call(name, q_lens, seq_lens, pages=Pages(spare=30 - sum(used), wider=10 - max(used))).arguments
         for n in ("latent_pages", "kv_scale", "q_scale"):
             fixed[n] = t.get(n) if fixed.get(n) is None else fixed[n].copy_(t[n])
         none = torch.zeros(sum(q_lens), dtype=torch.int64)
@@ -206,7 +207,7 @@ def test_one_graph_serves_whatever_is_accepted():
 
     compiled = torch.compile(step, backend=count, fullgraph=True)
     for accepted in ACCEPTED:
-        t = call("reference", accepted, LENGTHS, wider=0).arguments
+        t = call("reference", accepted, LENGTHS, pages=Pages(wider=0)).arguments
         drafts = (pad_queries(t[n], t["cu_seqlens_q"], max_seqlen_q=WIDE) for n in ("q_nope", "q_pe"))
         given = (*drafts, t["latent_pages"], t["page_table"], t["seq_lens"], t["cu_seqlens_q"])
         with torch.no_grad():

@@ -19,6 +19,7 @@ from attnops.ops import OPS
 from attnops.problem import Extent, Target, pretend
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import Features, Mismatch, Source, builders, check_kernel, equip
+from attnops.testing.builders import Pages
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm as standin
 
@@ -43,7 +44,7 @@ def paged(f=BASE, q_lens=(1, 1, 1), seq_lens=(70, 3, 33), page=16, padding=0, **
 
 
 def interleaved(f, **more):
-    return paged(f, interleaved=True, **more)
+    return paged(f, pages=Pages(interleaved=True), **more)
 
 
 DECODE = {
@@ -65,11 +66,11 @@ DECODE = {
     "idle": lambda: paged(q_lens=(1, 0, 1), padding=1),
     "padded": lambda: paged(padding=3),
     "no_keys": lambda: paged(seq_lens=(0, 0, 0)),
-    "no_table": lambda: paged(seq_lens=(0, 0, 0), wider=0),
-    "no_pages": lambda: paged(seq_lens=(0, 0, 0), spare=0),
+    "no_table": lambda: paged(seq_lens=(0, 0, 0), pages=Pages(wider=0)),
+    "no_pages": lambda: paged(seq_lens=(0, 0, 0), pages=Pages(spare=0)),
     "no_requests": lambda: paged(q_lens=(), seq_lens=(), padding=2, slack=1),
-    "nothing": lambda: paged(q_lens=(), seq_lens=(), spare=0, wider=0),
-    "shared": lambda: paged(shared=True),
+    "nothing": lambda: paged(q_lens=(), seq_lens=(), pages=Pages(spare=0, wider=0)),
+    "shared": lambda: paged(pages=Pages(shared=True)),
     "interleaved": lambda: interleaved(BASE),
     "interleaved_float8": lambda: interleaved(FLOAT8),
 }

@@ -15,6 +15,7 @@ from attnops.ops import decode_rows, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes
 from attnops.testing import CASES, Source, check_kernel, equip, latent, refusals
+from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_trtllm_mla as standin
@@ -55,7 +56,7 @@ def test_what_the_grid_leaves_out(calls):
 
 
 def test_what_the_function_is_given(calls):
-    given = equip(KERNEL, call(page=32, f=replace(DEEPSEEK, lse=True), wider=0))
+    given = equip(KERNEL, call(page=32, f=replace(DEEPSEEK, lse=True), pages=Pages(wider=0)))
     KERNEL.run(given.record)
     [(name, seen)] = calls
     assert name == "trtllm_batch_decode_with_kv_cache_mla" and seen["backend"] == "trtllm-gen"
