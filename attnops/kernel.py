@@ -22,6 +22,7 @@ from attnops.needs import all_of as all_of
 from attnops.needs import arch as arch
 from attnops.needs import arch_from as arch_from
 from attnops.needs import at_most as at_most
+from attnops.needs import demand as demand
 from attnops.needs import device as device
 from attnops.needs import dtypes as dtypes
 from attnops.needs import extent_at_least as extent_at_least

@@ -119,6 +119,25 @@ def without(*names: str) -> tuple[Need, ...]:
     return tuple(no(n) for n in names)
 
 
+def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "") -> Need:
+    """The Problem `fits`.
+
+    field: the one that is refused otherwise, or several, as "head_dim, v_head_dim". want: may hold fields as "{p.head_dim}".
+    on: the kind of device where this is demanded; "": everywhere.
+    """
+    names = field.split(", ")
+    for name in names:
+        _known(name)
+
+    def need(p: Problem) -> Refusal | None:
+        if (on and p.target.device != on) or fits(p):
+            return None
+        got = tuple(getattr(p, name) for name in names)
+        return Refusal(field, got if len(got) > 1 else got[0], want.format(p=p))
+
+    return need
+
+
 def all_of(needs: Iterable[Need]) -> Need:
     """The first of `needs` that is not met."""
     needs = tuple(needs)

@@ -78,7 +78,16 @@ def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: 
         return None
     j = torch.arange(keys, device=offset.device)[None, None, :]
     position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
-    see = torch.ones_like(j <= position)
+    see = near(torch.ones_like(j <= position), position, j, rules)
+    if start is not None:
+        see = see & (j >= start[:, None, None])
+    if end is not None:
+        see = see & (j < end[:, None, None])
+    return see
+
+
+def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
+    """`see`, and what causality, window and chunk let a query at `position` see of key j."""
     if rules.causal:
         see = see & (j <= position)
     if rules.left >= 0:
@@ -87,10 +96,6 @@ def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: 
         see = see & (j <= position + rules.right)
     if rules.chunk:
         see = see & same_chunk(position, j, rules.chunk)
-    if start is not None:
-        see = see & (j >= start[:, None, None])
-    if end is not None:
-        see = see & (j < end[:, None, None])
     return see
 
 
@@ -160,7 +165,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     query, like = call.query, result_dtype(call.query, call.q_scale)
     see = dense_visible(query, call.key, call.kv_start, call.kv_end, Rules.of(call))
     key = dequantise(call.key, call.k_scale, like)
-    value = _in_range(call, dequantise(call.value, call.v_scale, like))
+    value = in_range(dequantise(call.value, call.v_scale, like), call.kv_start, call.kv_end)
     out, lse = attend(wide_query(query, call.q_scale), key, value, see, call.mask, call.sinks, Rules.of(call))
     return compact(out.to(like)), compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
 
@@ -192,9 +197,8 @@ def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: T
     return visible(queries, keys, end - queries, kv_start, kv_end, rules)
 
 
-def _in_range(call: Attention | AttentionBackward, rows: Tensor) -> Tensor:
-    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys: they may hold NaN there, and 0 * NaN is NaN."""
-    start, end = call.kv_start, call.kv_end
+def in_range(rows: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys `[start, end)`: they may hold NaN there, and 0 * NaN is NaN."""
     if start is None and end is None:
         return rows
     j = torch.arange(rows.shape[1], device=rows.device)[None]
@@ -209,7 +213,8 @@ def _in_range(call: Attention | AttentionBackward, rows: Tensor) -> Tensor:
 def attention_backward(call: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The reference of the gradients of query, key, value, mask and sinks (the last two `[0]` where there is none)."""
     see = dense_visible(call.query, call.key, call.kv_start, call.kv_end, Rules.of(call))
-    inside = changed(call, key=_in_range(call, call.key), value=_in_range(call, call.value))
+    start, end = call.kv_start, call.kv_end
+    inside = changed(call, key=in_range(call.key, start, end), value=in_range(call.value, start, end))
     query, key, value, logits, sinks = gradients(inside, see)
     mask = call.query.new_empty(0) if call.mask is None or not call.mask_grad else reduce_to(logits, call.mask)
     return query, key, value, mask, sinks

@@ -16,6 +16,7 @@ from attnops.reference.attention import (
     compact,
     dequantise,
     gradients,
+    in_range,
     no_lse,
     result_dtype,
     visible,
@@ -154,10 +155,8 @@ def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor
     """Write output and lse of a call, given its padded query and its gathered pages, `[B, S or K, H, D]`, in the accumulation dtype."""
     ends, keys, tokens = call.seq_lens.long(), key.shape[1], call.output.shape[0]
     see = visible(call.max_seqlen_q, keys, ends - lengths_of(call.cu_seqlens_q), None, ends, Rules.of(call))
-    # A page past a request's end may hold NaN, and 0 * NaN is NaN.
-    inside = (torch.arange(keys, device=query.device)[None] < ends[:, None])[..., None, None]
     mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, keys)
-    key, value = torch.where(inside, key, 0.0), torch.where(inside, value, 0.0)
+    key, value = in_range(key, None, ends), in_range(value, None, ends)
     out, lse = attend(query, key, value, see, mask, call.sinks, Rules.of(call), temperature)
     call.output.copy_(unpad(out, call.cu_seqlens_q, tokens))
     if call.lse is not None:

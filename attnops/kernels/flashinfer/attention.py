@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, deterministic, one_of, register
+from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer import plan_batch as planner
 from attnops.kernels.flashinfer.modules import I32, Places, Shape
 from attnops.kernels.flashinfer.package import HALVES, PACKAGE, gapless
 from attnops.kernels.shared.plan import cut, host_plan, read_header, within
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Target
 from attnops.reference.attention import no_lse
 
 if TYPE_CHECKING:
@@ -92,27 +92,6 @@ def _natural(z: Tensor, call: PagedAttention | VarlenAttention) -> Tensor:
     return torch.where(z == float("-inf"), call.sinks.float(), z * LN2).masked_fill(past[:, None], float("-inf"))
 
 
-def _head_dims(p: Problem) -> Refusal | None:
-    """The head dims that FlashInfer compiles, its merge of split keys included."""
-    if (p.head_dim, p.v_head_dim) in ((64, 64), (128, 128), (256, 256), (192, 128)):
-        return None
-    return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), "64 | 128 | 256, or 192 with 128")
-
-
-def _right(p: Problem) -> Refusal | None:
-    return None if p.causal or p.window[1] < 0 else Refusal("window", p.window, "no right bound (but causal)")
-
-
-def _sinks(p: Problem) -> Refusal | None:
-    """The sink variant has no softcap."""
-    return Refusal("softcap", True, "no (sinks)") if p.sinks and p.softcap else None
-
-
-def _alike(p: Problem) -> Refusal | None:
-    """One set of strides serves keys and values, but in FA2, the only one to take unlike head dims."""
-    return None if p.pages_alike or p.head_dim != p.v_head_dim else Refusal("pages_alike", False, "key and value pages of equal strides")
-
-
 PLAN_US = 700.0
 """Host time of a plan, about; the shipped table's `plan_us` has what was measured. A step makes one, a packed call one of its own."""
 
@@ -122,9 +101,17 @@ PACKED = Roofline(281.0, 0.47, 0.65, 0.0035)
 """Its launches wait for a plan, which the host makes in every call."""
 
 
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""The head dims that FlashInfer compiles, its merge of split keys included."""
 NEEDS: tuple[Need, ...] = (
-    arch(80, 86, 87, 89, 90, 100, 103, 120, 121), _head_dims, _right, _sinks, one_of("last_dim_contiguous", True)
-)  # fmt: skip
+    arch(80, 86, 87, 89, 90, 100, 103, 120, 121),
+    demand("head_dim, v_head_dim", "64 | 128 | 256, or 192 with 128", lambda p: (p.head_dim, p.v_head_dim) in DIMS),
+    demand("window", "no right bound (but causal)", lambda p: p.causal or p.window[1] < 0),
+    demand("softcap", "no (sinks)", lambda p: not (p.sinks and p.softcap)),  # the sink variant has no softcap
+    one_of("last_dim_contiguous", True),
+)
+# One set of strides serves keys and values, but in FA2, the only one to take unlike head dims.
+ALIKE = demand("pages_alike", "key and value pages of equal strides", lambda p: p.pages_alike or p.head_dim != p.v_head_dim)
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap"})
 # A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
 # graph is captured by hand; but Inductor's recorder makes copies of a partition's inputs, and those of a CPU tensor, the plan, it
@@ -136,5 +123,5 @@ _flashinfer = functools.partial(
 )  # fmt: skip
 _plan, _maker = Plan(sizes=planner.plan_sizes), host_plan(planner.MAKER)
 register(_flashinfer("plan_paged_attention", planner.plan_paged_attention, needs=NEEDS, cost_us=lambda p: PLAN_US, plan=_plan))
-register(_flashinfer("paged_attention", paged_attention, takes=TAKES | {"lse", "holes"}, needs=(*NEEDS, _alike, _maker), cost_us=PAGED))
+register(_flashinfer("paged_attention", paged_attention, takes=TAKES | {"lse", "holes"}, needs=(*NEEDS, ALIKE, _maker), cost_us=PAGED))
 register(_flashinfer("varlen_attention", varlen_attention, takes=TAKES | {"return_lse"}, needs=NEEDS, cost_us=PACKED))

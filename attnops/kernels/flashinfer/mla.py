@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, one_of, register
+from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, one_of, register
 from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, sm_count
 from attnops.kernels.flashinfer.package import CACHED, HALVES, PACKAGE, gapless, see_nothing
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 
 if TYPE_CHECKING:
     from attnops.ops.mla import MlaAttention
@@ -151,22 +151,23 @@ def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
     return HEADER + ints // 8, ints + floats
 
 
-def _float8(p: Problem) -> Refusal | None:
-    if p.kv_dtype == p.dtype:
-        return Refusal("kv_scales", True, "no (but of float8 latents)") if p.kv_scales else None
-    if p.dtype != torch.bfloat16 or p.target.arch != 90:
-        return Refusal("kv_dtype", p.kv_dtype, "the query's dtype (float8_e4m3fn for bfloat16 on sm90)")
-    return Refusal("lse", True, "no (over float8 latents)") if p.lse else None
-
-
-def _heads(p: Problem) -> Refusal | None:
-    """A causal tile that ends amid a query's heads drops that query's last key where it begins a tile of keys (floor against ceil)."""
-    if not p.causal or (p.queries.hi is not None and p.queries.hi <= 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE:
-        return None
-    return Refusal("q_heads", p.q_heads, f"a divisor of {TILE}, or {2 * TILE} (causal, more than one query a request)")
-
-
-NEEDS: tuple[Need, ...] = (one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), _heads, _float8)
+NEEDS: tuple[Need, ...] = (
+    one_of("v_head_dim", LATENT),
+    one_of("rope_dim", ROPE),
+    # A causal tile that ends amid a query's heads drops that query's last key where it begins a tile of keys (floor against ceil).
+    demand(
+        "q_heads",
+        f"a divisor of {TILE}, or {2 * TILE} (causal, more than one query a request)",
+        lambda p: not p.causal or p.queries.hi in (0, 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE,
+    ),
+    demand(
+        "kv_dtype",
+        "the query's dtype (float8_e4m3fn for bfloat16 on sm90)",
+        lambda p: p.kv_dtype == p.dtype or (p.dtype == torch.bfloat16 and p.target.arch == 90),
+    ),
+    demand("kv_scales", "no (but of float8 latents)", lambda p: not p.kv_scales or p.kv_dtype != p.dtype),
+    demand("lse", "no (over float8 latents)", lambda p: not p.lse or p.kv_dtype == p.dtype),
+)
 TAKES = frozenset({"q_scale", "kv_scale", "causal", "lse", "holes"})
 FA2_US = phases(Roofline(18.4, 0.61, 0.41, 0.0032, 8300), Roofline(8.0, 0.44, 0.35, 0.085, 240))
 FA3_US = phases(Roofline(17.1, 1.2, 0.89, 0.0012, 31_000), Roofline(7.4, 0.54, 0.83, 0.07, 230))

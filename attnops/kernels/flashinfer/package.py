@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Need, Package, one_of
+from attnops.kernel import Need, Package, demand, one_of, without
 from attnops.kernels.shared import workspace
-from attnops.problem import Problem, Refusal, Target
+from attnops.problem import Refusal, Target
 from attnops.reference.packed import rows_of
 
 ARCHS = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
@@ -104,20 +104,10 @@ def stats_bytes(batch: int, heads: int, queries: int) -> int:
     return 8 * heads * batch * (-(-queries // 256) * 256) + (1 << 20)
 
 
-def _scales(p: Problem) -> Refusal | None:
-    """Scales are numbers, one for all heads, of a quantised cache."""
-    if p.per_head_scales:
-        return Refusal("per_head_scales", True, "no")
-    return Refusal("kv_scales", True, "no (but with a float8 cache)") if p.kv_scales and p.kv_dtype == p.dtype else None
-
-
-def _one_head_dim(p: Problem) -> Refusal | None:
-    return None if p.v_head_dim == p.head_dim else Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the key's")
-
-
 PAGED: tuple[Need, ...] = (
-    _scales,
-    _one_head_dim,
+    *without("per_head_scales"),  # scales are numbers, one for all heads
+    demand("kv_scales", "no (but with a float8 cache)", lambda p: not p.kv_scales or p.kv_dtype != p.dtype),
+    demand("v_head_dim", "{p.head_dim}, the key's", lambda p: p.v_head_dim == p.head_dim),
     workspace.not_of_a_plan,
     one_of("head_dim", 64, 128, 256),
     one_of("page_size", 16, 32, 64, 128),

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, Need, Tolerance, arch, at_most, one_of, register
+from attnops.kernel import Kernel, Need, Tolerance, arch, at_most, demand, one_of, register
 from attnops.kernels.flashinfer import package as fi
 from attnops.kernels.shared import workspace
 from attnops.measured import Roofline
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse
 from attnops.reference.packed import lengths_of
 
@@ -108,27 +108,24 @@ def workspace_bytes(p: Problem) -> int:
     return workspace.total(fi.split_bytes(p.head_dim) + (fi.stats_bytes(batch, p.q_heads, queries) if p.lse else 0))
 
 
-def _float8(p: Problem) -> Refusal | None:
-    if p.kv_dtype == p.dtype:
-        return None
-    if (p.dtype, p.kv_dtype) != (torch.bfloat16, torch.float8_e4m3fn):
-        return Refusal("kv_dtype", p.kv_dtype, "the query's, or float8_e4m3fn for a bfloat16 query")
-    unfit = p.queries.hi is None or not few(p.queries.hi, p.causal)
-    return Refusal("queries", p.queries, f"<= {FEW} and causal, or <= 1 (float8 cache)") if unfit else None
-
-
-def _prefill_dims(p: Problem) -> Refusal | None:
-    dims = (p.head_dim, p.v_head_dim)
-    return None if dims in PREFILL_DIMS else Refusal("head_dim, v_head_dim", dims, " | ".join(map(str, PREFILL_DIMS)))
-
-
-def _rules(p: Problem) -> Refusal | None:
-    if p.windowed and not p.causal:
-        return Refusal("window", p.window, "none (but with causal)")
-    return Refusal("lse", True, "no (with sinks)") if p.lse and p.sinks else None
-
-
-COMMON: tuple[Need, ...] = (arch(100, 103), _rules, at_most("group_size", 64))
+COMMON: tuple[Need, ...] = (
+    arch(100, 103),
+    demand("window", "none (but with causal)", lambda p: p.causal or not p.windowed),
+    demand("lse", "no (with sinks)", lambda p: not (p.lse and p.sinks)),
+    at_most("group_size", 64),
+)
+FLOAT8 = (
+    demand(
+        "kv_dtype",
+        "the query's, or float8_e4m3fn for a bfloat16 query",
+        lambda p: p.kv_dtype == p.dtype or (p.dtype, p.kv_dtype) == (torch.bfloat16, torch.float8_e4m3fn),
+    ),
+    demand(
+        "queries",
+        f"<= {FEW} and causal, or <= 1 (float8 cache)",
+        lambda p: p.kv_dtype == p.dtype or (p.queries.hi is not None and few(p.queries.hi, p.causal)),
+    ),
+)
 RULES = frozenset({"causal", "window_left", "window_right"})
 _trtllm = functools.partial(
     Kernel, "trtllm", dtypes=fi.HALVES, packages=(fi.PACKAGE,), probe=fi.no_compiler, tolerance=Tolerance(2.0),
@@ -141,9 +138,10 @@ register(
         paged_attention,
         takes=RULES | {"sinks", "k_scale", "v_scale", "lse"},
         kv_dtypes=fi.CACHED,
-        needs=(*COMMON, _float8, *fi.PAGED),
+        needs=(*COMMON, *FLOAT8, *fi.PAGED),
         workspace_bytes=workspace_bytes,
     )
 )
-_packed_needs = (*COMMON, _prefill_dims, one_of("last_dim_contiguous", True))
+_dims = demand("head_dim, v_head_dim", " | ".join(map(str, PREFILL_DIMS)), lambda p: (p.head_dim, p.v_head_dim) in PREFILL_DIMS)
+_packed_needs = (*COMMON, _dims, one_of("last_dim_contiguous", True))
 register(_trtllm("varlen_attention", varlen_attention, takes=RULES | {"return_lse"}, needs=_packed_needs))

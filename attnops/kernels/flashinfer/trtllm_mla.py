@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, Plan, Tolerance, arch, extent_at_most, one_of, register
+from attnops.kernel import Kernel, Plan, Tolerance, arch, demand, extent_at_most, one_of, register
 from attnops.kernels.flashinfer import package as fi
 from attnops.kernels.shared import workspace
 from attnops.kernels.shared.decode import batch_by_token, rows, whole
 from attnops.measured import Roofline
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 
 if TYPE_CHECKING:
     from attnops.ops.mla import MlaAttention
@@ -70,14 +70,6 @@ def workspace_bytes(p: Problem) -> int:
     return workspace.total(fi.split_bytes(LATENT) + (fi.stats_bytes(tokens, p.q_heads, 1) if p.lse else 0))
 
 
-def _heads(p: Problem) -> Refusal | None:
-    return None if p.q_heads <= 64 or p.q_heads == 128 else Refusal("q_heads", p.q_heads, "<= 64, or 128")
-
-
-def _sinks(p: Problem) -> Refusal | None:
-    return Refusal("lse", True, "no (with sinks)") if p.lse and p.sinks else None
-
-
 register(
     Kernel(
         "trtllm_mla",
@@ -87,14 +79,14 @@ register(
         dtypes=(torch.bfloat16, torch.float8_e4m3fn),
         needs=(
             arch(100, 103),
-            _heads,
+            demand("q_heads", "<= 64, or 128", lambda p: p.q_heads <= 64 or p.q_heads == 128),
             one_of("v_head_dim", LATENT),
             one_of("rope_dim", ROPE),
             one_of("page_size", 32, 64),
             extent_at_most("queries", MOST_QUERIES),
             one_of("last_dim_contiguous", True),
             one_of("pages_packed", True),
-            _sinks,
+            demand("lse", "no (with sinks)", lambda p: not (p.lse and p.sinks)),
             workspace.not_of_a_plan,
         ),
         packages=(fi.PACKAGE,),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, device, register, without
+from attnops.kernel import Invariant, Kernel, Need, demand, device, register, without
 from attnops.kernels.torch import aten_flash_cuda as cuda
 from attnops.measured import Roofline
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
 
 if TYPE_CHECKING:
@@ -134,25 +134,22 @@ def _cost_us(p: Problem) -> float:
     return cuda.cost_us(p) if p.target.device == "cuda" else ON_CPU(p)
 
 
-def _one_head_dim(p: Problem) -> Refusal | None:
-    return None if p.v_head_dim == p.head_dim else Refusal("v_head_dim", p.v_head_dim, f"{p.head_dim}, the query's")
-
-
-def _all_rows_see(p: Problem) -> Refusal | None:
-    # On a CPU a row that sees nothing comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
-    if p.target.device != "cpu":
-        return None
-    if p.mask != "none" or (p.window[1] >= 0 and not p.causal):
-        return Refusal("mask", p.mask if p.mask != "none" else f"window {p.window}", "none (a query might see no key)")
-    if (p.causal or p.windowed) and not p.sizes_equal and p.queries.hi != 1:
-        return Refusal("sizes_equal", p.sizes_equal, "as many keys as queries (a query might see no key)")
-    return None
-
-
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 RULES = frozenset({"causal", "window_left", "window_right"})
-DENSE: tuple[Need, ...] = (_one_head_dim, _all_rows_see, cuda.limits)
-PACKED: tuple[Need, ...] = (device("cuda"), _one_head_dim, cuda.limits)
+ONE_DIM = demand("v_head_dim", "{p.head_dim}, the query's", lambda p: p.v_head_dim == p.head_dim)
+# On a CPU a row that sees no key comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
+ALL_SEE = (
+    demand("mask", "none (a query might see no key)", lambda p: p.mask == "none", on="cpu"),
+    demand("window", "no right bound (a query might see no key)", lambda p: p.causal or p.window[1] < 0, on="cpu"),
+    demand(
+        "sizes_equal",
+        "as many keys as queries (a query might see no key)",
+        lambda p: p.sizes_equal or p.queries.hi == 1 or not (p.causal or p.windowed),
+        on="cpu",
+    ),
+)
+DENSE: tuple[Need, ...] = (ONE_DIM, *ALL_SEE, *cuda.LIMITS)
+PACKED: tuple[Need, ...] = (device("cuda"), ONE_DIM, *cuda.LIMITS)
 for _op, _run, _takes, _dtypes, _needs in (
     ("attention", attention, {"mask", "return_lse"}, (*HALF_AND_SINGLE, torch.float64), DENSE),
     # The saved lse is float32, too coarse for a float64 gradient.
@@ -170,7 +167,7 @@ for _op, _run, _takes, _dtypes, _needs in (
             needs=_needs,
             cost_us=_cost_us,
             # Gradients of the query are added up in the order in which blocks come.
-            invariant=None if _op.endswith("backward") else Invariant((cuda.steady,)),
+            invariant=None if _op.endswith("backward") else Invariant(cuda.STEADY),
             about="torch's own FlashAttention, with lse and gradient",
         )
     )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attnops.call import changed
-from attnops.kernel import deterministic
+from attnops.kernel import demand, deterministic, device
 from attnops.measured import Roofline
 from attnops.package import _installed
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse
 
 if TYPE_CHECKING:
@@ -135,32 +135,24 @@ def _in_packs(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
-def steady(p: Problem) -> Refusal | None:
-    """Under a deterministic policy: tiles do not follow from the longest request."""
-    if p.target.device != "cuda":
-        return Refusal("device", p.target.device, "cuda (policy.deterministic)")
-    return Refusal("window", p.window, "none, or causal (policy.deterministic)") if p.windowed and not p.causal else None
+# Under a deterministic policy tiles do not follow from the longest request.
+STEADY = (device("cuda"), demand("window", "none, or causal (policy.deterministic)", lambda p: p.causal or not p.windowed))
+LIMITS = (
+    demand("target", ">= sm80", lambda p: p.target.arch >= 80, on="cuda"),
+    demand("dtype", "float16 | bfloat16 (CUDA)", lambda p: p.dtype in (torch.float16, torch.bfloat16), on="cuda"),
+    demand("head_dim", "a multiple of 8, <= 256 (CUDA)", lambda p: p.head_dim % 8 == 0 and p.head_dim <= 256, on="cuda"),
+    demand("mask", "none (CUDA)", lambda p: p.mask == "none", on="cuda"),
+    demand(
+        "window",
+        "no window with more queries than keys (CUDA)",
+        lambda p: p.op.startswith("varlen") or p.window == (-1, -1) or p.causal or p.sizes_equal or _fewer_queries(p),
+        on="cuda",
+    ),
+)
 
 
-def limits(p: Problem) -> Refusal | None:
-    """What the CUDA kernels cannot do."""
-    if p.target.device != "cuda":
-        return None
-    if p.target.arch < 80:
-        return Refusal("target", p.target, ">= sm80")
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return Refusal("dtype", p.dtype, "float16 | bfloat16 (CUDA)")
-    if p.head_dim % 8 or p.head_dim > 256:
-        return Refusal("head_dim", p.head_dim, "a multiple of 8, <= 256 (CUDA)")
-    if p.mask != "none":
-        return Refusal("mask", p.mask, "none (CUDA)")
-    if p.window != (-1, -1) and not (p.causal or p.sizes_equal) and p.op.startswith("attention") and _more_queries(p):
-        return Refusal("window", p.window, "no window with more queries than keys (CUDA)")
-    return None
-
-
-def _more_queries(p: Problem) -> bool:
-    return p.queries.hi is None or p.queries.hi > p.context.lo
+def _fewer_queries(p: Problem) -> bool:
+    return p.queries.hi is not None and p.queries.hi <= p.context.lo
 
 
 FORWARD = Roofline(15.0, 0.7, 0.43)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, deterministic, device, register
-from attnops.kernels.torch.sdpa import drop_unseen
+from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
-from attnops.reference.attention import Rules, compact, no_lse, same_chunk
+from attnops.reference.attention import Rules, compact, in_range, near, no_lse
 from attnops.reference.packed import lengths_of, rows_of
 
 if TYPE_CHECKING:
@@ -45,10 +44,9 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
         mask = mask.detach().expand(batch, query.shape[2], queries, keys)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= start[b]) & (j < end[b]) & _near(i + end[b] - queries, j, rules)
+        return (j >= start[b]) & (j < end[b]) & near(j == j, i + end[b] - queries, j, rules)
 
-    if call.kv_start is not None or call.kv_end is not None:
-        key, value = drop_unseen(key, start, end), drop_unseen(value, start, end)
+    key, value = in_range(key, call.kv_start, call.kv_end), in_range(value, call.kv_start, call.kv_end)
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     score = _score(rules, mask, visible, query.device)
@@ -68,7 +66,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         row = row_q[i]
         safe = torch.clamp(row, max=batch - 1)
-        return (row == row_k[j]) & (row < batch) & _near(i + shift[safe], j - starts_k[safe], rules)
+        return near((row == row_k[j]) & (row < batch), i + shift[safe], j - starts_k[safe], rules)
 
     value = value.masked_fill((row_k >= batch)[:, None, None], 0.0)  # 0 * NaN is NaN, and keys of no request may hold anything
     if batch == 0:
@@ -83,20 +81,6 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     output = output.masked_fill(padding[..., None], 0.0)[0]
     lse = compact(lse.masked_fill(padding, float("-inf"))[0].transpose(0, 1).float()) if call.return_lse else no_lse(query)
     return compact(output.transpose(0, 1).to(query.dtype)), lse
-
-
-def _near(position: Tensor, j: Tensor, rules: Rules) -> Tensor:
-    """Causality, window and chunk for a query at `position` and key `j`."""
-    see = j == j
-    if rules.causal:
-        see = see & (j <= position)
-    if rules.left >= 0:
-        see = see & (j >= position - rules.left)
-    if rules.right >= 0:
-        see = see & (j <= position + rules.right)
-    if rules.chunk:
-        see = see & same_chunk(position, j, rules.chunk)
-    return see
 
 
 def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> ScoreMod:
@@ -304,16 +288,6 @@ def _cost_us(p: Problem) -> float:
     return 1e6 if p.target.device == "cpu" else (DENSE if p.op == "attention" else PACKED)(p)
 
 
-def _wide_heads(p: Problem) -> Refusal | None:
-    smallest = min(p.head_dim, p.v_head_dim)
-    return Refusal("head_dim", smallest, ">= 16 (CUDA)") if smallest < 16 and p.target.device == "cuda" else None
-
-
-def _power_of_two_group(p: Problem) -> Refusal | None:
-    ok = p.group_size & (p.group_size - 1) == 0
-    return None if ok or p.target.device != "cuda" else Refusal("group_size", p.group_size, "a power of two (CUDA)")
-
-
 def _fitting(p: Problem) -> Refusal | None:
     """The smallest tile fits the shared memory of a program."""
     if p.target.device != "cuda":
@@ -325,16 +299,17 @@ def _fitting(p: Problem) -> Refusal | None:
     return Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want) if needed > limit else None
 
 
-def _whole_keys(p: Problem) -> Refusal | None:
-    """Under a deterministic policy: blocks of keys are counted from the first key of all, not from a request's."""
-    return Refusal("kv_range", True, "no (policy.deterministic)") if p.kv_range else None
-
-
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap", "attention_chunk", "return_lse"})
-NEEDS: tuple[Need, ...] = (_power_of_two_group, _wide_heads, _fitting)
+NEEDS: tuple[Need, ...] = (
+    demand("group_size", "a power of two (CUDA)", lambda p: p.group_size & (p.group_size - 1) == 0, on="cuda"),
+    demand("head_dim, v_head_dim", ">= 16 (CUDA)", lambda p: min(p.head_dim, p.v_head_dim) >= 16, on="cuda"),
+    _fitting,
+)
+# Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not
+# from a request's.
+STEADY = Invariant((device("cuda"), demand("kv_range", "no (policy.deterministic)", lambda p: not p.kv_range)))
 for _op, _run, _more, _steady in (
-    # Uncompiled it multiplies the whole batch.
-    ("attention", attention, ("mask", "kv_start", "kv_end"), Invariant((device("cuda"), _whole_keys))),
+    ("attention", attention, ("mask", "kv_start", "kv_end"), STEADY),
     ("varlen_attention", varlen_attention, (), None),
 ):
     register(

@@ -1,50 +1,58 @@
-"""`scatter`: the write of keys and values, or of latents, as torch's own index_put, lowered in place, so that the compiler fuses
-it with whatever makes them; for packed latents with their quantisation, too.
+"""Plain torch ops that are lowered in place, so that the compiler fuses them with whatever makes their inputs.
+
+`scatter`: the write of keys and values, or of latents, as torch's own index_put; for packed latents with their quantisation, too.
+`pointwise`: rotation and quantisation of queries and latents. The compiler writes each part into its place in float8 and stores no other
+result of it, in one function on the CPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from attnops.kernel import Inline, Invariant, Kernel, register
-from attnops.problem import Problem, Refusal
+from attnops.kernel import Inline, Invariant, Kernel, demand, register
+from attnops.problem import Problem
 from attnops.reference.data import write_kv
 from attnops.reference.mla import write_latent
+from attnops.reference.rope_quantize import rope_quantize_latent
 from attnops.reference.sparse import write_latent_packed
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Triton makes float8_e4m3fn from SM89 on.
+FLOAT8 = (demand("target", "cpu | sm89 or later", lambda p: p.target.arch >= 89, on="cuda"),)
 
-def _cost_us(p: Problem) -> float:
-    # Inductor's code takes, on an H200, 7 us for 64 tokens of 8 heads, 26 us for 4096.
+
+def _scatter_us(p: Problem) -> float:
+    # Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096.
     numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
     return 7.0 + max(p.tokens.hint, 1) * numbers / 4e5
 
 
-def float8_in_triton(p: Problem) -> Refusal | None:
-    """Triton makes float8_e4m3fn from SM89 on."""
-    older = p.target.device == "cuda" and p.target.arch < 89
-    return Refusal("target", p.target, "cpu | sm89 or later") if older else None
+def _pointwise_us(p: Problem) -> float:
+    """Two launches, and the bytes; not measured."""
+    return 8.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT8 = (torch.int8,)
 # Float8 pages are left out: a write through a view of another dtype is lost where it is inlined.
 for _op, _run, _dtypes, _pages, _takes, _needs in (
     ("write_kv", write_kv, FLOATS, FLOATS + INT8, {"k_scale", "v_scale"}, ()),
     ("write_latent", write_latent, FLOATS + INT8, FLOATS + INT8, {"kv_scale"}, ()),
-    ("write_latent_packed", write_latent_packed, FLOATS, (torch.uint8,), set(), (float8_in_triton,)),
+    ("write_latent_packed", write_latent_packed, FLOATS, (torch.uint8,), set(), FLOAT8),
+    ("rope_quantize_latent", rope_quantize_latent, FLOATS, (torch.float8_e4m3fn,), {"interleaved"}, FLOAT8),
 ):
+    _rotates = _op == "rope_quantize_latent"
     register(
         Kernel(
-            "scatter",
+            "pointwise" if _rotates else "scatter",
             _op,
             _run,
             takes=frozenset(_takes),
             dtypes=_dtypes,
             kv_dtypes=_pages,
             needs=_needs,
-            cost_us=_cost_us,
+            cost_us=_pointwise_us if _rotates else _scatter_us,
             invariant=Invariant(),
             inline=Inline(),
-            about="index_put fused by the compiler",
+            about=f"{'pointwise torch ops' if _rotates else 'index_put'} fused by the compiler",
         )
     )

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnops.kernel import Inline, Kernel, register
 from attnops.measured import Roofline
 from attnops.problem import Problem, surely
-from attnops.reference.attention import Rules, compact, dense_visible, no_lse, visible
+from attnops.reference.attention import Rules, compact, dense_visible, in_range, no_lse, visible
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 if TYPE_CHECKING:
@@ -81,17 +81,6 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
     return mask.masked_fill(~see[:, None], float("-inf"))
 
 
-def drop_unseen(x: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    """`x` `[B, K, H, D]` with 0 for keys outside of `[start, end)`, which may hold anything: a weight of 0 does not silence NaN."""
-    j = torch.arange(x.shape[1], device=x.device)[None]
-    outside = torch.zeros_like(j, dtype=torch.bool)
-    if start is not None:
-        outside = outside | (j < start[:, None])
-    if end is not None:
-        outside = outside | (j >= end[:, None])
-    return x.masked_fill(outside[..., None, None], 0.0)
-
-
 def attention(call: Attention) -> tuple[Tensor, Tensor]:
     """See `attnops.attention`."""
     query, key, value, start, end, causal = call.query, call.key, call.value, call.kv_start, call.kv_end, call.causal
@@ -102,8 +91,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     if free and call.mask is None and (not causal or surely(query.shape[1] == key.shape[1])):
         return _sdpa(query, key, value, call.scale, causal=causal), no_lse(query)
     see = dense_visible(query, key, start, end, Rules.of(call)._replace(causal=causal))
-    if start is not None or end is not None:
-        value, key = drop_unseen(value, start, end), drop_unseen(key, start, end)
+    key, value = in_range(key, start, end), in_range(value, start, end)
     return _sdpa(query, key, value, call.scale, see, call.mask), no_lse(query)
 
 
@@ -129,7 +117,7 @@ def paged_attention(call: PagedAttention) -> None:
     else:
         before = ends - lengths_of(cu_seqlens)
     see = visible(queries, keys, before, None, ends, rules)
-    key, value = (drop_unseen(gather_pages(x, table), None, ends) for x in (call.k_pages, call.v_pages))
+    key, value = (in_range(gather_pages(x, table), None, ends) for x in (call.k_pages, call.v_pages))
     if alone:
         mask = None if mask is None else mask[:, None, None, :keys]
         out = _sdpa(query[:, None], key, value, call.scale, see, mask)[:, 0]
