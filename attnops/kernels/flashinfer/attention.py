@@ -75,7 +75,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
         c = fi.layout_of(query.device, Target.of(query.device).arch, call.max_seqlen_q, shape)
         ints, at = planner.plan_ragged(c, queries, keys, query.device)
         # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no request are not shown to it.
-        # Detached: what a training step's tensors are handed over with refuses those that want a gradient.
+        # Detached: the exchange of tensors with tvm_ffi refuses those of a training step, which want a gradient.
         fi.run(c, at, ints, call, (query.detach(), key[:used].detach(), value[:used].detach()), output, lse)
     else:
         output.zero_()
@@ -93,7 +93,7 @@ def _natural(z: Tensor, call: PagedAttention | VarlenAttention) -> Tensor:
 
 
 PLAN_US = 700.0
-"""Host time of a plan, about; the shipped table's `plan_us` has what was measured. A step makes one, a packed call one of its own."""
+"""Host time of a plan, about; the shipped table's `plan_us` is measured. A step makes one plan, and every packed call makes one."""
 
 
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))

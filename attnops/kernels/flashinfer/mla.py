@@ -40,7 +40,7 @@ MOST_WORKS = 16384
 
 
 class Shape(NamedTuple):
-    """What a plan is made for: all numbers of a call but its lengths. `causal`: False for a lone query, which sees every key either way."""
+    """The numbers of a call that its plan depends on, but for its lengths. causal: False for a lone query, which sees every key."""
 
     num_tokens: int
     max_pages: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 def sizes_of(sms: int) -> tuple[int, int]:
-    """Bytes of the int workspace and of the float workspace: what MLAPlan takes from them, which no length changes."""
+    """Bytes that MLAPlan takes from the int workspace and from the float workspace, whatever the lengths."""
     sizes = (9 * 4 * MOST_WORKS + 5 * 4 * sms + 16 * 16, 2 * sms * TILE * (2 * LATENT + 4) + 64)
     return padded(sizes[0], torch.uint8), padded(sizes[1], torch.uint8)
 

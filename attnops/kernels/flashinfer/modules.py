@@ -1,6 +1,6 @@
 """The numbers of a FlashInfer call: which of its kernels the call takes, how much scratch that wants, and its JIT modules.
 
-FlashInfer's wrapper classes hold buffers and the last plan; the modules under them hold nothing, so those are used. Plans are made in
+FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless, so those are used. Plans are made in
 its CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only the workspace's contents change.
 """
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from attnops.ops.plan import PlanPagedAttention
 
 DECODE, FA2, FA3 = 1, 2, 3
-"""Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group packed, warp groups of SM90."""
+"""Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group as rows, warp groups of SM90."""
 NAMES = {DECODE: "decode", FA2: "fa2", FA3: "fa3"}
 NHD = 0
 I32 = torch.int32
 
 
 class Shape(NamedTuple):
-    """What a plan is made for: all numbers of a call but its lengths.
+    """The numbers of a call that its plan depends on, but for its lengths.
 
     decode: no request has more than one query. causal: False for a decode, whose query sees every key either way.
     Packed calls have no pages: their page_size is 1 and max_pages 0.
@@ -108,10 +108,10 @@ def sm_count(device: torch.device) -> int:
 
 def tile_q(s: Shape) -> int:
     """FlashInfer's FA2DetermineCtaTileQ for the plans made here (utils.cuh; on SM80 and later)."""
-    packed = s.group * (1 if s.decode and not s.deterministic else max(total_rows(s) - s.rows + 1, 1))
-    if packed > 64 and s.v_head_dim < 256:
+    rows = s.group * (1 if s.decode and not s.deterministic else max(total_rows(s) - s.rows + 1, 1))
+    if rows > 64 and s.v_head_dim < 256:
         return 128
-    return 64 if packed > 16 else 16
+    return 64 if rows > 16 else 16
 
 
 def total_rows(s: Shape) -> int:
@@ -126,7 +126,7 @@ def whole_keys(s: Shape, sms: int) -> bool:
 
 
 def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
-    """(int workspace, float workspace) in bytes: upper bounds of what scheduler.cuh takes from them, paddings included."""
+    """Upper bounds of the bytes that scheduler.cuh takes from (int workspace, float workspace), paddings included."""
     if path == DECODE:
         blocks = max(16 * sms // s.kv_heads, s.rows)  # at most 16 blocks of 128 threads a multiprocessor
         return 13 * blocks + 512, 16 * sms // s.kv_heads * s.q_heads * (s.v_head_dim + 1) * 4 + 512
@@ -200,7 +200,7 @@ def load(m: Module) -> Any:
 
 
 def load_paged(m: Module) -> Any:
-    """`load`, and what a paged run with unlike strides of keys and values loads at its first call, which must not be in a capture."""
+    """`load`, and load the variant for unlike strides of keys and values now: its first call may be in a capture."""
     found = load(m)
     if m.path == FA2 and m.head_dim != m.v_head_dim and not m.sinks:
         found.prewarm_paged_kv_stride_variant()
@@ -208,7 +208,7 @@ def load_paged(m: Module) -> Any:
 
 
 class Layout(NamedTuple):
-    """A call's shape and path, and what follows from them.
+    """A call's shape and path, and the facts that follow from them.
 
     sizes: of `Places`. overlap: a kernel may begin while the one before it ends (programmatic dependent launch), as FlashInfer's
     wrappers launch them from SM90 on; the merge of split keys begins 1 to 2 us sooner.

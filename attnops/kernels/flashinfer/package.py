@@ -1,4 +1,4 @@
-"""The FlashInfer package seen from outside, and what its kernels have in common.
+"""The FlashInfer package seen from outside, and the helpers that several of its kernels use.
 
 Importing it makes a folder for what it compiles and asks every GPU for its capability, which initialises CUDA. So it is imported at the
 first call of a kernel, when a CUDA tensor is at hand. It compiles each module at its first use, with nvcc: once, before any capture.
@@ -27,11 +27,11 @@ PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2")
 CUDA = "/usr/local/cuda/bin"
 
 SMS = 256
-"""More streaming multiprocessors than any GPU has: what is sized by their number is sized by this, which needs no device."""
+"""More streaming multiprocessors than any GPU has, so that buffers sized by their number need no device to ask."""
 
 
 def missing(target: Target) -> Refusal | None:
-    """The probe: what the package imports and may be absent."""
+    """The probe: tvm_ffi, which the package imports, may be absent."""
     if target.assume is not None or find_spec("tvm_ffi") is not None:
         return None
     return Refusal("package", "tvm_ffi missing", "pip install apache-tvm-ffi")
@@ -48,7 +48,7 @@ def no_compiler(target: Target) -> Refusal | None:
 
 @functools.cache
 def module(name: str) -> Any:
-    """`flashinfer.<name>`. Raises OSError, which says what to set, where its folder cannot be made."""
+    """`flashinfer.<name>`. Raises OSError, which names the variable to set, where its folder cannot be made."""
     try:
         return importlib.import_module(f"flashinfer.{name}")
     except OSError as error:

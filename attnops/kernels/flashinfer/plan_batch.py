@@ -106,7 +106,7 @@ def plan_ragged(c: Layout, queries: list[int], keys: list[int], device: torch.de
     """A plan of a packed call, in memory of its own: (FlashInfer's ints, places)."""
     workspace = torch.empty(4 * sum(c.sizes), dtype=torch.uint8, device=device)
     at = Places._make(cut("workspace", workspace, c.sizes, I32))
-    # Pageable memory: what is copied from it is taken before the call returns, so that it may go.
+    # Pageable memory: a copy from it is done before the call returns, so that it may be freed then.
     ints = torch.empty(at.ints.nbytes, dtype=torch.uint8)
     starts = pad(torch.tensor(queries, dtype=I32).cumsum(0, dtype=I32), (1, 0))
     page_starts, last, lengths = _pages(c.shape, torch.tensor(keys, dtype=I32))

@@ -1,12 +1,12 @@
-"""Plans made by the host: the header that says what a plan is and what it was made for, and how a buffer is cut up.
+"""Plans made by the host: the header that names a plan's kernel and call, and how a buffer is cut up.
 
 A plan is an int64 tensor on the CPU. Its first HEADER numbers are
 
     MAGIC, path, number of fields, number of ints, pages of the pool, the fields, the ints
 
-where `path` is the maker's own number for what it planned (never 0), the fields are the call the plan was made for, and the ints are
-what the foreign planner returned. The pages are `holes.UNKNOWN` where the maker was given none. The maker's staging memory follows the
-header. A plan of zeros is no plan.
+where `path` is the maker's own number for the kernel it planned for (never 0), the fields are the call the plan was made for, and the
+ints are those that the foreign planner returned. The pages are `holes.UNKNOWN` where the maker was given none. The maker's staging
+memory follows the header. A plan of zeros is no plan.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fields_of(shape: tuple[Any, ...]) -> list[int]:
 
 
 def write_header(plan: Tensor, path: int, num_pages: int, shape: tuple[Any, ...], ints: Sequence[int]) -> None:
-    """Say what the plan is. `plan`: int64 `[>= HEADER]` on the CPU. shape: the call it was made for, a named tuple."""
+    """Write the header. `plan`: int64 `[>= HEADER]` on the CPU. shape: the call it was made for, a named tuple."""
     fields = fields_of(shape)
     numbers = [MAGIC, path, len(fields), len(ints), num_pages, *fields, *map(int, ints)]
     if len(numbers) > HEADER:

@@ -1,4 +1,4 @@
-"""`aten_flash`: the FlashAttention inside torch, called below autograd, for what SDPA's public function hides: lse and the gradient.
+"""`aten_flash`: the FlashAttention inside torch, called below autograd for the lse and the gradient, which SDPA's public function hides.
 
 CPU: dense calls with any mask, float32, float64 and half types; heads are repeated for grouped queries.
 CUDA: FlashAttention-2 (https://arxiv.org/abs/2307.08691) for dense and packed calls, half types, windows, no mask; see `aten_flash_cuda`.

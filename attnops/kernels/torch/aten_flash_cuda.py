@@ -103,7 +103,7 @@ def backward(call: AttentionBackward | VarlenAttentionBackward, lengths: Lengths
 
 
 def _plain(x: Tensor) -> Tensor:
-    """`compact`, at less cost for what is so already."""
+    """`compact`, at less cost for a tensor that is so already."""
     return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
 
 

@@ -1,7 +1,7 @@
 """`flex`: torch.nn.attention.flex_attention, which compiles a kernel for the very mask and score function of the call.
 
 Soft cap, windows, masks, key ranges and sinks all become part of the generated kernel. On CUDA it is compiled at first use of
-each shape class; on CPU it runs uncompiled (torch's own unfused form), which is right but no faster than `reference`.
+each shape class; on CPU it runs uncompiled (torch's own unfused code), which is right but no faster than `reference`.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ SINGLE_TILES = (Tile(128, 32, 3, 4), Tile(64, 32, 3, 4), Tile(32, 32, 3, 4), Til
 def shared_bytes(tile: Tile, head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool) -> int:
     """An upper bound of a program's shared memory: queries, weights, and the keys, values and mask of every load in flight.
 
-    Read off what Triton 3.6 and 3.7 compile of torch's template. Products of warp groups hold one load more than others.
+    Read off the code that Triton 3.6 and 3.7 make of torch's template. Products of warp groups hold one load more than others.
     """
     queries, keys, stages, _ = tile
     width, v_width = padded(head_dim), padded(v_head_dim)
@@ -275,7 +275,7 @@ def shared_limit(arch: int) -> int:
 
 
 def padded(n: int) -> int:
-    """The next power of two, at least 16: what a matrix product takes."""
+    """The next power of two, at least 16, the least size of a matrix product."""
     return max(16, 1 << (n - 1).bit_length())
 
 

@@ -48,7 +48,7 @@ def _sdpa(
     if mask is None or cpu:
         return compact(out)
     out = compact(out.to(query.dtype))
-    # SDPA's backends differ in what a query that sees no key gives; those of the CPU give 0 by themselves.
+    # SDPA's backends differ in the result of a query that sees no key; those of the CPU give 0 by themselves.
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
 
@@ -110,7 +110,7 @@ def paged_attention(call: PagedAttention) -> None:
     query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
     ends, rules = call.seq_lens.long(), Rules.of(call)
     keys = table.shape[1] * call.k_pages.shape[1]
-    # One token of each request: nothing is padded, and the token sees what is there.
+    # One token of each request: no row is padding, and the token sees every key.
     alone = not call.padded and surely(queries == 1) and surely(query.shape[0] == table.shape[0])
     if alone:
         rules, before = rules._replace(causal=False), ends - 1
