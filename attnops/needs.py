@@ -133,7 +133,7 @@ def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "")
         if (on and p.target.device != on) or fits(p):
             return None
         got = tuple(getattr(p, name) for name in names)
-        return Refusal(field, got if len(got) > 1 else got[0], want.format(p=p))
+        return Refusal(field, got[0] if len(names) == 1 else got, want.format(p=p))
 
     return need
 

@@ -50,7 +50,7 @@ def suite(target: Target) -> frozenset[Module]:
             for case in CASES[op]:
                 call = case.call()
                 problem = replace(call.problem, plan="host", workspace=1 << 62)
-                if not any(need(problem) for need in kernel.needs) and all(t.numel() for t in call.tensors().values()):
+                if not kernel.unmet(problem) and all(t.numel() for t in call.tensors().values()):
                     found.add(module_of(problem, call.arguments.get("max_seqlen_q", 0)))
     return frozenset(found)
 
