@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnops.call import FLOATS, KW_ONLY, Call, Result, arg, asked, check, fake, record, schema
 from attnops.errors import InvalidInput, RegistrationError
-from attnops.kernel import Kernel, Registry, kernels_of, register
+from attnops.kernel import Kernel, Registry, all_kernels, kernels_of, register
 from attnops.ops import OPS
 from attnops.ops.op import check_binding
 from attnops.problem import Problem, Target, problem_of
@@ -111,6 +111,16 @@ def test_an_argument_that_is_new_is_refused_until_it_is_listed(argument):
         assert kernel.unmet(PLAIN) == ()
         assert [r.field for r in kernel.unmet(new)] == [argument]
         assert replace(kernel, takes=kernel.takes | {argument}).unmet(new) == ()
+
+
+@pytest.mark.parametrize("kernel", all_kernels(), ids=lambda k: f"{k.op}.{k.name}")
+def test_every_kernel_refuses_what_it_does_not_list(kernel):
+    """An argument that is new, or on by default, and a dtype: of an op as it may be one day."""
+    problem = Problem(kernel.op, Target(), dtype=torch.complex64, kv_dtype=torch.complex64, asks=frozenset({"slope"}))
+    refused = {r.field for r in kernel.unmet(problem)}
+    assert "slope" in refused
+    assert "dtype" in refused or not kernel.dtypes, "a kernel that lists no dtypes has needs in their place"
+    assert "slope" not in {r.field for r in replace(kernel, takes=kernel.takes | {"slope"}).unmet(problem)}
 
 
 @pytest.mark.parametrize(
