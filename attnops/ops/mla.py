@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, Call, Sizes, arg, name, need, record
-from attnops.errors import InvalidInput, fail
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, Call, Sizes, arg, need, record
 from attnops.ops import rules
 from attnops.ops.holes import whole
 from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
@@ -18,10 +17,9 @@ from attnops.reference import mla
 
 
 def query_rules(call: Any, sizes: Sizes) -> None:
-    """A quantised query brings its scale; its plan comes from a plan op."""
+    """A quantised query brings its scale, and its plan comes from a plan op."""
     need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
-    if call.q_nope.dtype in STORED and call.q_scale is None:
-        fail(InvalidInput, "q_scale", "None", f"a scale, because the query is {name(call.q_nope.dtype)}")
+    rules.q_scale(call.q_nope, call.q_scale)
     rules.plan(call, call.q_nope.device)
     rules.contiguous("workspace", call.workspace)
 

@@ -349,6 +349,7 @@ BAD = [
     Bad("mla_attention", {"latent_pages": f(4, 2, 8, dtype=BF16)}, "latent_pages.dtype", "bfloat16", "float32 | float8_e4m3fn | int8"),
     Bad("mla_attention", {"latent_pages": f(4, 2, 8).to(INT8)}, "kv_scale", "None", "because the latents are int8"),
     Bad("mla_attention", {"kv_scale": f(2)}, "kv_scale.shape[0]", "2", "1"),
+    Bad("mla_attention", {"q_scale": f(1)}, "q_scale", "a tensor", "None, because the query is float32"),
     Bad("mla_attention", {"q_scale": f(1, dtype=F64)}, "q_scale.dtype", "float64", "float32"),
     Bad("mla_attention", {"seq_lens": i(2, 3, 1)}, "seq_lens.shape[0]", "3", "2 (B, as page_table.shape[0])"),
     Bad("mla_attention", {"cu_seqlens_q": i(0, 3)}, "cu_seqlens_q.shape[0]", "2", "3 (B + 1)"),
