@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnops.cache import LatentCache, PagedBatch, Planner
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops import write_latent
-from attnops.ops.plan_mla import LatentSpec
+from attnops.ops.plan import LatentSpec
 from attnops.tune.clock import Run
 
 NEAR = 0.02

@@ -18,7 +18,7 @@ from attnops.call import FLOATS
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import kernels_of
 from attnops.ops.latent import STORED
-from attnops.ops.plan_mla import LatentSpec
+from attnops.ops.plan import LatentSpec
 from attnops.problem import Target, bytes_of
 from attnops.select import key_for, select
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
 from attnops.kernel import Kernel, kernels_of
-from attnops.ops.plan import PagedSpec, plan_paged_attention, plan_sizes
-from attnops.ops.plan_mla import PLAN, LatentSpec, plan_mla_attention, plan_mla_sizes
+from attnops.ops.plan import LatentSpec, PagedSpec, plan_mla_attention, plan_mla_sizes, plan_paged_attention, plan_sizes
 from attnops.problem import Target, bytes_of
 from attnops.select import choose, key_for, select
 
@@ -97,7 +96,7 @@ class Planner:
 
 
 def _planned_by_host() -> tuple[str, ...]:
-    return tuple(name for name, kernel in kernels_of(PLAN.name).items() if kernel.plan.sizes is not None)
+    return tuple(name for name, kernel in kernels_of("plan_mla_attention").items() if kernel.plan.sizes is not None)
 
 
 def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:

@@ -20,8 +20,7 @@ from attnops.cache.page_size import PageSizeChoice, negotiate_kv_page_size, nego
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.step import Tokens, describe
 from attnops.ops import slot_mapping
-from attnops.ops.plan import PagedSpec
-from attnops.ops.plan_mla import LatentSpec
+from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Target
 from attnops.select import key_for, select, workspace_bytes
 

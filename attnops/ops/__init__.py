@@ -16,12 +16,12 @@ from attnops.ops.op import OPS as OPS
 from attnops.ops.op import Op as Op
 from attnops.ops.paged import paged_attention as paged_attention
 from attnops.ops.paged import write_kv as write_kv
+from attnops.ops.plan import LatentSpec as LatentSpec
 from attnops.ops.plan import PagedSpec as PagedSpec
+from attnops.ops.plan import plan_mla_attention as plan_mla_attention
+from attnops.ops.plan import plan_mla_sizes as plan_mla_sizes
 from attnops.ops.plan import plan_paged_attention as plan_paged_attention
 from attnops.ops.plan import plan_sizes as plan_sizes
-from attnops.ops.plan_mla import LatentSpec as LatentSpec
-from attnops.ops.plan_mla import plan_mla_attention as plan_mla_attention
-from attnops.ops.plan_mla import plan_mla_sizes as plan_mla_sizes
 from attnops.ops.rope_quantize import rope_quantize_latent as rope_quantize_latent
 from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention

@@ -1,9 +1,13 @@
-"""Plans made on the host, once a step and outside CUDA graphs: an op that writes two buffers, which the layers' attention then reads."""
+"""Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which the layers' attention then reads.
+
+`plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`, attention over latents. An op `plan_X` has a
+record; a `Spec` holds the arguments that the layers' calls of `X` share; the public functions make a record of a spec and a step.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,16 +16,17 @@ from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, ch
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
 from attnops.ops import rules
-from attnops.ops.op import Op, define
+from attnops.ops.op import OPS, Op, define
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
 from attnops.reference.holes import UNKNOWN
 from attnops.select import active_policy, choose, key_for
 
 NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}
+SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
 
 
-def buffers(call: Any) -> None:
+def _buffers(call: Any) -> None:
     """The plan is on the CPU, and neither buffer has gaps."""
     if call.plan.device.type != "cpu":
         fail(InvalidInput, "plan.device", call.plan.device, "cpu")
@@ -29,24 +34,22 @@ def buffers(call: Any) -> None:
     rules.contiguous("workspace", call.workspace)
 
 
-def dtypes(call: Any) -> dict[str, Any]:
-    """The dtypes of the layers' calls."""
-    return {"dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
-
-
-def _rules(call: Any, sizes: Sizes) -> None:
+def _paged_rules(call: Any, sizes: Sizes) -> None:
     need(call.q_heads % call.kv_heads == 0, "q_heads", call.q_heads, f"a multiple of kv_heads = {call.kv_heads}")
-    buffers(call)
+    _buffers(call)
+
+
+def _mla_rules(call: Any, sizes: Sizes) -> None:
+    need(call.head_dim > call.v_head_dim, "head_dim", call.head_dim, f"> v_head_dim = {call.v_head_dim}")
+    _buffers(call)
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"plan": "none", "workspace": 0, **dtypes(call)}
+    """The dtypes are those of the layers' calls."""
+    return {"plan": "none", "workspace": 0, "dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
 
 
-SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
-
-
-@record("plan_paged_attention", rules=_rules, facts=_facts, problem=SIZES)
+@record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES)
 class PlanPagedAttention(Call):
     """The host plan of paged attention."""
 
@@ -74,17 +77,89 @@ class PlanPagedAttention(Call):
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
 
-PLAN = define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention"))
+@record("plan_mla_attention", rules=_mla_rules, facts=_facts, problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"})
+class PlanMlaAttention(Call):
+    """The host plan of attention over latents."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+    q_heads: int = arg(least=1)
+    head_dim: int = arg(least=1)
+    v_head_dim: int = arg(least=1)
+    page_size: int = arg(least=1)
+    dtype: str = arg(choices=tuple(NAMES))
+    kv_dtype: str = arg(choices=tuple(NAMES))
+    causal: bool = arg(default=True, always=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
+    policy: str = ""
+    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
+    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+
+
+define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention"))
+define(Op(PlanMlaAttention, data.no_plan, about="host plan of attention over latents"))
+
+
+class Spec:
+    """The part of `PagedSpec` and `LatentSpec` that is the same. attention: the layers' op, for which `plan_<attention>` plans."""
+
+    attention: ClassVar[str]
+    q_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None
+    causal: bool
+    lse: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem beside those above."""
+        raise NotImplementedError
+
+    @property
+    def statics(self) -> dict[str, Any]:
+        """The plan op's static arguments."""
+        given = {**vars(self), **self.facts, "dtype": name(self.dtype), "kv_dtype": name(self.kv_dtype or self.dtype)}
+        given["window_left"], given["window_right"] = given.get("window", rules.UNBOUNDED)
+        return {n: given[n] for n in OPS[f"plan_{self.attention}"].spec.names if n in given}
+
+    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
+        """The Problem of a layer's call with a plan of the host."""
+        kv_dtype = self.kv_dtype or self.dtype
+        return Problem(
+            op=self.attention,
+            target=target,
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            q_heads=self.q_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            causal=self.causal,
+            kv_scales=kv_dtype in QUANTISED,
+            lse=self.lse,
+            plan="host",
+            tokens=Extent.of(num_tokens),
+            batch=Extent.of(requests),
+            queries=Extent.of(max_seqlen_q),
+            context=Extent.of(max_pages * self.page_size),
+            **self.facts,
+        )
 
 
 @dataclass(frozen=True)
-class PagedSpec:
+class PagedSpec(Spec):
     """What layers have in common that share a plan: all of a `paged_attention` call that is the same in every step.
 
     Layers that differ in one of these, e.g. in their window, need a plan each. dtype: of query and output; kv_dtype: of the pages, the
     query's when None. window: (left, right). softcap: is there one. sinks: their dtype or None. lse: is it asked for.
     """
 
+    attention = "paged_attention"
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -99,42 +174,35 @@ class PagedSpec:
     lse: bool = False
 
     @property
-    def statics(self) -> dict[str, Any]:
-        """The plan op's static arguments."""
-        return {
-            "q_heads": self.q_heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "v_head_dim": self.head_dim if self.v_head_dim is None else self.v_head_dim,
-            "page_size": self.page_size,
-            "dtype": name(self.dtype),
-            "kv_dtype": name(self.kv_dtype or self.dtype),
-            "causal": self.causal,
-            "window_left": self.window[0],
-            "window_right": self.window[1],
-            "softcap": self.softcap,
-            "sinks": self.sinks is not None,
-        }
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem, among them those of dense attention."""
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        sinks = {"sinks": self.sinks is not None, "sinks_dtype": self.sinks}
+        return {"kv_heads": self.kv_heads, "v_head_dim": v_head_dim, "window": self.window, "softcap": self.softcap, **sinks}
 
-    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
-        """The Problem of a layer's `paged_attention` with a plan of the host."""
-        given = self.statics
-        return Problem(
-            op="paged_attention",
-            target=target,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype or self.dtype,
-            **{n: given[n] for n in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page_size", "causal", "softcap", "sinks")},
-            window=self.window,
-            sinks_dtype=self.sinks,
-            kv_scales=self.kv_dtype is not None and self.kv_dtype != self.dtype,
-            lse=self.lse,
-            plan="host",
-            tokens=Extent.of(num_tokens),
-            batch=Extent.of(requests),
-            queries=Extent.of(max_seqlen_q),
-            context=Extent.of(max_pages * self.page_size),
-        )
+
+@dataclass(frozen=True)
+class LatentSpec(Spec):
+    """What layers have in common that share a plan: all of an `mla_attention` call that is the same in every step.
+
+    q_heads: of the query. head_dim: Dc + Dr, the numbers of a latent; v_head_dim: Dc. page_size: in tokens. dtype: of query and output;
+    kv_dtype: of the pages, the query's when None. lse: is it asked for.
+    """
+
+    attention = "mla_attention"
+    q_heads: int
+    page_size: int
+    dtype: torch.dtype
+    head_dim: int = 576
+    v_head_dim: int = 512
+    kv_dtype: torch.dtype | None = None
+    causal: bool = True
+    lse: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of the layers' Problem, among them those of latents, which all heads share."""
+        return {"kv_heads": 1, "v_head_dim": self.v_head_dim, "rope_dim": self.head_dim - self.v_head_dim}
 
 
 def plan_sizes(
@@ -144,19 +212,17 @@ def plan_sizes(
 
     max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
     """
-    return largest_sizes(PLAN, spec.statics, max_tokens, max_requests, max_pages, torch.device(device))
+    return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
 
 
-def largest_sizes(
-    op: Op, statics: dict[str, Any], max_tokens: int, max_requests: int, max_pages: int, device: torch.device
+def plan_mla_sizes(
+    spec: LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int]:
-    """As `plan_sizes`, of any plan op."""
-    sizes = [(0, 0)]
-    for kernel in kernels_of(op.name).values():
-        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
-            maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
-            sizes.append(kernel.plan.sizes(**statics, **maxima, device=device))
-    return max(n for n, _ in sizes), max(b for _, b in sizes)
+    """(length of `plan`, bytes of `workspace`) that serve every kernel that plans, on calls of at most these sizes.
+
+    max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
+    """
+    return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
 
 
 def plan_paged_attention(
@@ -194,44 +260,67 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    return ask(PLAN, spec, (page_table, seq_lens, cu_seqlens_q), num_tokens, max_seqlen_q, num_pages, plan, workspace, kernel)
+    call = PlanPagedAttention(
+        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
+        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
+    )  # fmt: skip
+    return _planned(spec, call, kernel)
 
 
-class Spec(Protocol):
-    """What `PagedSpec` and `LatentSpec` have in common."""
-
-    @property
-    def statics(self) -> dict[str, Any]: ...
-
-    def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem: ...
-
-
-def ask(
-    op: Op,
-    spec: Spec,
-    tables: tuple[Tensor, Tensor, Tensor],
+def plan_mla_attention(
+    spec: LatentSpec,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
     num_tokens: int,
     max_seqlen_q: int,
-    num_pages: int | None,
+    num_pages: int | None = None,
     plan: Tensor,
     workspace: Tensor,
-    kernel: str | None,
+    kernel: str | None = None,
 ) -> str | None:
-    """As `plan_paged_attention`, of any plan op. tables: page_table, seq_lens, cu_seqlens_q."""
-    pages = UNKNOWN if num_pages is None else num_pages
-    given = {
-        "num_tokens": num_tokens,
-        "max_seqlen_q": max_seqlen_q,
-        "num_pages": pages,
-        **spec.statics,
-        "plan": plan,
-        "workspace": workspace,
-    }
-    make: Any = op.call
-    call = make(*tables, **given)
+    """Ask which kernel will answer the layers' `mla_attention`; if it plans on the host, write its plan. To be called once a step.
+
+    A host step, as `plan_paged_attention`: it waits for the current stream, lies outside CUDA graphs, and writes into `plan` and
+    `workspace` only. The plan holds for the lengths it was made from; the page table may change under it, its holes may not.
+
+    Args:
+        spec: what the layers ask for.
+        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `mla_attention` takes them.
+        num_tokens: rows of the query, padding included. max_seqlen_q: as in `mla_attention`.
+        num_pages: pages of the pool; None: unknown, and the plan serves calls with `holes=False` alone.
+        plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_mla_sizes` gives. Give both to the layers.
+        kernel: plan for this kernel and no other.
+
+    Returns:
+        The name of the kernel that the plan is for, or None: the layers will run a kernel that needs no plan, and nothing was written.
+
+    Raises:
+        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
+        UnknownKernel, NoKernel: `kernel` cannot run.
+    """
+    call = PlanMlaAttention(
+        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
+        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
+    )  # fmt: skip
+    return _planned(spec, call, kernel)
+
+
+def _largest(spec: Spec, device: torch.device, maxima: dict[str, int]) -> tuple[int, int]:
+    sizes = [(0, 0)]
+    for kernel in kernels_of(f"plan_{spec.attention}").values():
+        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
+            sizes.append(kernel.plan.sizes(**spec.statics, **maxima, device=device))
+    return max(n for n, _ in sizes), max(b for _, b in sizes)
+
+
+def _planned(spec: Spec, call: PlanPagedAttention | PlanMlaAttention, kernel: str | None) -> str | None:
+    """Write the plan of a step for the kernel that answers the layers: its name, or None where that kernel plans nothing."""
     check(call)
-    requests, pages = tables[0].shape
-    problem = spec.problem(Target.of(tables[0].device), num_tokens, requests, pages, max_seqlen_q)
+    requests, pages = call.page_table.shape
+    problem = spec.problem(Target.of(call.page_table.device), call.num_tokens, requests, pages, call.max_seqlen_q)
+    op = OPS[call.spec.op]
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan.sizes is None:
         return None

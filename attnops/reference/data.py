@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from attnops.ops.merge import MergeState, MergeStates
     from attnops.ops.metadata import CuSeqlens, KVIndices, SlotMapping, TokenRows
     from attnops.ops.paged import WriteKV
-    from attnops.ops.plan import PlanPagedAttention
-    from attnops.ops.plan_mla import PlanMlaAttention
+    from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
     from attnops.ops.schedule import Fa3Schedule
 
 INT8_MAX = 127.0

@@ -31,7 +31,7 @@ from attnops.problem import Problem
 
 if TYPE_CHECKING:
     from attnops.ops.mla import MlaAttention
-    from attnops.ops.plan_mla import PlanMlaAttention
+    from attnops.ops.plan import PlanMlaAttention
 
 MAKER = "attnops.ops.plan_mla_attention"
 LATENT, ROPE, TILE = 512, 64, 64
