@@ -119,7 +119,7 @@ def test_pure():
 def test_the_crossover_is_that_of_the_decision():
     goal = Target.parse("sm90", packages_of_kernels())
     with pretend(goal):
-        got = crossover(128, 64, 512, 128, 128, BF16, BF16, 64, torch.device("cuda"), True, "", "")
+        got = crossover((128, 64, 512, 128), 128, (BF16, BF16), 64, torch.device("cuda"), True, ("", ""))
     assert got == latent_form(call()).absorb_up_to
 
 
@@ -191,6 +191,6 @@ def test_a_model_without_latents_has_no_forms():
 def test_an_eager_call_of_another_target_takes_its_form():
     """The target in force decides, as it does for kernels."""
     with pretend(Target.parse("sm90", packages_of_kernels())):
-        here = crossover(128, 64, 512, 128, 16, BF16, BF16, 64, torch.device("cpu"), False, "", "")
-    there = crossover(128, 64, 512, 128, 16, BF16, BF16, 64, torch.device("cpu"), False, "", "")
+        here = crossover((128, 64, 512, 128), 16, (BF16, BF16), 64, torch.device("cpu"), False, ("", ""))
+    there = crossover((128, 64, 512, 128), 16, (BF16, BF16), 64, torch.device("cpu"), False, ("", ""))
     assert here != there

@@ -212,9 +212,8 @@ def attend_latents(
     if before is not None:
         heads, page = int(q_nope.shape[1]), int(latent_pages.shape[1])
         if absorb_up_to is None:
-            absorb_up_to = crossover(
-                dims.nope, dims.rope, dims.latent, dims.v, heads, q_nope.dtype, latent_pages.dtype, page, q_nope.device, before, *policies
-            )
+            sizes = (dims.nope, dims.rope, dims.latent, dims.v)
+            absorb_up_to = crossover(sizes, heads, (q_nope.dtype, latent_pages.dtype), page, q_nope.device, before, policies)
         if batch.max_seqlen_q > absorb_up_to:
             return attend_expanded(
                 dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding

@@ -128,13 +128,19 @@ def latent_form(call: LatentCall, queries: int = 1) -> FormDecision:
 
 
 def crossover(
-    nope: int, rope: int, latent: int, v: int, heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, device: torch.device,
-    before: bool, mla_policy: str, varlen_policy: str,
-) -> int:  # fmt: skip
-    """`absorb_up_to` of the LatentCall with these fields: the most new tokens of a request for which the absorbed form is the cheaper."""
-    call = LatentCall(
-        LatentDims(nope, rope, latent, v), heads, dtype, kv_dtype, page_size, Target.of(device), before, (mla_policy, varlen_policy)
-    )
+    dims: tuple[int, int, int, int],
+    heads: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    page_size: int,
+    device: torch.device,
+    before: bool,
+    policies: tuple[str, str],
+) -> int:
+    """`absorb_up_to` of the LatentCall with these fields: the most new tokens of a request for which the absorbed form is the cheaper.
+
+    Tuples in the order of the fields, LatentDims and (dtype, kv_dtype): Dynamo guards the identity of a dataclass, not its fields.
+    """
+    call = LatentCall(LatentDims(*dims), heads, *dtypes, page_size, Target.of(device), before, policies)
     return _crossover(call, generation(), in_force(call.target).table)
 
 
