@@ -1,9 +1,9 @@
-"""Which form attention over latents (MLA) takes for tokens that a request brings at once: absorbed or expanded.
+"""The choice between absorbed and expanded attention over latents (MLA), by the number of new tokens a request.
 
 Absorbed: T new tokens cost two products with the halves of W, `2 T H Dc (nope + v)` operations together, and attention in the space of
 the latents, `2 H (2 Dc + Dr)` operations for each pair of a token and a key. Expanded: every latent, of the T new tokens and of the L
 before them, is unfolded at `2 Dc H (nope + v)` operations and as many bytes as its keys and values have, and a pair costs
-`2 H (nope + Dr + v)`. So a long prefix is worth unfolding only for many tokens, where little came before it is from a few on.
+`2 H (nope + Dr + v)`. A long prefix is therefore worth unfolding for many new tokens only, a short one for a few already.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from attnops.select import Decision, parse_policy, select_by
 ABSORBED, EXPANDED = "absorbed", "expanded"
 
 ATTENTION = ("mla_attention", "varlen_attention", "attention")
-"""The ops that attend for a layer with latents: absorbed, and expanded over packed tokens and over dense ones."""
+"""The attention ops of a layer with latents: absorbed, expanded over packed tokens, and expanded over dense ones."""
 
 PREFIX = 8192
-"""Tokens each request is taken to have had before, where it had any. Both costs grow in proportion to them, so that where they cross
-hardly depends on the number, and a graph need not either."""
+"""The assumed number of cached tokens of a request that has any. Both costs grow in proportion to it, so that the crossover hardly
+depends on it, and a graph need not specialise on it."""
 
 REQUESTS = 4
-"""Requests that are taken to bring tokens at once."""
+"""The assumed number of requests that bring tokens in one batch."""
 
 MOST = 4096
-"""The most new tokens of a request for which the absorbed form is ever worked out to be the cheaper."""
+"""The most new tokens of a request for which the costs are compared."""
 
 ALWAYS = 2**31 - 1
 """More tokens than a request can have."""
@@ -44,20 +44,26 @@ PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500
 0: a few cores of a CPU, in round figures. An architecture that is not listed has those of the next older one."""
 
 REACHED = (0.65, 0.87)
-"""What of the peaks a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`).
+"""The part of the peaks that a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`).
 Products of wider numbers than 16 bits take longer in proportion."""
 
 UNFOLDING = 1.75
-"""How many times longer than at these rates a prefix takes to unfold: from `forms` of benchmarks/mla.py on an H200, where 64 new tokens
+"""Unfolding a prefix takes this many times longer than at these rates: from `forms` of benchmarks/mla.py on an H200, where 64 new tokens
 pay 22 ns for each latent before them with 16 heads and 153 ns with 128."""
 
 LAUNCH_US = 3.0
-"""Of a kernel in a stream that is kept busy."""
+"""The cost of a launch in a busy stream."""
 
 
 @dataclass(frozen=True)
 class LatentDims:
-    """What a head has of each: nope numbers of key and query without position, rope with; v of its value; `latent`: Dc of a latent."""
+    """The sizes of a layer's heads.
+
+    nope: numbers of a query and a key without position.
+    rope: numbers of a query and a key with position, Dr.
+    latent: numbers of a latent, Dc.
+    v: numbers of a value.
+    """
 
     nope: int
     rope: int
@@ -67,11 +73,12 @@ class LatentDims:
 
 @dataclass(frozen=True)
 class LatentCall:
-    """What is the same in all calls of a layer, as far as the form depends on it.
+    """The facts of a layer's calls that the form depends on.
 
-    before: had the requests tokens before? None: the batch does not say, so that only the absorbed form can be. policies: the keys for
-    mla_attention and for varlen_attention. absorb_up_to: what the caller wants instead of a comparison of costs. query_dtype: of
-    mla_attention's query where it is not dtype, i.e. quantised.
+    before: have the requests cached tokens? None: the batch does not describe them, so that only the absorbed form is possible.
+    policies: the policy keys of mla_attention and of varlen_attention.
+    absorb_up_to: the caller's own limit in place of a comparison of costs.
+    query_dtype: of mla_attention's query where it is quantised, i.e. not dtype.
     """
 
     dims: LatentDims
@@ -90,9 +97,10 @@ class LatentCall:
 class FormDecision:
     """The form for requests that bring `queries` tokens.
 
-    absorb_up_to: the most tokens of a request for which it is the absorbed one. absorbed_us, expanded_us: what the two are taken to
-    cost, projections included, for REQUESTS such requests; expanded_us is infinite where that form cannot be. absorbed, expanded:
-    the Decisions on `mla_attention`, and on `varlen_attention` of the new tokens among themselves.
+    absorb_up_to: the most new tokens of a request for which the absorbed form is taken.
+    absorbed_us, expanded_us: the estimated cost for REQUESTS such requests, projections included; infinite for an impossible form.
+    absorbed: the Decision on `mla_attention`.
+    expanded: the Decision on `varlen_attention` of the new tokens among themselves.
     """
 
     call: LatentCall
@@ -106,7 +114,7 @@ class FormDecision:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Microseconds by form, of the forms that can be."""
+        """Microseconds of the possible forms."""
         both = {ABSORBED: self.absorbed_us, EXPANDED: self.expanded_us}
         return {form: us for form, us in both.items() if us < inf}
 
@@ -151,8 +159,8 @@ def kernel_for(op: str, name: str | None) -> str | None:
     return own_kernel(op, name)
 
 
-# Dynamo calls these two, whose arguments are constants, and writes down what they return, as `torch.compiler.assume_constant_result`
-# would have it, which loads the compiler to say so. What is constant of a call is guarded; the registry and the tables are not.
+# Dynamo calls these two with constants and stores their results in the graph, as `torch.compiler.assume_constant_result` asks it to;
+# that function would import the compiler here. Dynamo guards the arguments, but neither the registry nor the tables.
 for _constant in (crossover, kernel_for):
     vars(_constant).update(_dynamo_marked_constant=True)
 
@@ -160,13 +168,13 @@ _WATCHERS: list[Callable[[FormDecision], None]] = []
 
 
 def watch_forms(watcher: Callable[[FormDecision], None]) -> Callable[[], None]:
-    """Call `watcher(decision)` for every eager call that has a form. Returns what ends it."""
+    """Call `watcher(decision)` for every eager call that has a form. Returns a function that removes the watcher."""
     _WATCHERS.append(watcher)
     return lambda: _WATCHERS.remove(watcher)
 
 
 def tell(call: Callable[[], tuple[LatentCall, int]]) -> None:
-    """Tell the watchers, if there are any, of a call and its new tokens a request."""
+    """Report a call and its new tokens a request to the watchers. `call` is evaluated only if there are any."""
     if _WATCHERS:
         decision = latent_form(*call())
         for watcher in tuple(_WATCHERS):
@@ -188,9 +196,9 @@ def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
     if call.before is None:
         return MOST
     if any(parse_policy(key).deterministic for key in call.policies):
-        return ALWAYS  # the longest of a batch, and where chunks end, are its mates' doing
+        return ALWAYS  # the longest request of a batch and the ends of chunks depend on the other requests
     last = 0
-    # From 2 on: tables know packed calls of several tokens only, and an estimate beside measured times would stop here at once.
+    # From 2 on: tables hold packed calls of several tokens only, and an estimate compared with a measured time would stop here at once.
     for queries in _steps(2, MOST):
         if _absorbed(call, queries, table)[0] > _expanded(call, queries, table)[0]:
             break
@@ -237,7 +245,7 @@ def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Tabl
     )  # fmt: skip
     problem = _sized(problem, queries, keys)
     decision = select_by(table, problem, call.policies[1])
-    # Tables know packed calls of as many keys as queries only, and far from there they say nothing of a time.
+    # Tables hold packed calls of as many keys as queries only; their times do not extend to calls of other shapes.
     us = _us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)
     return us, decision
 

@@ -105,7 +105,7 @@ define(Op(PlanMlaAttention, data.no_plan, about="host plan of attention over lat
 
 
 class Spec:
-    """The part of `PagedSpec` and `LatentSpec` that is the same. attention: the layers' op, for which `plan_<attention>` plans."""
+    """The base of `PagedSpec` and `LatentSpec`. attention: the layers' op; the op `plan_<attention>` plans for it."""
 
     attention: ClassVar[str]
     q_heads: int
@@ -129,7 +129,7 @@ class Spec:
         return {n: given[n] for n in OPS[f"plan_{self.attention}"].spec.names if n in given}
 
     def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
-        """The Problem of a layer's call with a plan of the host."""
+        """The Problem of a layer's call with a plan made on the host."""
         kv_dtype = self.kv_dtype or self.dtype
         return Problem(
             op=self.attention,
@@ -153,10 +153,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class PagedSpec(Spec):
-    """What layers have in common that share a plan: all of a `paged_attention` call that is the same in every step.
+    """The arguments of `paged_attention` that layers share a plan for: those that are the same in every step.
 
-    Layers that differ in one of these, e.g. in their window, need a plan each. dtype: of query and output; kv_dtype: of the pages, the
-    query's when None. window: (left, right). softcap: is there one. sinks: their dtype or None. lse: is it asked for.
+    Layers that differ in one of these, e.g. in their window, need a plan each.
+
+    dtype: of query and output.
+    kv_dtype: of the pages. None: the query's.
+    window: (left, right).
+    softcap: do the layers give one?
+    sinks: their dtype, or None.
+    lse: do the layers ask for it?
     """
 
     attention = "paged_attention"
@@ -183,10 +189,14 @@ class PagedSpec(Spec):
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """What layers have in common that share a plan: all of an `mla_attention` call that is the same in every step.
+    """The arguments of `mla_attention` that layers share a plan for: those that are the same in every step.
 
-    q_heads: of the query. head_dim: Dc + Dr, the numbers of a latent; v_head_dim: Dc. page_size: in tokens. dtype: of query and output;
-    kv_dtype: of the pages, the query's when None. lse: is it asked for.
+    page_size: in tokens.
+    dtype: of query and output.
+    head_dim: Dc + Dr, the numbers of a latent and its rotated key.
+    v_head_dim: Dc.
+    kv_dtype: of the pages. None: the query's.
+    lse: do the layers ask for it?
     """
 
     attention = "mla_attention"
@@ -208,9 +218,14 @@ class LatentSpec(Spec):
 def plan_sizes(
     spec: PagedSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int]:
-    """(length of `plan`, bytes of `workspace`) that serve every kernel that plans, on calls of at most these sizes.
+    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
 
-    max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
+    Args:
+        spec: the arguments that the layers share.
+        max_tokens: the most query tokens of a step.
+        max_requests: the most rows of the page table.
+        max_pages: the columns of the page table.
+        device: of the layers' tensors.
     """
     return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
 
@@ -218,9 +233,14 @@ def plan_sizes(
 def plan_mla_sizes(
     spec: LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int]:
-    """(length of `plan`, bytes of `workspace`) that serve every kernel that plans, on calls of at most these sizes.
+    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
 
-    max_tokens: query tokens of a step. max_requests, max_pages: rows and columns of the page table. (0, 0): no kernel here plans.
+    Args:
+        spec: the arguments that the layers share.
+        max_tokens: the most query tokens of a step.
+        max_requests: the most rows of the page table.
+        max_pages: the columns of the page table.
+        device: of the layers' tensors.
     """
     return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
 
@@ -238,23 +258,26 @@ def plan_paged_attention(
     workspace: Tensor,
     kernel: str | None = None,
 ) -> str | None:
-    """Ask which kernel will answer the layers' `paged_attention`; if it plans on the host, write its plan. To be called once a step.
+    """Write the plan of a step for the layers' `paged_attention`, if the kernel that will run them plans on the host.
 
-    A host step: it copies the lengths to the CPU, which waits for the current stream, and lies outside CUDA graphs. It writes into
-    `plan` and `workspace` only, so a captured model that was given them follows a later plan for the same sizes. Plan, model and the
-    next plan belong on one stream: the workspace is read while the model runs.
+    Call it once a step, outside CUDA graphs: it copies the lengths to the CPU, which waits for the current stream. It writes into `plan`
+    and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. Make the plans and run the
+    model on one stream: the model reads the workspace while it runs.
 
     Args:
-        spec: what the layers ask for.
-        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `paged_attention` takes them.
-        num_tokens: rows of the query, padding included. max_seqlen_q: as in `paged_attention`.
-        num_pages: pages of the pool; None: unknown, and the plan serves calls with `holes=False` alone.
-        plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_sizes` gives. Give both to the layers.
-            A pinned plan is copied from without waiting.
-        kernel: plan for this kernel and no other.
+        spec: the arguments that the layers share.
+        page_table: int32 `[B, max_pages]`, as in `paged_attention`.
+        seq_lens: int32 `[B]`, likewise.
+        cu_seqlens_q: int32 `[B + 1]`, likewise.
+        num_tokens: rows of the query, padding rows included.
+        max_seqlen_q: as in `paged_attention`.
+        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
+        plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
+        workspace: uint8 on the device, likewise.
+        kernel: plan for this kernel only.
 
     Returns:
-        The name of the kernel that the plan is for, or None: the layers will run a kernel that needs no plan, and nothing was written.
+        The name of the kernel that the plan is for. None: the layers will run a kernel that needs no plan; the buffers are unchanged.
 
     Raises:
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
@@ -280,21 +303,25 @@ def plan_mla_attention(
     workspace: Tensor,
     kernel: str | None = None,
 ) -> str | None:
-    """Ask which kernel will answer the layers' `mla_attention`; if it plans on the host, write its plan. To be called once a step.
+    """Write the plan of a step for the layers' `mla_attention`, if the kernel that will run them plans on the host.
 
-    A host step, as `plan_paged_attention`: it waits for the current stream, lies outside CUDA graphs, and writes into `plan` and
-    `workspace` only. The plan holds for the lengths it was made from; the page table may change under it, its holes may not.
+    Call it once a step, outside CUDA graphs, as `plan_paged_attention`: it waits for the current stream and writes into `plan` and
+    `workspace` only. The plan is for the lengths it was made from. The page table may change afterwards, its holes may not.
 
     Args:
-        spec: what the layers ask for.
-        page_table: int32 `[B, max_pages]`, seq_lens: int32 `[B]`, cu_seqlens_q: int32 `[B + 1]`: as `mla_attention` takes them.
-        num_tokens: rows of the query, padding included. max_seqlen_q: as in `mla_attention`.
-        num_pages: pages of the pool; None: unknown, and the plan serves calls with `holes=False` alone.
-        plan: int64 on the CPU, workspace: uint8 on the device, of the lengths that `plan_mla_sizes` gives. Give both to the layers.
-        kernel: plan for this kernel and no other.
+        spec: the arguments that the layers share.
+        page_table: int32 `[B, max_pages]`, as in `mla_attention`.
+        seq_lens: int32 `[B]`, likewise.
+        cu_seqlens_q: int32 `[B + 1]`, likewise.
+        num_tokens: rows of the query, padding rows included.
+        max_seqlen_q: as in `mla_attention`.
+        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
+        plan: int64 on the CPU, of the length that `plan_mla_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
+        workspace: uint8 on the device, likewise.
+        kernel: plan for this kernel only.
 
     Returns:
-        The name of the kernel that the plan is for, or None: the layers will run a kernel that needs no plan, and nothing was written.
+        The name of the kernel that the plan is for. None: the layers will run a kernel that needs no plan; the buffers are unchanged.
 
     Raises:
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
@@ -316,7 +343,7 @@ def _largest(spec: Spec, device: torch.device, maxima: dict[str, int]) -> tuple[
 
 
 def _planned(spec: Spec, call: PlanPagedAttention | PlanMlaAttention, kernel: str | None) -> str | None:
-    """Write the plan of a step for the kernel that answers the layers: its name, or None where that kernel plans nothing."""
+    """Write the plan for the kernel that will run the layers, and return its name; None where that kernel does not plan on the host."""
     check(call)
     requests, pages = call.page_table.shape
     problem = spec.problem(Target.of(call.page_table.device), call.num_tokens, requests, pages, call.max_seqlen_q)
