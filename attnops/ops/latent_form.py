@@ -123,9 +123,9 @@ class FormDecision:
         if call.before is None:
             return f"form of {self.queries} new tokens a request -> {self.form} (the batch does not say what was before them)"
         why = "asked for" if call.absorb_up_to is not None else "policy.deterministic" if self.absorb_up_to == ALWAYS else "by cost"
-        had = f"{PREFIX} tokens before" if call.before else "nothing before"
+        had = f"{PREFIX} tokens before" if call.before else "no tokens before"
         costs = ((ABSORBED, self.absorbed_us, self.absorbed), (EXPANDED, self.expanded_us, self.expanded))
-        shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'nothing'}" for form, us, d in costs)
+        shown = (f"{form} {us:.4g} us with {d.problem.op}.{d.kernel.name if d.kernel else 'no kernel'}" for form, us, d in costs)
         head = f"form of {self.queries} new tokens a request, {had} -> {self.form}; absorb_up_to={self.absorb_up_to} ({why})"
         return f"{head}\n  {', '.join(shown)}"
 
