@@ -62,7 +62,8 @@ class Kernel:
     run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own layouts.
     takes: the optional arguments that the kernel understands. A call that asks for another (one that is not off) is refused, so that an
         argument that is new, or on by default, never reaches a kernel that does not know it. Hints and promises need not be listed.
-    dtypes: those of the query, or of what is computed. kv_dtypes: those of keys, values and pages; None: the query's, no other.
+    dtypes: those of the op's first tensor (the query, where there is one); required, except by a kernel of contract 1.
+    kv_dtypes: those of keys, values and pages; None: the dtype of the first tensor, no other.
     needs: further demands on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
     cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
         measured times covers the call (attnops/measured).
@@ -143,7 +144,7 @@ class Kernel:
         for a in sorted(problem.asks - self.takes):
             yield Refusal(a, "asked for", f"not, for the kernel does not list {a}")
         if not self.dtypes:
-            return  # contract 1 has needs in their place
+            return  # a kernel of contract 1 has needs in their place
         if problem.dtype not in self.dtypes:
             yield Refusal("dtype", problem.dtype, " | ".join(map(name_of, self.dtypes)))
         stored = (problem.dtype,) if self.kv_dtypes is None else self.kv_dtypes

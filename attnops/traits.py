@@ -118,3 +118,13 @@ def check_fields(kernel: Kernel) -> None:
         inspect.signature(kernel.run)
     except (TypeError, ValueError):
         want(False, "run", "a function whose parameters can be read")
+    # Contract 1 has needs in place of dtypes.
+    want(_dtypes(kernel.dtypes) and (kernel.contract == 1 or bool(kernel.dtypes)), "dtypes", DTYPES)
+    want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")
+
+
+DTYPES = "a tuple of at least one torch.dtype"
+
+
+def _dtypes(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(d, torch.dtype) for d in value)

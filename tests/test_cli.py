@@ -122,12 +122,13 @@ print(result.exit_code, result.stderr)
 
 # A kernel of a package that is nowhere, and a third party's module that cannot be loaded.
 STRANGERS = """
-import json, sys
+import json, sys, torch
 from typer.testing import CliRunner
 from attnops.cli.app import app
 from attnops.kernel import Kernel, Package, arch, register, report_broken
 package = Package("far_away", ("far-away",))
-register(Kernel("far", "attention", lambda call: None, frozenset({"causal"}), needs=(arch(90),), packages=(package,), cost_us=lambda p: 0))
+takes, dtypes = frozenset({"causal"}), (torch.bfloat16,)
+register(Kernel("far", "attention", lambda call: None, takes, dtypes, needs=(arch(90),), packages=(package,), cost_us=lambda p: 0))
 report_broken("theirs (their.module)", "ImportError: no such thing")
 def run(*arguments):
     return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)

@@ -68,6 +68,11 @@ def run(call):
     raise AssertionError("selection runs no kernel")
 
 
+def theirs(name="theirs", op="attention", **more):
+    """Register a kernel of a third party."""
+    return register(Kernel(**{"name": name, "op": op, "run": run, "dtypes": (torch.float32,)} | more))
+
+
 def raises(error):
     def function(*_, **__):
         raise error
@@ -110,7 +115,7 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kernel_that_raises_refuses(lab, place, error):
-    register(Kernel("theirs", "attention", run, **PLACES[place](raises(error))))
+    theirs(**PLACES[place](raises(error)))
     decision = select(PLAIN)
     assert decision.kernel.name == "good"
     (reason,) = decision.refused["theirs"]
@@ -124,7 +129,7 @@ def test_a_kernel_that_raises_refuses(lab, place, error):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_user_may_stop_it(lab, place):
-    register(Kernel("theirs", "attention", run, **PLACES[place](raises(KeyboardInterrupt()))))
+    theirs(**PLACES[place](raises(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
         select(PLAIN)
 
@@ -133,21 +138,21 @@ def test_a_user_may_stop_it(lab, place):
     "us", [math.nan, math.inf, -1.0, "1", None, True, 10**400, torch.tensor(1.0), [1.0], 1j], ids=lambda v: repr(v)[:20]
 )
 def test_a_cost_that_is_no_time_is_a_refusal(lab, us):
-    register(Kernel("theirs", "attention", run, cost_us=lambda p: us))
+    theirs(cost_us=lambda p: us)
     decision = select(PLAIN)
     assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == ["theirs.cost_us"]
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, None, "8", math.nan])
 def test_a_size_that_is_none_is_a_refusal(lab, size):
-    register(Kernel("theirs", "attention", run, workspace_bytes=lambda p: size))
+    theirs(workspace_bytes=lambda p: size)
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.workspace_bytes"]
 
 
 @pytest.mark.parametrize("answer", [True, False, "no", 0, ()], ids=repr)
 @pytest.mark.parametrize("place", ["needs", "probe"])
 def test_an_answer_that_is_no_refusal_is_one(lab, place, answer):
-    register(Kernel("theirs", "attention", run, **PLACES[place](lambda _: answer)))
+    theirs(**PLACES[place](lambda _: answer))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == [f"theirs.{place}"]
 
 
@@ -159,7 +164,7 @@ def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
         if len(asked) == 1:
             raise OSError("too many open files")
 
-    register(Kernel("theirs", "attention", run, needs=(need,), cost_us=lambda p: 1.0))
+    theirs(needs=(need,), cost_us=lambda p: 1.0)
     assert select(PLAIN).kernel.name == "good"
     assert select(PLAIN).kernel.name == "theirs"
     assert select(PLAIN) is select(PLAIN) and len(asked) == 2
@@ -169,7 +174,7 @@ def test_a_plan_is_priced_with_the_call(lab):
     def cost_us(p):
         return 1.0 if p.plan == "none" else math.nan
 
-    register(Kernel("theirs", "attention", run, cost_us=cost_us, plan=Plan(device=raises(ValueError()))))
+    theirs(cost_us=cost_us, plan=Plan(device=raises(ValueError())))
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
 
 
@@ -209,20 +214,21 @@ def test_a_misspelt_need_is_an_error_where_it_is_built(build):
     [
         ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("needs", [arch(90)]), ("packages", ("torch",)), ("run", None),
         ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", Tolerance("1")), ("tolerance", 1.0), ("cost_us", 1.0),
-        ("probe", True), ("inline", True), ("workspace_bytes", 8), ("run", type),
+        ("probe", True), ("inline", True), ("workspace_bytes", 8), ("run", type), ("dtypes", ()), ("dtypes", [torch.float32]),
+        ("dtypes", ("float32",)), ("kv_dtypes", ()), ("kv_dtypes", torch.float32),
     ],
 )  # fmt: skip
 def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
     before = {op: dict(table) for op, table in lab.kernels.items()}
     with pytest.raises(RegistrationError, match=f"kernel theirs: {field} got "):
-        register(replace(Kernel("theirs", "attention", run), **{field: value}))
+        theirs(**{field: value})
     assert lab.kernels == before
 
 
 def test_a_core_that_is_no_schema_leaves_no_trace():
     before = tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()
     with pytest.raises(RegistrationError, match=r"core\.schema got '\(Tensor -> ', want a schema"):
-        register(Kernel("theirs", "merge_state", run, inline=Inline(core=Core("(Tensor -> ", run, run))))
+        theirs(op="merge_state", inline=Inline(core=Core("(Tensor -> ", run, run)))
     assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
 
 
@@ -234,27 +240,32 @@ def test_kernels_of_one_module_count_together(lab, error):
     heard = []
     lab.listeners.append(lambda k: heard.append(k.name))
     with pytest.raises(type(error)), together():
-        register(Kernel("first", "attention", run))
-        register(Kernel("second", "merge_state", run))
+        theirs("first")
+        theirs("second", "merge_state")
         assert "first" in kernels_of("attention")
         raise error
     assert list(kernels_of("attention")) == ["good"] and not kernels_of("merge_state") and not heard and lab.waiting is None
     with together():
-        register(Kernel("first", "attention", run))
+        theirs("first")
         assert not heard
     assert list(kernels_of("attention")) == ["good", "first"] and heard == ["first"]
 
 
-HEAD = "from attnops.kernel import *\nfrom attnops.kernel import Kernel, register\ndef run(call): return call.query, call.query\n"
+HEAD = """import torch
+from attnops.kernel import *
+from attnops.kernel import Kernel, register
+def run(call): return call.query, call.query
+def theirs(name, op="attention", **more): register(Kernel(name, op, run, dtypes=(torch.float32,), **more))
+"""
 THEIRS = {
-    "two_then_raises": HEAD + "register(Kernel('one_t', 'attention', run))\nregister(Kernel('two', 'merge_state', run))\n1 / 0  # [/t]",
-    "two_then_exits": HEAD + "register(Kernel('one_e', 'attention', run))\nregister(Kernel('two', 'attention', run))\nraise SystemExit(3)",
-    "second_is_misspelt": HEAD + "register(Kernel('one_m', 'attention', run))\nregister(Kernel('two_m', 'atention', run))",
-    "need_is_misspelt": HEAD + "register(Kernel('one_n', 'attention', run, needs=without('soft_cap')))",
-    "exits_in_needs": HEAD + "def f(p): raise SystemExit\nregister(Kernel('in_needs', 'attention', run, needs=(f,)))",
-    "raises_in_cost": HEAD + "register(Kernel('in_cost', 'attention', run, cost_us=lambda p: 1 / 0))",
-    "raises_in_probe": HEAD + "def f(t): raise OSError('no [/driver]')\nregister(Kernel('in_probe', 'attention', run, probe=f))",
-    "price_of_nan": HEAD + "register(Kernel('priceless', 'attention', run, cost_us=lambda p: float('nan')))",
+    "two_then_raises": HEAD + "theirs('one_t')\ntheirs('two', 'merge_state')\n1 / 0  # [/t]",
+    "two_then_exits": HEAD + "theirs('one_e')\ntheirs('two')\nraise SystemExit(3)",
+    "second_is_misspelt": HEAD + "theirs('one_m')\ntheirs('two_m', 'atention')",
+    "need_is_misspelt": HEAD + "theirs('one_n', needs=without('soft_cap'))",
+    "exits_in_needs": HEAD + "def f(p): raise SystemExit\ntheirs('in_needs', needs=(f,))",
+    "raises_in_cost": HEAD + "theirs('in_cost', cost_us=lambda p: 1 / 0)",
+    "raises_in_probe": HEAD + "def f(t): raise OSError('no [/driver]')\ntheirs('in_probe', probe=f)",
+    "price_of_nan": HEAD + "theirs('priceless', cost_us=lambda p: float('nan'))",
 }  # fmt: skip
 
 

@@ -470,15 +470,16 @@ def installed(folder, module, source):
     return {"PYTHONPATH": path}
 
 
+MINE = "from attnops.kernel import Kernel, register\n"
 BROKEN = {
     "raises_on_import": ("raise RuntimeError('no such driver')", "RuntimeError: no such driver"),
     "wants_a_package": ("import surely_not_installed", "ModuleNotFoundError: No module named 'surely_not_installed'"),
     "wrong_contract": (
-        "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'attention', print, contract=99))",
+        f"{MINE}register(Kernel('theirs', 'attention', print, contract=99))",
         "ContractMismatch: kernel theirs: contract got 99, want",
     ),
     "taken_name": (
-        "from attnops.kernel import Kernel, register\nregister(Kernel('sdpa', 'attention', print))",
+        f"{MINE}register(Kernel('sdpa', 'attention', print))",
         "RegistrationError: kernel name: got 'sdpa'",
     ),
     "syntax": ("def f(:", "SyntaxError"),
@@ -486,7 +487,7 @@ BROKEN = {
 
 
 def test_broken_third_parties_are_reported_and_harm_nobody(tmp_path):
-    good = "from attnops.kernel import Kernel, register\nregister(Kernel('theirs', 'merge_state', lambda call: tuple(call[:2])))"
+    good = f"{MINE}import torch\nregister(Kernel('theirs', 'merge_state', lambda call: tuple(call[:2]), dtypes=(torch.float32,)))"
     env = installed(tmp_path, "in_order", good)
     for name, (source, _) in BROKEN.items():
         installed(tmp_path, name, source)

@@ -203,7 +203,7 @@ def counted():
         return plain(call)
 
     if "counts" not in kernels_of("named_pages"):
-        register(Kernel("counts", "named_pages", lambda call: COUNT[0](call), cost_us=lambda p: 1e9))
+        register(Kernel("counts", "named_pages", lambda call: COUNT[0](call), dtypes=(torch.int32,), cost_us=lambda p: 1e9))
     COUNT[:] = [run]
     with torch.no_grad(), attnops.use(kernel={"named_pages": "counts"}):
         yield calls

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from attnops.ops.by_token import DecodeRows
 
 PACKAGE = wheel.package("0.4.3")
+DTYPES = (torch.int32, torch.float8_e4m3fn)
+"""That of the page table, or of the float8 query that the schedule is for."""
 
 
 def decode_rows(call: DecodeRows) -> Tensor:
@@ -53,6 +55,7 @@ register(
         "flashmla",
         "decode_rows",
         decode_rows,
+        dtypes=DTYPES,
         needs=(arch(90), few_tokens),
         packages=(PACKAGE,),
         probe=_missing,
@@ -68,6 +71,7 @@ register(
         "reference",
         "decode_rows",
         data.decode_rows,
+        dtypes=DTYPES,
         needs=(_unread,),
         cost_us=lambda p: 4.0,
         invariant=Invariant(),

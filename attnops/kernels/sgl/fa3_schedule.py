@@ -84,4 +84,8 @@ register(
 )
 # With zeros fa3 would compute no tile, so where fa3 may run it alone makes its schedule.
 ABOUT = "zeros: no kernel on a CPU reads it"
-register(Kernel("reference", "fa3_schedule", data.fa3_schedule, needs=(device("cpu"),), invariant=Invariant(), about=ABOUT))
+register(
+    Kernel(
+        "reference", "fa3_schedule", data.fa3_schedule, dtypes=(*HALF, FLOAT8), needs=(device("cpu"),), invariant=Invariant(), about=ABOUT
+    )
+)

@@ -97,7 +97,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 DENSE = tuple(one_of(n, HEAD_DIM) for n in ("head_dim", "v_head_dim"))
 for _run, _takes, _dtypes, _needs, _us, _about in (
     (
-        vertical_slash_indexes, {"vertical_counts", "slash_counts"}, (), (arch(*ARCHS),), _index_us,
+        vertical_slash_indexes, {"vertical_counts", "slash_counts"}, (torch.int32,), (arch(*ARCHS),), _index_us,
         "convert_vertical_slash_indexes (sgl_kernel)",
     ),
     (

@@ -24,10 +24,11 @@ LATENTS = (*FLOATS, torch.float8_e4m3fn, torch.int8)
 own("write_kv", launched("data", "write_kv"), _cost_us, "one launch, any stored dtype", ("k_scale", "v_scale"), kv_dtypes=STORED)
 own("write_latent", launched("data", "write_latent"), _cost_us, "one launch, both parts", ("kv_scale",), LATENTS, LATENTS)
 own("write_latent_packed", launched("data", "write_latent_packed"), _cost_us, "one launch, scales included", kv_dtypes=(torch.uint8,))
-for _op, _about, _needs in (
-    ("copy_kv", "one launch up to 256 slots, then two through a scratch buffer", ()),
-    ("kv_indices", "one launch", ()),
-    ("named_pages", "one launch", ()),
-    ("decode_rows", "one launch, without a schedule", (one_of("q_heads", 0),)),
+COPIED, INDEX = (*STORED, torch.float64, torch.uint8), (torch.int32,)
+for _op, _about, _dtypes, _needs in (
+    ("copy_kv", "one launch up to 256 slots, then two through a scratch buffer", COPIED, ()),
+    ("kv_indices", "one launch", INDEX, ()),
+    ("named_pages", "one launch", INDEX, ()),
+    ("decode_rows", "one launch, without a schedule", INDEX, (one_of("q_heads", 0),)),
 ):
-    own(_op, launched("data", _op), _cost_us, _about, dtypes=(), needs=_needs)
+    own(_op, launched("data", _op), _cost_us, _about, dtypes=_dtypes, needs=_needs)
