@@ -48,6 +48,7 @@ def attend_absorbed(
     that these are read once, then each to the rest of its own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
 
     Args:
+        dims: the sizes of the heads.
         q_nope: `[T, H, nope]`, of the dtype of q_pe.
         q_pe: `[T, H, Dr]` after its rotation.
         w_uk, w_uv: `[H, nope, Dc]`, `[H, v, Dc]`, from `absorbed_weights`.
@@ -132,7 +133,7 @@ def attend_expanded(
     on the number of chunks. Differentiable without chunks.
 
     Args:
-        q_nope, q_pe, latent_pages, kv_scale, scale: as in `attend_absorbed`.
+        dims, q_nope, q_pe, latent_pages, kv_scale, scale: as in `attend_absorbed`.
         latent: `[T, Dc]` of the new tokens, after the norm, of the query's dtype.
         k_pe: `[T, Dr]` of the new tokens, after the rotation, likewise.
         kv_b: the projection of a latent to H * (nope + v) numbers.
@@ -192,7 +193,7 @@ def attend_latents(
     the page size must then be constants, as attributes of a module and shapes of its weights are, or `absorb_up_to` must be given.
 
     Args:
-        q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; the pages are written.
+        dims, q_nope, q_pe, latent, k_pe, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; writes the pages.
         absorb_up_to: new tokens of a request. None: as many as `attnops.ops.latent_form` finds cheaper absorbed, and any number under a
             deterministic policy, where the choice must not depend on the other requests of the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
@@ -246,6 +247,7 @@ def attend_float8(
     layer's own dtype, and kernels that take float8 on both sides (FlashMLA, TensorRT-LLM) get a query in one piece.
 
     Args:
+        dims: the sizes of the heads.
         q_nope: `[T, H, nope]`, of the dtype of the three below.
         q_pe: `[T, H, Dr]`, before its rotation.
         latent: `[T, Dc]`.

@@ -14,7 +14,7 @@ from attnops.ops.rules import key_for
 from attnops.reference import mla
 
 STORED = (torch.float8_e4m3fn, torch.int8)
-"""What latents may be quantised to."""
+"""The quantised dtypes of latents."""
 
 SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1", "q_heads": "H"}
 
@@ -75,7 +75,7 @@ def write_latent(
             quantised already (by `rope_quantize_latent`): stored as they are.
         latent_pages: `[P, page, Dc + Dr]`, written. The latent's dtype, or float8_e4m3fn/int8 with kv_scale for float latents.
         slots: int32 or int64 `[T]`, `page_id * page_size + offset`; a negative slot skips the token. Distinct among written tokens.
-        kv_scale: float32 `[1]`; what is stored is divided by it, saturated and rounded. None for latents that are quantised already.
+        kv_scale: float32 `[1]`; the op divides by it, saturates and rounds. None for latents that are quantised already.
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
