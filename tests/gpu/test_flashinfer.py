@@ -81,9 +81,7 @@ def test_the_planners_take_what_the_standins_take(file, name, ours):
 
 
 def test_the_modules_functions_take_what_the_standins_take():
-    shape = (BF16, BF16)
-    decode = fi.load_module(fi.DECODE, *shape, 128, 128, False, False, False)
-    prefill = fi.load_module(fi.FA2, *shape, 128, 128, False, False, False)
+    decode, prefill = (fi.load(fi.Module(path, BF16, 128, 128)) for path in (fi.DECODE, fi.FA2))
     assert parameters(decode.run) == parameters(standin.decode_run)
     assert parameters(prefill.paged_run) == parameters(standin.paged_run)
     assert parameters(prefill.ragged_run) == parameters(standin.ragged_run)
@@ -180,8 +178,8 @@ def steps(name: str) -> list[Any]:
     out = []
     for seed, (q_lens, lens) in enumerate(points):
         counts = [-(-n // 16) for n in lens]
-        room = {"padding": tokens - sum(q_lens), "spare": 260 - sum(counts), "wider": 64 - max(counts)}
-        out.append(paged(f, q_lens, lens, 16, seed, **room).with_(max_seqlen_q=longest))
+        pages = builders.Pages(spare=260 - sum(counts), wider=64 - max(counts))
+        out.append(paged(f, q_lens, lens, 16, seed, padding=tokens - sum(q_lens), pages=pages).with_(max_seqlen_q=longest))
     return out
 
 
