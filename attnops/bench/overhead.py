@@ -50,7 +50,7 @@ def in_a_process(setup: Setup) -> list[Row]:
 
 def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
-    register(Kernel(NOOP, "paged_attention", _nothing, cost_us=lambda problem: 1e9))
+    register(Kernel(NOOP, "paged_attention", _nothing, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
     dtype = str(setup.dtype).removeprefix("torch.")
     call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
@@ -58,7 +58,10 @@ def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> lis
     return found + compiled(setup, call, repeats, max(1, inner // 8), ops)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _nothing(call: Any) -> None: ...
+
+
+def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
 def imports(repeats: int) -> Iterator[Row]:
@@ -96,7 +99,7 @@ def eager(call: Call, repeats: int, inner: int) -> list[Row]:
             "function": lambda: function(*args, **public),
             "op": lambda: packet.default(*args, **kwargs, policy=policy),
             "overload": lambda: overload(*args, **kwargs, policy=policy),
-            "plain": lambda: _nothing(*args, **kwargs, policy=policy),
+            "plain": lambda: _plain(*args, **kwargs, policy=policy),
         }
         times = host_us(calls, repeats, inner)
     return _rows("eager call of a kernel that does nothing", times, "function_over_plain_us", ("function", "plain"), ("function",))
