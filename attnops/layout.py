@@ -47,7 +47,7 @@ class Arg:
     least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
     written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
-    always: every kernel of the op takes the argument, so that none lists it.
+    always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
     unit_stride: the stride of the last dim is a fact of the Problem.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.

@@ -82,6 +82,16 @@ def cu(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
+def refused(call, field, got, want):
+    """The call raises InvalidInput for this field, with these words."""
+    with pytest.raises(InvalidInput) as caught:
+        call()
+    assert isinstance(caught.value, AttnopsError)
+    assert caught.value.field == field
+    assert got in str(caught.value.got)
+    assert want in caught.value.want
+
+
 def cache_for(module, page_size=4, num_layers=1, num_pages=64, dtype=torch.float64, poison=True, length=24):
     cache = PagedCache(
         num_layers, num_pages, page_size, module.num_kv_heads, module.head_dim, module.v_head_dim, max_requests=6,
@@ -528,12 +538,7 @@ BAD = [
 
 @pytest.mark.parametrize(("call", "field", "got", "want"), BAD, ids=[f"{i}-{b[1]}" for i, b in enumerate(BAD)])
 def test_bad_inputs(call, field, got, want):
-    with pytest.raises(InvalidInput) as caught:
-        call()
-    assert isinstance(caught.value, AttnopsError)
-    assert caught.value.field == field
-    assert got in str(caught.value.got)
-    assert want in caught.value.want
+    refused(call, field, got, want)
 
 
 def test_paged_refuses_gradients():

@@ -556,6 +556,11 @@ register(
 '''
 
 
+def pytest_of(env, *arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+
+
 @pytest.mark.slow
 def test_a_kernel_in_a_scratch_file_is_everywhere(tmp_path):
     """Registry, decisions, doctor, and the tests of numerics, opcheck and fakes, without touching another file."""
@@ -579,8 +584,7 @@ for more in ({}, {"softcap": 1.0}):
     assert "not scratchpad: can run, estimated slower" in decision
     assert "not scratchpad: softcap=True (wants no)" in refused
     files = [f"tests/ops/test_{n}.py" for n in ("numerics", "opcheck", "fakes")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "scratchpad", *files]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+    done = pytest_of(env, "-k", "scratchpad", *files)
     assert done.returncode == 0, done.stdout[-4000:]
     [passed] = map(int, re.findall(r"(\d+) passed", done.stdout))
     assert passed >= 50, done.stdout[-2000:]
@@ -589,19 +593,7 @@ for more in ({}, {"softcap": 1.0}):
 @pytest.mark.slow
 def test_a_wrong_kernel_in_a_scratch_file_fails_the_numerics(tmp_path):
     env = installed(tmp_path, "scratch_kernels", SCRATCH.replace("> position", ">= position"))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-x",
-        "-k",
-        "scratchpad-causal",
-        "tests/ops/test_numerics.py",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+    done = pytest_of(env, "-x", "-k", "scratchpad-causal", "tests/ops/test_numerics.py")
     assert done.returncode == 1
     assert "Mismatch" in done.stdout
     assert "allowed" in done.stdout

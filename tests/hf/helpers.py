@@ -1,6 +1,8 @@
 """What the tests of attnops.hf share: the families, inputs with padding, ways to run a model, a backend that counts."""
 
+import copy
 import functools
+import io
 import re
 from contextlib import contextmanager
 
@@ -208,3 +210,11 @@ def by_hand(call, cache, ids, mask, steps=STEPS):
         assert torch.isfinite(result).all(), "padding rows too shall stay finite"
         out.append(result[mask[:, begin:end].bool()])
     return torch.cat(out)
+
+
+def copies(model):
+    """A deep copy of the model, and one that was saved and loaded."""
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    return copy.deepcopy(model), torch.load(written, weights_only=False)

@@ -1,7 +1,5 @@
 """Models of ordinary attention over pages: what pages cannot hold is an error, which models they are for, what patching leaves behind."""
 
-import copy
-import io
 import json
 import threading
 import warnings
@@ -23,6 +21,7 @@ from tests.hf.helpers import (
     LIMIT,
     STEPS,
     by_hand,
+    copies,
     eager_tokens,
     generated,
     left_padded,
@@ -296,13 +295,9 @@ def test_copies_and_pickles():
     model = tiny.model("mistral")
     handle = attnops.patch(model, cache="paged")
     generated(model, new=2)
-    twin = copy.deepcopy(model)
-    written = io.BytesIO()
-    torch.save(model, written)
-    written.seek(0)
-    loaded = torch.load(written, weights_only=False)
+    others = copies(model)
     handle.unpatch()
-    for other in (twin, loaded):
+    for other in others:
         with over_pages() as calls:
             assert torch.equal(generated(other), eager_tokens("mistral"))
         assert calls["paged"]

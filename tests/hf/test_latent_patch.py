@@ -1,7 +1,5 @@
 """Paged MLA models: what pages cannot hold is an error, which models they are for, and what people do to models besides."""
 
-import copy
-import io
 import json
 import warnings
 from typing import Any
@@ -20,6 +18,7 @@ from tests.hf.helpers import (
     LIMIT,
     STEPS,
     by_hand,
+    copies,
     counted,
     eager_tokens,
     generated,
@@ -346,13 +345,9 @@ def test_copies_and_pickles():
     model = tiny.model("deepseek_v3")
     handle = attnops.patch(model, cache="paged")
     generated(model, new=2)
-    twin = copy.deepcopy(model)
-    written = io.BytesIO()
-    torch.save(model, written)
-    written.seek(0)
-    loaded = torch.load(written, weights_only=False)
+    others = copies(model)
     handle.unpatch()
-    for other in (twin, loaded):
+    for other in others:
         attention = other.model.layers[0].self_attn
         assert attention.expand_kv.args == (attention,)
         with counted() as calls:

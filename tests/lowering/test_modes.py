@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 
 from tests.helpers import ROOT
@@ -22,13 +23,8 @@ def test_modes(mode):
 
 
 def counting():
-    graphs = []
-
-    def backend(gm, inputs):
-        graphs.append(gm)
-        return gm.forward
-
-    return graphs, backend
+    backend = EagerAndRecordGraphs()
+    return backend.graphs, backend
 
 
 def test_dynamic_lengths_compile_once():

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from attnops.problem import pretended
 from tests.helpers import importable
 from tests.standins.flashinfer_modules import SMS, Allocator, check, host_ints, ints_at, store, upload
+from tests.standins.sgl_kernel_mla import architecture
 
 TILE, TILE_KV, WORKS = 64, 64, 16384
 HALVES = (torch.float16, torch.bfloat16)
@@ -27,11 +27,6 @@ CALLS: list[str] = []
 """The functions called, in order: `fa2.plan`, `fa3.run` and so on."""
 BUILT: list[tuple[Any, ...]] = []
 """The modules built, in order."""
-
-
-def architecture() -> int:
-    target = pretended()
-    return 0 if target is None else target.arch
 
 
 class Module:

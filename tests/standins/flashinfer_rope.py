@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.standins.sgl_kernel_mla import check
+
 CALLS: list[dict[str, Any]] = []
 """What each call was given, in order."""
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 VECTOR = 16
-
-
-def check(ok: bool, text: str) -> None:
-    if not ok:
-        raise RuntimeError(text)
 
 
 def rows_aligned(x: Tensor) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.problem import pretended
 from tests.helpers import importable
+from tests.standins.sgl_kernel_mla import architecture
 
 SIGNATURES = {
     "decode.trtllm_batch_decode_with_kv_cache": (
@@ -99,11 +99,6 @@ def _trust(ok: bool, what: str) -> None:
     assert ok, f"the kernel would read or write what it should not: {what}"
 
 
-def _arch() -> int:
-    target = pretended()
-    return 0 if target is None else target.arch
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(output, lse in base 2) of one request: q `[n, Hq, D]`, k and v `[L, Hkv, D]`; NaN for a query that sees no key."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
@@ -144,7 +139,7 @@ def _get_xqa_module(calls: Called, **m: Any) -> SimpleNamespace:
     page, dim, group = m["page_size"], m["head_dim"], m["head_group_ratio"]
     _check(page in (16, 32, 64, 128), f"Invalid page_size: {page}, only 16, 32, 64, 128 are supported", ValueError)
     _check(dim % 16 == 0 and 16 <= dim <= 512, f"Invalid head_dim: {dim}, must be divisible by 16 and in range [16, 512]", ValueError)
-    _check(_arch() // 10 in (9, 10, 12), "XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
+    _check(architecture() // 10 in (9, 10, 12), "XQA is only supported on SM90, SM100, SM120/SM121 GPUs")
     padded = next(n for n in (64, 128, 256, 512) if dim <= n)
     _check(2 * padded * -(-group // 16) * 16 <= 16 << 10, "static assertion failed: persistentQ")
     _trust(m["kv_cache_dtype"] in (m["input_dtype"], E4M3), "a cache of another dtype")
@@ -211,7 +206,7 @@ def _paged(a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool
     _check(heads % kv_heads == 0, "num_qo_heads must be a multiple of num_kv_heads")
     _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
     _check(page & (page - 1) == 0, "NumTokensPerPage must be power of 2")
-    found = _arch() in (100, 103) and page >= 16 and dim in (64, 128, 256) and query.dtype in HALVES
+    found = architecture() in (100, 103) and page >= 16 and dim in (64, 128, 256) and query.dtype in HALVES
     mixed = (phase, query.dtype, k.dtype) == ("decode", torch.bfloat16, E4M3)
     _check(found and (k.dtype == query.dtype or mixed), f"Missing TRTLLM-GEN kernel ({phase})")
     table, lens, cu = a["block_tables"], a["seq_lens"], a["cum_seq_lens_q"]
@@ -263,7 +258,7 @@ def _ragged(**a: Any) -> Any:
     _check(dims in ((192, 192, 128), (128, 128, 128), (256, 256, 256)), f"Unsupported head dimensions. {supported}", AssertionError)
     _check(tuple(out.shape) == (*query.shape[:2], dims[2]), "out must have shape", ValueError)
     _check(query.shape[1] % key.shape[1] == 0, "num_qo_heads must be a multiple of num_kv_heads")
-    _check(_arch() in (100, 103) and query.dtype == key.dtype == value.dtype and query.dtype in HALVES, "Missing TRTLLM-GEN kernel")
+    _check(architecture() in (100, 103) and query.dtype == key.dtype == value.dtype and query.dtype in HALVES, "Missing TRTLLM-GEN kernel")
     cu_q, cu_k, lens, batch = a["cum_seq_lens_q"], a["cum_seq_lens_kv"], a["seq_lens"], a["batch_size"]
     _trust(query.is_contiguous() and out.is_contiguous() and key.stride(2) == value.stride(2) == 1, "strides")
     for x, size in ((lens, batch), (cu_q, batch + 1), (cu_k, batch + 1)):

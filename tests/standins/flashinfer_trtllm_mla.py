@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
-from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _arch, _check, _function, _keys, _number, _soil, _trust
+from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _check, _function, _keys, _number, _soil, _trust
+from tests.standins.sgl_kernel_mla import architecture
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 SIGNATURE = (
@@ -53,7 +54,7 @@ def _decode(**a: Any) -> Any:
     counters, needed = a["multi_ctas_kv_counter_buffer"], 4 * -(-max(batch * heads, SM_COUNT) // 8) * 8
     _check(counters.numel() >= needed, f"multi_ctas_kv_counter_buffer is too small: got {counters.numel()} bytes", ValueError)
     same = query.dtype == pages.dtype and query.dtype in (torch.bfloat16, E4M3)
-    _check(_arch() in (100, 103) and same, "Missing TRTLLM-GEN kernel (decode)")
+    _check(architecture() in (100, 103) and same, "Missing TRTLLM-GEN kernel (decode)")
     _check(sinks is None or sinks.dtype == torch.float32, "attention_sinks must be a float tensor")
     _trust(heads <= 64 or heads == 128, "heads it has no kernel for")
     _trust(query.is_contiguous() and pages.is_contiguous() and out.is_contiguous() and longest == 1, "strides")

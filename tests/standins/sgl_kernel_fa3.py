@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.problem import pretended
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.schemas import METADATA
+from tests.standins.sgl_kernel_mla import architecture, check
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""
@@ -56,80 +56,70 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         fa3_op.raw_op.cache_clear()
 
 
-def architecture() -> int:
-    target = pretended()
-    return 0 if target is None else target.arch
-
-
-def _check(ok: bool, text: str) -> None:
-    if not ok:
-        raise RuntimeError(text)
-
-
 def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = "int32") -> None:
     if x is not None:
-        _check(x.dtype == torch.int32, f"{name} must have dtype {dtype}")
-        _check(x.is_contiguous(), f"{name} must be contiguous")
-        _check(tuple(x.shape) == (size,), f"{name} must have shape ({want})")
+        check(x.dtype == torch.int32, f"{name} must have dtype {dtype}")
+        check(x.is_contiguous(), f"{name} must be contiguous")
+        check(tuple(x.shape) == (size,), f"{name} must have shape ({want})")
 
 
 def _fwd(**a: Any) -> tuple[Tensor, ...]:
     q, k, v, table, cu_q, cu_k = (a[n] for n in ("q", "k", "v", "page_table", "cu_seqlens_q", "cu_seqlens_k"))
     for name in ("k_new", "v_new", "cu_seqlens_k_new", "kv_batch_idx", "rotary_cos"):
         assert a[name] is None, f"the stand-in has no {name}"
-    _check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
-    _check(k.dtype == q.dtype, "query and key must have the same dtype")
-    _check(v.dtype == q.dtype, "query and value must have the same dtype")
-    _check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
+    check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
+    check(k.dtype == q.dtype, "query and key must have the same dtype")
+    check(v.dtype == q.dtype, "query and value must have the same dtype")
+    check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
     if table is not None:
-        _check(table.dtype == torch.int32, "page_table must have dtype torch.int32")
-        _check(table.stride(-1) == 1, "page_table must have contiguous last dimension")
-        _check(cu_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
+        check(table.dtype == torch.int32, "page_table must have dtype torch.int32")
+        check(table.stride(-1) == 1, "page_table must have contiguous last dimension")
+        check(cu_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     batch_k = table.shape[0] if table is not None else k.shape[0] if cu_k is None else cu_k.shape[0] - 1
     for name, cu, longest in (("cu_seqlens_q", cu_q, "max_seqlen_q"), ("cu_seqlens_k", cu_k, "max_seqlen_k")):
         _check_ints(name, cu, batch + 1, "batch_size + 1", "torch.int32")
-        _check(cu is None or a[longest] is not None, f"{longest} must be provided if {name} is provided")
-    _check(batch == batch_k, "batch_size must be equal to batch_size_k")
+        check(cu is None or a[longest] is not None, f"{longest} must be provided if {name} is provided")
+    check(batch == batch_k, "batch_size must be equal to batch_size_k")
     (hq, d), (hkv, dv) = q.shape[-2:], v.shape[-2:]
-    _check(d <= 256, "FlashAttention forward only supports head dimension at most 256")
-    _check(hq % hkv == 0, "Number of heads in key/value must divide number of heads in query")
-    _check(
+    check(d <= 256, "FlashAttention forward only supports head dimension at most 256")
+    check(hq % hkv == 0, "Number of heads in key/value must divide number of heads in query")
+    check(
         dv == d or (128 < d <= 192 and 96 < dv <= 128) or (d <= 64 and dv <= 512),
         "If V headdim is different from Q/K dim, we only support Q/K headdim in (128, 192] and V headdim in (96, 128], "
         "or (Q/K <= 64 and V <= 512).",
     )
-    _check(tuple(k.shape) == (*v.shape[:-1], d), "k must have shape of v")
+    check(tuple(k.shape) == (*v.shape[:-1], d), "k must have shape of v")
     _check_ints("seqused_q", a["seqused_q"], batch, "batch_size")
     _check_ints("seqused_k", a["seqused_k"], batch, "batch_size")
     _check_ints("leftpad_k", a["leftpad_k"], batch, "batch_size")
     unit = 16 if q.dtype == FLOAT8 else 8
-    _check(d % unit == 0, f"head_size should be a multiple of {unit}")
-    _check(dv % unit == 0, f"head_size_v should be a multiple of {unit}")
+    check(d % unit == 0, f"head_size should be a multiple of {unit}")
+    check(dv % unit == 0, f"head_size_v should be a multiple of {unit}")
     for name in ("q_descale", "k_descale", "v_descale"):
         scale = a[name]
         assert scale is None or (q.dtype == FLOAT8 and scale.dtype == torch.float32), "read as float32, without a look"
-        _check(scale is None or tuple(scale.shape) == (batch, hkv), f"{name} must have shape (batch_size, num_heads_k)")
+        check(scale is None or tuple(scale.shape) == (batch, hkv), f"{name} must have shape (batch_size, num_heads_k)")
     shape, out, out_dtype = (*q.shape[:-1], dv), a["out"], torch.bfloat16 if q.dtype == FLOAT8 else q.dtype
     if out is not None:
-        _check(out.dtype == out_dtype, "For FP16/BF16 input, output must have the same dtype as inputs. For FP8 input, BF16")
-        _check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
-        _check(tuple(out.shape) == shape, "out must have shape (total_q, num_heads, head_size_v)")
+        check(out.dtype == out_dtype, "For FP16/BF16 input, output must have the same dtype as inputs. For FP8 input, BF16")
+        check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
+        check(tuple(out.shape) == shape, "out must have shape (total_q, num_heads, head_size_v)")
     else:
         out = torch.full(shape, float("nan"), dtype=out_dtype)
     if (q_v := a["q_v"]) is not None:
-        _check(d <= 64, "q_v is only supported for head_size <= 64")
-        _check(dv >= 256, "q_v is only supported for hdim_v >= 256.")
-        _check(architecture() == 90, "q_v is only supported for Hopper GPUs")
-        _check(q_v.dtype == q.dtype and q.dtype != FLOAT8, "q_v must have the same dtype as query")
-        _check(q_v.stride(-1) == 1, "q_v tensor must have contiguous last dimension")
-        _check(tuple(q_v.shape) == shape, "q_v must have shape (total_q, num_heads, head_size_v)")
+        check(d <= 64, "q_v is only supported for head_size <= 64")
+        check(dv >= 256, "q_v is only supported for hdim_v >= 256.")
+        check(architecture() == 90, "q_v is only supported for Hopper GPUs")
+        check(q_v.dtype == q.dtype and q.dtype != FLOAT8, "q_v must have the same dtype as query")
+        check(q_v.stride(-1) == 1, "q_v tensor must have contiguous last dimension")
+        check(tuple(q_v.shape) == shape, "q_v must have shape (total_q, num_heads, head_size_v)")
     if (sinks := a["sinks"]) is not None:
-        _check(hq <= 64, "the real kernel writes past its shared memory for more sinks than 64")
-        _check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
-        _check(sinks.is_contiguous(), "sinks must be contiguous")
-        _check(tuple(sinks.shape) == (hq,), "sinks must have shape (num_heads)")
-    _check(a["num_splits"] <= 256, "num_splits > 256 not supported")
+        check(hq <= 64, "the real kernel writes past its shared memory for more sinks than 64")
+        check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
+        check(sinks.is_contiguous(), "sinks must be contiguous")
+        check(tuple(sinks.shape) == (hq,), "sinks must have shape (num_heads)")
+    check(a["num_splits"] <= 256, "num_splits > 256 not supported")
     lse = torch.full((batch, hq, q.shape[1]) if cu_q is None else (hq, q.shape[0]), float("nan"))
     if q.numel() and not k.numel():
         out.zero_()
@@ -143,9 +133,9 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
                 None, None, a["leftpad_k"], None if table is None else k.shape[1], 0, a["is_causal"], a["window_size_left"],
                 a["window_size_right"], a["attention_chunk"], a["softcap"] > 0, a["num_splits"], None, 0,
             )  # fmt: skip
-            _check(schedule.dtype == torch.int32, "scheduler_metadata must have dtype int32")
-            _check(schedule.shape == made.shape, "scheduler_metadata must have shape (metadata_size)")
-            _check(schedule.is_contiguous(), "scheduler_metadata must be contiguous")
+            check(schedule.dtype == torch.int32, "scheduler_metadata must have dtype int32")
+            check(schedule.shape == made.shape, "scheduler_metadata must have shape (metadata_size)")
+            check(schedule.is_contiguous(), "scheduler_metadata must be contiguous")
             if not torch.equal(schedule, made):
                 out.fill_(float("nan"))
             schedule[-1] += 7

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.standins import schemas
+from tests.standins.sgl_kernel_mla import check
 
 INF = float("inf")
 BLOCK = 64
@@ -48,11 +49,6 @@ def installed() -> Iterator[Called]:
         for schema in BODIES:
             if (name := schema.partition("(")[0]) in vars(torch.ops.sgl_kernel):
                 delattr(torch.ops.sgl_kernel, name)
-
-
-def check(ok: bool, text: str) -> None:
-    if not ok:
-        raise RuntimeError(text)
 
 
 # convert_vertical_slash_indexes ---------------------------------------------------------------------------------------

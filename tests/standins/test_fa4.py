@@ -15,14 +15,14 @@ from attnops.kernels.flash_attn4 import fa4_op
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
 from attnops.ops import OPS
 from attnops.package import _installed
-from attnops.problem import Extent, Problem, Target, pretend
+from attnops.problem import Target, pretend
 from attnops.select import select
 from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
-from tests.standins import flash_attn_cute
+from tests.standins import flash_attn_cute, test_fa3
 from tests.standins.flash_attn_cute import PARAMETERS, installed
+from tests.standins.test_fa3 import ATTENTION, GRID, blind, half
 
-ATTENTION = ("attention", "varlen_attention", "paged_attention")
 ASSUME = tuple(p.module for p in fa4_op.PACKAGES)
 SM90, SM100 = Target("cuda", 90, ASSUME), Target("cuda", 100, ASSUME)
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -37,14 +37,6 @@ def standin():
 
 def fa4(op):
     return kernels_of(op)["fa4"]
-
-
-def half(call, dtype=BF16):
-    """The same call in `dtype`, sinks and masks too; lse and scales are float32 in every call."""
-    return call.map(lambda n, t: t.to(dtype) if n not in ("lse", "q_scale", "k_scale", "v_scale", "temperature") and t.dtype in WIDE else t)
-
-
-GRID = [pytest.param(case, id=str(case)) for op in ATTENTION for case in CASES[op]]
 
 
 @pytest.mark.parametrize("case", GRID)
@@ -103,13 +95,7 @@ def test_tiles(change, tile):
 @pytest.mark.parametrize("sinks", [torch.float32, torch.float64, BF16])
 def test_blind_queries_have_the_sinks_lse(standin, op, sinks):
     f = Features(dtype=BF16, causal=True, sinks=sinks, lse=True)
-    source = Source(2)
-    call = {
-        "attention": lambda: builders.dense(source, 2, 7, 4, f),
-        "varlen_attention": lambda: builders.varlen(source, (5, 3, 2), (2, 0, 4), f),
-        "paged_attention": lambda: builders.paged(source, (3, 1), (3, 0), 4, f),
-    }[op]()
-    assert check_kernel(fa4(op), call).worst <= 1.0
+    assert check_kernel(fa4(op), blind(op, f)).worst <= 1.0
     assert standin
 
 
@@ -203,10 +189,7 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
 
 # The choice -----------------------------------------------------------------------------------------------------------
 
-LLAMA = Problem(
-    "paged_attention", SM90, BF16, BF16, 32, 8, 128, 128, page_size=16, causal=True,
-    tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
-)  # fmt: skip
+LLAMA = replace(test_fa3.LLAMA, target=SM90)
 F8 = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
 
 

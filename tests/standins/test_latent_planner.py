@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.cache import LatentCache, Planner
 from attnops.errors import NoKernel
@@ -107,12 +108,7 @@ def test_one_plan_a_step_however_many_layers(record, arch, packages, kernel, lay
 def test_steps_of_a_compiled_model_follow_their_plans(record):
     mine = cache()
     ids = [mine.alloc(n) for n in (70, 3)]
-    graphs = []
-
-    def backend(gm, inputs):
-        graphs.append(gm)
-        return gm.forward
-
+    backend = EagerAndRecordGraphs()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with target(90, "sgl_kernel"), use(deny=("fa3",)):
         plans = planner()
@@ -123,7 +119,7 @@ def test_steps_of_a_compiled_model_follow_their_plans(record):
                 compiled(mine.latent_pages[0], given, *q, 3), model(mine.latent_pages[0], given, *q, 1, "reference"), rtol=2e-2, atol=2e-2
             )
             assert record() == {"dense_decode_fwd": 3 * step, "get_mla_decoding_metadata": step}
-    assert len(graphs) == 1
+    assert len(backend.graphs) == 1
 
 
 def test_a_step_that_no_planning_kernel_takes_gets_no_plan(record):

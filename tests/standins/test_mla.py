@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
@@ -204,12 +205,7 @@ def test_the_callers_workspace_is_used_behind_the_counters():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_overload_is_one_node(name):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    backend = EagerAndRecordGraphs()
     call = decode_for(name)
     overload = getattr(torch.ops.attnops.mla_attention, name)
     args, kwargs = call.args, {n: v for n, v in call.kwargs.items() if n != "output"}
@@ -222,7 +218,7 @@ def test_the_overload_is_one_node(name):
         got = torch.compile(run, backend=aot_autograd(fw_compiler=backend), fullgraph=True)(torch.empty_like(call.arguments["output"]))
         want = run(torch.empty_like(call.arguments["output"]))
     torch.testing.assert_close(got, want)
-    [text] = (str(graph.graph) for graph in graphs)
+    [text] = (str(graph.graph) for graph in backend.graphs)
     assert f"attnops.mla_attention.{name}" in text
     assert "sgl_kernel" not in text
 

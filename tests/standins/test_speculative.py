@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.cache import PagedBatch, Planner
 from attnops.graphs import Buckets, breakable
@@ -194,11 +195,7 @@ def test_verify_steps_in_graphs(name):
 
 def test_one_graph_serves_whatever_is_accepted():
     """What is accepted is data: sizes stay those of the rectangle, so that a captured graph may be replayed."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+    count = EagerAndRecordGraphs()
 
     def step(q_nope, q_pe, pages, table, lengths, cu):
         parts = (unpad_queries(x, cu, num_tokens=4 * WIDE) for x in (q_nope, q_pe))
@@ -215,4 +212,4 @@ def test_one_graph_serves_whatever_is_accepted():
         alone = torch.empty_like(t["output"])
         mla_attention(t["q_nope"], t["q_pe"], *given[2:], max_seqlen_q=WIDE, scale=20**-0.5, output=alone, kernel="reference")
         assert torch.equal(got, pad_queries(alone, t["cu_seqlens_q"], max_seqlen_q=WIDE))
-    assert len(graphs) == 1
+    assert len(count.graphs) == 1

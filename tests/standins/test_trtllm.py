@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import attnops
 from attnops.cache import PagedCache
@@ -290,12 +291,7 @@ def test_a_cache_brings_it_to_a_layer():
 
 
 def test_packed_prefill_compiled_and_with_a_gradient():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    backend = EagerAndRecordGraphs()
     call = PACKED["deepseek"]()
     t = call.arguments
     query = t["query"].clone().requires_grad_()
