@@ -12,7 +12,6 @@ from transformers import DynamicCache
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
 from attnops.hf import PagedKeyCache, descriptor, tiny
-from attnops.hf import mask as masks
 from attnops.hf.match import usage_of
 from attnops.hf.paged_models import where
 from attnops.lowering.explain import packages_of_kernels
@@ -45,31 +44,6 @@ def test_masks_that_change_and_rows_that_come_back():
         by_hand(model, cache, ids[:2], mask[:2], STEPS[1:3])
         with pytest.raises(InvalidInput, match="rows that the last step had not"):
             by_hand(model, cache, ids, mask, STEPS[3:4])
-
-
-def test_where_the_host_must_not_wait(monkeypatch):
-    """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
-    monkeypatch.setattr(masks, "_FAR", ("cpu",))
-    model, ids, mask = tiny.model("gpt_oss"), tokens(), left_padded()
-    with attnops.patch(model, cache="paged") as handle:
-        assert torch.equal(generated(model), eager_tokens("gpt_oss"))
-        cache = handle.new_cache(3, 16)
-        by_hand(model, cache, ids, mask, STEPS[:3])
-        with pytest.raises(RuntimeError, match="cache that is full"):
-            by_hand(model, cache, ids, mask, ((16, 17),))
-
-
-def test_room():
-    model = tiny.model("llama")
-    with attnops.patch(model, cache="paged") as handle:
-        with pytest.raises(InvalidInput, match="rows"):
-            generated(model, past_key_values=handle.new_cache(2, 40))
-        with pytest.raises(InvalidInput, match="length"):
-            generated(model, past_key_values=handle.new_cache(3, 20))
-        with pytest.raises(InvalidInput, match="at most 16 positions"):
-            by_hand(model, handle.new_cache(3, 16), tokens(), left_padded())
-        with pytest.raises(InvalidInput):
-            handle.new_cache(0, 20)
 
 
 def test_a_mask_that_sees_more_than_the_pages_keep():
@@ -197,20 +171,6 @@ def test_explain():
 
 
 # Other people's changes to a model ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
-def test_unpatch_leaves_nothing(name):
-    model = tiny.model(name)
-    want = generated(model, new=3)  # which makes transformers note something on the model
-    before, weights = everything(model), {k: v.clone() for k, v in model.state_dict().items()}
-    handle = attnops.patch(model, cache="paged")
-    assert set(model.state_dict()) == set(weights)
-    generated(model, new=3)
-    handle.unpatch()
-    assert everything(model) == before and model.config._attn_implementation == "eager"
-    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
-    assert torch.equal(generated(model, new=3), want)
 
 
 def test_adapters():

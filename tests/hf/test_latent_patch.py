@@ -85,12 +85,13 @@ def test_batches_that_shrink_and_grow():
             by_hand(model, cache, ids, mask, STEPS[3:4])
 
 
-def test_where_the_host_must_not_wait(monkeypatch):
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_where_the_host_must_not_wait(monkeypatch, name):
     """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
-    model, ids, mask = tiny.model("deepseek_v3"), tokens(), left_padded()
+    model, ids, mask = tiny.model(name), tokens(), left_padded()
     with attnops.patch(model, cache="paged") as handle:
-        assert torch.equal(generated(model), eager_tokens("deepseek_v3"))
+        assert torch.equal(generated(model), eager_tokens(name))
         spoilt = mask[:, :14].clone()
         holes(spoilt)
         with pytest.raises(InvalidInput, match="holes"):
@@ -130,8 +131,9 @@ def test_masks_of_the_users_own(dtype):
         model(tokens()[:, :9], attention_mask=given, past_key_values=handle.new_cache(3, 9))
 
 
-def test_room():
-    model = tiny.model("deepseek_v3")
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_room(name):
+    model = tiny.model(name)
     with attnops.patch(model, cache="paged") as handle:
         with pytest.raises(InvalidInput, match="rows"):
             generated(model, past_key_values=handle.new_cache(2, 40))
@@ -263,7 +265,7 @@ def everything(model):
     return {path: (set(vars(m)), len(m._forward_pre_hooks), len(m._forward_hooks)) for path, m in model.named_modules()}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "kimi_linear", "gpt_oss", "qwen3_next"])
 def test_unpatch_leaves_nothing(name):
     model = tiny.model(name)
     before, weights = everything(model), {k: v.clone() for k, v in model.state_dict().items()}

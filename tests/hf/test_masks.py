@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
     and_masks,
@@ -160,18 +161,13 @@ def test_while_a_compiler_traces_a_plain_mask_without_padding_is_none(monkeypatc
 
 
 def test_a_compiled_prompt_is_attended_to_without_a_mask():
-    model, ids, graphs = tiny.model("llama", num_hidden_layers=1), tokens(), []
-
-    def backend(gm, inputs):
-        graphs.append(gm)
-        return gm.forward
-
+    model, ids, backend = tiny.model("llama", num_hidden_layers=1), tokens(), EagerAndRecordGraphs()
     with torch.no_grad():
         want = model(ids).logits
         attnops.patch(model)
         got = torch.compile(model, fullgraph=True, backend=backend)(ids).logits
     assert relative(got, want) < LIMIT
-    [call] = [n for gm in graphs for n in gm.graph.nodes if "attnops.attention" in str(n.target)]
+    [call] = [n for gm in backend.graphs for n in gm.graph.nodes if "attnops.attention" in str(n.target)]
     assert call.args[3] is None and call.kwargs["causal"] is True
 
 
