@@ -157,12 +157,13 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
         if packed is None and not (drops or weights_too):
+            run = None if compiling else attend.straight(call)
+            if run is None:
+                return attend(call)[0], None
             # One query that sees all keys: SDPA wants the tensors as transformers has them, and turning them there and back would cost an
             # eager decode step more time on the host than the choice of the kernel.
             free = mask is None and start is None and end is None and left < 0 and query.shape[1] == 1 and keys > 0
-            if free and not compiling and attend.straight(call) is sdpa.attention:
-                return sdpa.heads_first(*heads, scale), None
-            return attend(call)[0], None
+            return (sdpa.heads_first(*heads, scale) if free and run is sdpa.attention else run(call)[0]), None
         if packed is None:
             output, weights = in_torch(call, dropout if drops else 0.0)
             if not weights_too:

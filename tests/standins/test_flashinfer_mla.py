@@ -85,12 +85,11 @@ def test_stale_pages_and_long_extends(kernel, page, heads):
 
 
 def test_float8_latents(kernel):
-    """Any scale, on the device; also with one for the query; a module of its own, planned by itself; the query is left alone."""
+    """Any scale, on the device; a module of its own, planned by itself; the query is left alone."""
     f = replace(DEEPSEEK, kv_dtype=E4M3)
     for q_lens, seq_lens in (((1, 4, 0, 2), (70, 4, 9, 130)), ((1, 1, 1), (300, 0, 65))):
         given = call(q_lens, seq_lens, f=f)
         assert check_kernel(kernel, given).worst <= 1.0
-        assert check_kernel(kernel, given.with_(q_scale=torch.tensor([0.37]))).worst <= 1.0
     assert set(standin.BUILT) == {(kernel.name[-3:], BF16, E4M3)}
     with pretend(Target("cuda", 100, assume=("flashinfer",))):
         assert "kv_dtype" in [r.field for r in kernel.refusals(given.problem)]
