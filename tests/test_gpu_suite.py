@@ -21,7 +21,7 @@ from tests.gpu.flashinfer_modules import is_built, suite
 from tests.gpu.grid import PAIRS, share_of, values
 from tests.gpu.journal import Journal, Pass, joined, text_of
 from tests.gpu.wide import WIDE, DeviceSource
-from tests.helpers import ROOT
+from tests.helpers import ROOT, fresh_process
 from tests.pairwise import cover, pairwise
 
 H200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
@@ -270,3 +270,14 @@ def test_other_code_begins_a_new_pass(tmp_path, monkeypatch):
     journal.add(collected=["a"], alone=[])
     journal.add(**ended("a"))
     assert run.opened(journal, None, [], False, False) == "a new pass: the last was at its end"
+
+
+def test_tests_of_the_gpu_register_no_stand_in():
+    """Beside the wheels a stand-in's ops would be called in place of theirs."""
+    code = """
+import importlib, pathlib, torch
+for path in pathlib.Path("tests/gpu").glob("test_*.py"):
+    importlib.import_module(f"tests.gpu.{path.stem}")
+print([name for name in torch._C._dispatch_get_all_op_names() if name.startswith("sgl_kernel::")])
+"""
+    assert fresh_process(code).strip().endswith("[]")

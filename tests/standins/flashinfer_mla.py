@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tests.helpers import importable
+from tests.standins.checks import architecture
 from tests.standins.flashinfer_modules import SMS, Allocator, check, host_ints, ints_at, store, upload
-from tests.standins.sgl_kernel_mla import architecture
 
 TILE, TILE_KV, WORKS = 64, 64, 16384
 HALVES = (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.standins.sgl_kernel_mla import check
+from tests.standins.checks import check
 
 CALLS: list[dict[str, Any]] = []
 """What each call was given, in order."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
-from tests.standins.sgl_kernel_mla import architecture
+from tests.standins.checks import architecture
 
 SIGNATURES = {
     "decode.trtllm_batch_decode_with_kv_cache": (

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import importable
+from tests.standins.checks import architecture
 from tests.standins.flashinfer_trtllm import E4M3, SM_COUNT, Called, _check, _function, _keys, _number, _soil, _trust
-from tests.standins.sgl_kernel_mla import architecture
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 SIGNATURE = (

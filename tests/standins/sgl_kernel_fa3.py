@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.standins.checks import architecture, check
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.schemas import METADATA
-from tests.standins.sgl_kernel_mla import architecture, check
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""

@@ -7,7 +7,7 @@ these raise or return NaN. That a tensor is on CUDA is the one thing they do not
 
 import torch
 
-from attnops.problem import pretended
+from tests.standins.checks import architecture, check
 from tests.standins.schemas import CUTLASS_DECODE, CUTLASS_SIZE, DECODE_FP8, DENSE_DECODE, METADATA_DENSE, METADATA_FP8
 
 CALLS: list[str] = []
@@ -15,17 +15,6 @@ CALLS: list[str] = []
 
 HALVES = (torch.float16, torch.bfloat16)
 SM_PARTS, METADATA_INTS = 132, 8
-
-
-def check(ok: bool, message: str) -> None:
-    """TORCH_CHECK."""
-    if not ok:
-        raise RuntimeError(message)
-
-
-def architecture() -> int:
-    target = pretended()
-    return 0 if target is None else target.arch
 
 
 def keys_of(pages: torch.Tensor, table: torch.Tensor, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:

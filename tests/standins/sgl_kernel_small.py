@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.standins import schemas
-from tests.standins.sgl_kernel_mla import check
+from tests.standins.checks import check
 
 INF = float("inf")
 BLOCK = 64

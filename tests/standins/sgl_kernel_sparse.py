@@ -8,8 +8,8 @@ these raise for, and what comes of it there as garbage or NaN comes of it here a
 
 import torch
 
+from tests.standins.checks import architecture, check
 from tests.standins.schemas import SPARSE_DECODE, SPARSE_PREFILL
-from tests.standins.sgl_kernel_mla import architecture, check
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""
