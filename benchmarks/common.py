@@ -51,7 +51,7 @@ def write(report: Mapping[str, Any], name: str, device: str) -> Path:
 
 
 class HostClock:
-    """Stands for a GraphClock on a CPU."""
+    """The clock of a CPU, with the interface of GraphClock."""
 
     launch_us = 0.0
 

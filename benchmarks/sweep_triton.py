@@ -33,7 +33,7 @@ COMPILING = 0.5
 LATE = "not compiled in time"
 
 OURS = Choice(Tile(0, 0, 0, 0))
-"""Stands for the choice of grids.py."""
+"""Marks the way that leaves the choice to grids.py."""
 
 TILES = {
     name: [Tile(*map(int, tile.split("x"))) for tile in text.split()]

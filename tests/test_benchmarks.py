@@ -528,7 +528,7 @@ def test_gradients_beside_torchs(beside):
 
 
 def test_triton_beside_the_vendors_at_toy_size(suites, monkeypatch):
-    """On a CPU: sdpa stands for our kernel, and the reference of paged attention for a vendor's."""
+    """On a CPU: the test times sdpa in place of our kernel, and the reference of paged attention in place of a vendor's."""
     pytest.importorskip("triton", reason="the script imports our Triton kernels")
     suite = import_module("triton_vendors")
     kernels = registry._REGISTRY.kernels["paged_attention"]

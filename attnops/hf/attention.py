@@ -18,7 +18,6 @@ from attnops.hf import paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
 from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.kernel import own_kernel
-from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend
 from attnops.ops.dense import Attention
 from attnops.ops.varlen import varlen_attention
@@ -148,7 +147,6 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        heads = query, key, value
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         drops = dropout > 0.0 and module.training
@@ -157,13 +155,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
         if packed is None and not (drops or weights_too):
-            run = None if compiling else attend.straight(call)
-            if run is None:
-                return attend(call)[0], None
-            # One query that sees all keys: SDPA wants the tensors as transformers has them, and turning them there and back would cost an
-            # eager decode step more time on the host than the choice of the kernel.
-            free = mask is None and start is None and end is None and left < 0 and query.shape[1] == 1 and keys > 0
-            return (sdpa.heads_first(*heads, scale) if free and run is sdpa.attention else run(call)[0]), None
+            return attend(call)[0], None
         if packed is None:
             output, weights = in_torch(call, dropout if drops else 0.0)
             if not weights_too:

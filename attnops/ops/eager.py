@@ -169,10 +169,6 @@ class Eager:
         n = self.positional
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
 
-    def straight(self, call: Any) -> Run | None:
-        """The body of the kernel that this call goes straight to; None where a gradient is asked for or something else must see it."""
-        return None if overheard() or (is_grad_enabled() and grad_fields(call)) else self.find(call)
-
     def find(self, call: Any) -> Run | None:
         """What runs calls like this one; None where the dispatcher must see it first."""
         types = tuple(map(type, call))

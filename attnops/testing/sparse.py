@@ -25,8 +25,7 @@ def sparse(
     source: Source,
     counts: Sequence[int],
     topk: int,
-    pages: int,
-    page_size: int,
+    pool: tuple[int, int],
     f: Features,
     lengths: bool = False,
     packed: bool = False,
@@ -35,10 +34,13 @@ def sparse(
 ) -> Call:
     """`sparse_mla_attention`. Of `f.head_dim` numbers the first `f.v_dim` are the latent.
 
-    counts: how many of its topk entries each token uses; at any position, the others are -1. lengths: they are at the front,
-    `topk_length` says how many, and the others are no slots at all. twice: slots may repeat. whole: the query's two parts are
-    views of one tensor.
+    counts: how many of its topk entries each token uses; at any position, the others are -1.
+    pool: (pages, page_size).
+    lengths: the used entries are at the front, `topk_length` says how many they are, and the others are no slots at all.
+    twice: slots may repeat.
+    whole: the query's two parts are views of one tensor.
     """
+    pages, page_size = pool
     query = source.argument("query", (len(counts), f.q_heads, f.head_dim), f)
     assert query is not None
     parts = query.split([f.v_dim, f.head_dim - f.v_dim], -1)
@@ -100,7 +102,7 @@ PACKABLE = replace(SMALL, head_dim=136, v_head_dim=128, dtype=BF16)
 
 
 def _sparse(counts: Sequence[int], topk: int, pages: int, page_size: int, **more: Any) -> Build:
-    return lambda source, f: sparse(source, counts, topk, pages, page_size, f, **more)
+    return lambda source, f: sparse(source, counts, topk, (pages, page_size), f, **more)
 
 
 MAIN = _sparse((5, 0, 7, 1), 7, 4, 16)

@@ -101,7 +101,7 @@ def test_vertical_slash(name: str | None) -> None:
 def test_sparse_latents(heads: int, lengths: bool) -> None:
     """The automatic choice, over bfloat16 latents."""
     f = replace(DEEPSEEK, q_heads=heads, lse=True)
-    call = sparse(source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, 40, 64, f, lengths=lengths)
+    call = sparse(source(), (200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64), f, lengths=lengths)
     check(call, [(0,), (4,), (7, 1), (2, 3, 5), tuple(reversed(range(8)))], None)
 
 

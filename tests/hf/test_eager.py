@@ -1,14 +1,11 @@
 """Eager steps of patched models, most of which find what serves them known: by layers and tokens alike, and never for another call."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from transformers import DynamicCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.kernels.torch import sdpa
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION
 from attnops.problem import Extent
@@ -105,24 +102,3 @@ def test_training_and_autocast_in_between(looked):
                 other = model(ids).logits
             assert relative(other, want) < LIMIT and not torch.equal(other, want)
             assert torch.equal(model(ids).logits, want)
-
-
-@torch.no_grad()
-def test_a_decode_step_of_sdpa_turns_no_tensor(monkeypatch):
-    """One query that sees all keys: transformers' tensors reach SDPA as they are, but for padded rows and profilers."""
-    direct, real = [], sdpa.heads_first
-    monkeypatch.setattr(sdpa, "heads_first", lambda *args: direct.append(args[4:]) or real(*args))
-    model, ids = tiny.model("llama"), tokens(2, 9)
-    want = model(ids).logits[:, -1:]
-    with attnops.use(kernel="attention:sdpa"), attnops.patch(model):
-        for padded, profiled in ((None, False), (left_padded()[:, :9], False), (None, True)):
-            cache = DynamicCache(config=model.config)
-            model(ids[:, :8], past_key_values=cache, attention_mask=None if padded is None else padded[:, :8])
-            direct.clear()
-            with torch.profiler.profile() if profiled else nullcontext() as profile:
-                got = model(ids[:, 8:], past_key_values=cache, attention_mask=padded).logits
-            # The kernel's own body gives a mask and whether the call is causal, too.
-            assert [len(args) for args in direct] == [0 if padded is None and not profiled else 2] * model.config.num_hidden_layers
-            if padded is None:
-                assert relative(got, want) < LIMIT
-            assert not profiled or "attnops::attention" in {event.name for event in profile.events()}

@@ -94,7 +94,7 @@ def sparse_mla(draw):
     packed, topk, pages = draw(FLAG), draw(st.integers(0, 6)), draw(st.integers(0, 3))
     counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
     f, flags = of_lists(draw(features()), packed), {n: draw(FLAG) for n in ("lengths", "twice", "whole")}
-    return sparse.sparse(draw(SOURCE), counts, topk, pages, draw(st.sampled_from([1, 3, 4])), f, packed=packed, **flags)
+    return sparse.sparse(draw(SOURCE), counts, topk, (pages, draw(st.sampled_from([1, 3, 4]))), f, packed=packed, **flags)
 
 
 def rotated():

@@ -207,7 +207,7 @@ def full_call(op) -> Call:
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
         "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
         "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
-        "sparse_mla_attention": lambda: sparse.sparse(s, (5, 0, 7), 7, 4, 16, replace(sparse.PACKABLE, sinks=torch.float32, lse=True),
+        "sparse_mla_attention": lambda: sparse.sparse(s, (5, 0, 7), 7, (4, 16), replace(sparse.PACKABLE, sinks=torch.float32, lse=True),
                                                       lengths=True, packed=True),
         "write_latent_packed": lambda: sparse.write_packed(s, (3, -1, 5), 4, 3, sparse.PACKABLE),
         "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),

@@ -218,6 +218,7 @@ OTHER_CALLS = [
         "sparse_mla_attention", "lengths",
         lambda c: {"latent_pages": c.latent_pages.nan_to_num(), "indices": c.indices % 64, "topk_length": None},
     ),
+    ("sparse_mla_attention", "packed_float32", lambda c: {"q_pe": c.q_pe * 1.1}),
     ("sparse_mla_attention", "packed_lse", lambda c: {"q_pe": c.q_pe * 1.1}),
     (
         "write_latent_packed", "plain",

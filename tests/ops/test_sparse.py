@@ -78,7 +78,7 @@ def test_reference_equals_loops(case):
 
 def small(counts=(5, 2), topk=6, **more):
     f = replace(sparse.SMALL, dtype=torch.float64, lse=True)
-    return dict(sparse.sparse(Source(5), counts, topk, 4, 16, f, **more).arguments)
+    return dict(sparse.sparse(Source(5), counts, topk, (4, 16), f, **more).arguments)
 
 
 def attend(t, **more):
@@ -140,7 +140,7 @@ def test_sinks_are_those_of_attention():
 
 def test_a_quantised_query_gives_bfloat16():
     f = replace(sparse.SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    t = dict(sparse.sparse(Source(1), (3, 1), 4, 4, 16, replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
+    t = dict(sparse.sparse(Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
     assert ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype == torch.bfloat16
 
 

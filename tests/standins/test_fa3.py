@@ -386,7 +386,7 @@ def test_taken(change):
 
 def test_a_package_without_the_library_is_named(monkeypatch):
     monkeypatch.setattr(wheel, "library", lambda pattern: None)
-    assert fa3_op.missing(SM90) is None, "what is assumed is not looked for"
+    assert fa3_op.missing(SM90) is None, "the probe looks for no package that the target assumes"
     assert "without flash_ops.abi3.so" in str(fa3_op.missing(Target("cuda", 90)))
 
 

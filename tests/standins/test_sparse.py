@@ -35,7 +35,7 @@ def loaded(monkeypatch):
 
 
 def call(counts=(128, 3), topk=128, pages=4, page=64, f=LSE, **more: Any) -> Call:
-    return sparse.sparse(Source(0), counts, topk, pages, page, f, **more)
+    return sparse.sparse(Source(0), counts, topk, (pages, page), f, **more)
 
 
 class Spy(TorchDispatchMode):

@@ -393,7 +393,7 @@ def test_a_host_without_a_compiler_is_named(monkeypatch):
     monkeypatch.setattr(package.shutil, "which", lambda name: None)
     monkeypatch.setattr(package, "CUDA", "/nowhere")
     assert "flashinfer without nvcc and ninja" in str(package.no_compiler(Target("cuda", 90)))
-    assert package.no_compiler(TARGETS["xqa"]) is None, "what is assumed is not looked for"
+    assert package.no_compiler(TARGETS["xqa"]) is None, "the probe looks for no package that the target assumes"
 
 
 # The truth about the foreign functions --------------------------------------------------------------------------------
