@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, Tolerance, arch, one_of, register
 from attnops.kernels.flash_attn4.fa4_op import PACKAGES, forward
-from attnops.kernels.shared.flash import packed_lse, past, with_sinks, zeroed
+from attnops.kernels.shared.flash import packed_lse, past, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import compact, no_lse, result_dtype
@@ -34,7 +34,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     output = query.new_empty((batch, queries, heads, value.shape[3]), dtype=result_dtype(query, call.q_scale))
     lse = query.new_empty((batch, heads, queries), dtype=torch.float32) if call.return_lse else None
     if query.numel() == 0 or key.numel() == 0:
-        _clear(output, lse)
+        see_nothing(output, lse)
     else:
         forward(call, key, value, output, lse, {})
     return output, no_lse(query) if lse is None else compact(with_sinks(lse.transpose(1, 2), call.sinks))
@@ -48,7 +48,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((heads, tokens), dtype=torch.float32) if call.return_lse else None
     runs = query.numel() and key.numel() and call.max_seqlen_q and call.max_seqlen_k and cu_q.shape[0] > 1
     if call.padded or not runs:
-        _clear(output, lse)  # the kernel writes no row of no request
+        see_nothing(output, lse)  # the kernel writes no row of no request
     if runs:
         batch = {"cu_seqlens_q": cu_q.contiguous(), "cu_seqlens_k": cu_k.contiguous()}
         longest = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
@@ -65,7 +65,7 @@ def paged_attention(call: PagedAttention) -> None:
     out = output if fits else torch.empty(output.shape, dtype=output.dtype, device=output.device)
     lse = None if call.lse is None else call.lse.new_empty((call.lse.shape[1], call.lse.shape[0]))
     if call.padded or not runs:
-        _clear(out, lse)
+        see_nothing(out, lse)
     if runs:
         lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seqused_k": call.seq_lens.contiguous()}
         rest = {"max_seqlen_q": call.max_seqlen_q, "page_table": call.page_table.contiguous()}
@@ -74,12 +74,6 @@ def paged_attention(call: PagedAttention) -> None:
         output.copy_(out)
     if call.lse is not None and lse is not None:
         call.lse.copy_(_packed_lse(lse, call))
-
-
-def _clear(output: Tensor, lse: Tensor | None) -> None:
-    output.zero_()
-    if lse is not None:
-        lse.fill_(float("-inf"))
 
 
 def _packed_lse(lse: Tensor, call: VarlenAttention | PagedAttention) -> Tensor:

@@ -19,6 +19,7 @@ from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer import plan_batch as planner
 from attnops.kernels.flashinfer.modules import I32, Places, Shape
 from attnops.kernels.flashinfer.package import HALVES, PACKAGE, gapless
+from attnops.kernels.shared.flash import past, see_nothing, with_sinks
 from attnops.kernels.shared.plan import cut, host_plan, read_header, within
 from attnops.measured import Roofline, phases
 from attnops.problem import Target
@@ -78,9 +79,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
         # Detached: the exchange of tensors with tvm_ffi refuses those of a training step, which want a gradient.
         fi.run(c, at, ints, call, (query.detach(), key[:used].detach(), value[:used].detach()), output, lse)
     else:
-        output.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
+        see_nothing(output, lse)
     return output, no_lse(query) if lse is None else _natural(lse, call)
 
 
@@ -88,8 +87,7 @@ def _natural(z: Tensor, call: PagedAttention | VarlenAttention) -> Tensor:
     """lse `[T, Hq]` of base 2 -> natural; with sinks, theirs where no key is seen, and -inf for padding."""
     if call.sinks is None:
         return z * LN2
-    past = torch.arange(z.shape[0], device=z.device) >= call.cu_seqlens_q[-1]
-    return torch.where(z == float("-inf"), call.sinks.float(), z * LN2).masked_fill(past[:, None], float("-inf"))
+    return with_sinks(z * LN2, call.sinks).masked_fill(past(call.cu_seqlens_q, z.shape[0])[:, None], float("-inf"))
 
 
 PLAN_US = 700.0

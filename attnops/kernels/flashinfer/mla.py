@@ -24,7 +24,8 @@ from torch import Tensor
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, one_of, register
 from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, sm_count
-from attnops.kernels.flashinfer.package import CACHED, HALVES, PACKAGE, gapless, see_nothing
+from attnops.kernels.flashinfer.package import CACHED, HALVES, PACKAGE, gapless
+from attnops.kernels.shared.decode import blank
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
@@ -108,8 +109,7 @@ def mla_attention(path: int, call: MlaAttention) -> None:
     """See `attnops.ops.mla_attention`. The kernel writes every row of `output` and `lse`: padding has rows of its own in the plan."""
     q_nope, q_pe, latents, table, kv_scale = call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.kv_scale
     output, lse = call.output, call.lse
-    if not (output.numel() and table.numel() and latents.numel()):
-        see_nothing(call)
+    if blank(call):
         return
     s = Shape(q_nope.shape[0], table.shape[1], q_nope.shape[1], latents.shape[1], q_nope.dtype, call.causal and call.max_seqlen_q > 1)
     info = read_header(call, MAKER, s, path, NAMES, latents.shape[0])
@@ -119,9 +119,8 @@ def mla_attention(path: int, call: MlaAttention) -> None:
         # The lengths are the plan's, of the table as it is without holes.
         table, _ = whole_table(call, latents.shape[0], s.page_size)
     if kv_scale is not None:
-        factor = kv_scale if call.q_scale is None else kv_scale * call.q_scale
         # One launch a part: a product of its own would be float32, and a copy.
-        q_nope, q_pe = (torch.mul(x, factor, out=torch.empty_like(x)) for x in (q_nope, q_pe))
+        q_nope, q_pe = (torch.mul(x, kv_scale, out=torch.empty_like(x)) for x in (q_nope, q_pe))
     out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
     z = None if lse is None else gapless(lse)
     # MaskMode: 0 is all keys, 1 causal.
@@ -168,7 +167,7 @@ NEEDS: tuple[Need, ...] = (
     demand("kv_scales", "no (but of float8 latents)", lambda p: not p.kv_scales or p.kv_dtype != p.dtype),
     demand("lse", "no (over float8 latents)", lambda p: not p.lse or p.kv_dtype == p.dtype),
 )
-TAKES = frozenset({"q_scale", "kv_scale", "causal", "lse", "holes"})
+TAKES = frozenset({"kv_scale", "causal", "lse", "holes"})
 FA2_US = phases(Roofline(18.4, 0.61, 0.41, 0.0032, 8300), Roofline(8.0, 0.44, 0.35, 0.085, 240))
 FA3_US = phases(Roofline(17.1, 1.2, 0.89, 0.0012, 31_000), Roofline(7.4, 0.54, 0.83, 0.07, 230))
 for _path, _where, _cost_us, _about in (

@@ -64,13 +64,6 @@ def gapless(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def see_nothing(call: Any) -> None:
-    """Write the results of a call whose queries see no key."""
-    call.output.zero_()
-    if call.lse is not None:
-        call.lse.fill_(float("-inf"))
-
-
 def blind(cu_seqlens_q: Tensor, keys: Tensor, tokens: int, causal: bool) -> Tensor:
     """bool `[T]`: tokens of no request, or that see no key. keys: int `[B]`, each request's."""
     rows = rows_of(cu_seqlens_q, tokens)

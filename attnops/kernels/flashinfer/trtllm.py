@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from attnops.kernel import Kernel, Need, Tolerance, arch, at_most, demand, one_of, register
 from attnops.kernels.flashinfer import package as fi
 from attnops.kernels.shared import workspace
+from attnops.kernels.shared.flash import past, see_nothing, zeroed
 from attnops.measured import Roofline
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse
@@ -39,7 +40,7 @@ def paged_attention(call: PagedAttention) -> None:
     """See `attnops.paged_attention`."""
     query, k_pages, output, lse, k_scale, sinks = call.query, call.k_pages, call.output, call.lse, call.k_scale, call.sinks
     if not (query.numel() and k_pages.numel() and call.page_table.numel() and call.max_seqlen_q):
-        fi.see_nothing(call)
+        see_nothing(output, lse)
         return
     (tokens, heads, dim), (batch, pages), queries = query.shape, call.page_table.shape, call.max_seqlen_q
     stats = 0 if lse is None else fi.stats_bytes(batch, heads, queries)
@@ -80,15 +81,15 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     output = query.new_empty((tokens, heads, value.shape[2]))
     lse = query.new_empty((tokens, heads), dtype=torch.float32) if call.return_lse else None
     if not (query.numel() and key.numel() and queries and keys and batch):
-        return output.zero_(), no_lse(query) if lse is None else lse.fill_(float("-inf"))
+        see_nothing(output, lse)
+        return output, no_lse(query) if lse is None else lse
     from flashinfer.prefill import trtllm_ragged_attention_deepseek
 
     # The op writes its results alone, so that it can have a gradient, and hence takes no workspace from the caller.
     size = workspace.ALIGNMENT if lse is None else fi.stats_bytes(batch, heads, queries)
-    past = torch.arange(key.shape[0], device=key.device) >= cu_k[-1]
     lengths = lengths_of(cu_k).int()
     trtllm_ragged_attention_deepseek(
-        query.contiguous(), key, value.masked_fill(past[:, None, None], 0.0), query.new_zeros(size, dtype=torch.uint8),
+        query.contiguous(), key, zeroed(value, past(cu_k, key.shape[0])), query.new_zeros(size, dtype=torch.uint8),
         lengths.clamp(min=1), queries, keys, call.scale, 1.0, -1.0, batch, call.window_left, cu_q.contiguous(), cu_k.contiguous(), None,
         call.causal, call.return_lse, out=output, lse=lse,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from attnops.kernel import Kernel, Plan, Tolerance, arch, demand, extent_at_most, one_of, register
 from attnops.kernels.flashinfer import package as fi
 from attnops.kernels.shared import workspace
-from attnops.kernels.shared.decode import batch_by_token, rows, whole
+from attnops.kernels.shared.decode import batch_by_token, blank, rows, whole
 from attnops.measured import Roofline
 from attnops.problem import Problem
 
@@ -33,8 +33,7 @@ MOST_QUERIES = 8
 def mla_attention(call: MlaAttention) -> None:
     """See `attnops.ops.mla_attention`. plan: from `decode_rows`, or None to make it here. workspace: as `workspace_bytes` says."""
     q_nope, pages, output, lse, sinks = call.q_nope, call.latent_pages, call.output, call.lse, call.sinks
-    if not (output.numel() and call.page_table.numel() and pages.numel()):
-        fi.see_nothing(call)
+    if blank(call):
         return
     tokens, heads = q_nope.shape[:2]
     stats = 0 if lse is None else fi.stats_bytes(tokens, heads, 1)

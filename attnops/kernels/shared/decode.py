@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
+from attnops.kernels.shared.flash import see_nothing
 from attnops.reference.data import rows_schedule_words
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ def blank(call: MlaAttention) -> bool:
     """Has the call no query or no key? Its results are then written: 0, and -inf for lse."""
     if call.output.numel() and call.page_table.numel() and call.latent_pages.numel():
         return False
-    call.output.zero_()
-    if call.lse is not None:
-        call.lse.fill_(float("-inf"))
+    see_nothing(call.output, call.lse)
     return True
 
 

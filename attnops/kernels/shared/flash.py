@@ -1,4 +1,4 @@
-"""Helpers of the FlashAttention kernels: values past a request's end, and a log-sum-exp that comes with the heads first."""
+"""Helpers of kernels: results without keys, values past a request's end, and a log-sum-exp that comes with the heads first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def zeroed(value: Tensor, where: Tensor) -> Tensor:
     where = where[..., None, None]
     # float8 has no masked_fill; a byte of 0 is its 0.
     return value.view(torch.uint8).masked_fill(where, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(where, 0.0)
+
+
+def see_nothing(output: Tensor, lse: Tensor | None) -> None:
+    """Write the results of queries that see no key: 0, and -inf for lse."""
+    output.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
 
 
 def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import demand, deterministic, device
+from attnops.kernels.shared.flash import past
 from attnops.measured import Roofline
 from attnops.package import _installed
 from attnops.problem import Problem
@@ -121,8 +122,7 @@ def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
         clear_rows(parts)
         return
     for cu_seqlens, x, fill in parts:
-        past = torch.arange(x.shape[0], device=cu_seqlens.device) >= cu_seqlens[-1]
-        x.masked_fill_(past.view(-1, *[1] * (x.dim() - 1)), fill)
+        x.masked_fill_(past(cu_seqlens, x.shape[0]).view(-1, *[1] * (x.dim() - 1)), fill)
 
 
 def _in_packs(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import deterministic
+from attnops.kernels.shared.flash import see_nothing
 
 Run = Callable[[Any], Any]
 
@@ -129,7 +130,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 def _paged(run: Run, call: Any) -> None:
     """`paged_attention` and `mla_attention`: no page past a request's end is gathered."""
     page = (call.k_pages if hasattr(call, "k_pages") else call.latent_pages).shape[1]
-    _clear(call)
+    see_nothing(call.output, call.lse)
     lengths = call.seq_lens.tolist()
     for _, _, b, mine in _requests(call):
         pages = max(-(-lengths[b] // page), 1)
@@ -137,7 +138,7 @@ def _paged(run: Run, call: Any) -> None:
 
 
 def _vertical_slash(run: Run, call: Any) -> None:
-    _clear(call)
+    see_nothing(call.output, call.lse)
     lists = ("block_count", "block_offset", "column_count", "column_index")
     for _, _, b, mine in _requests(call):
         run(_sliced(mine, lists, lambda x, b=b: x[b : b + 1]))  # type: ignore[misc]
@@ -145,16 +146,10 @@ def _vertical_slash(run: Run, call: Any) -> None:
 
 def _sparse(run: Run, call: Any) -> None:
     """A token has a list of its own, and so is a request of its own."""
-    _clear(call)
+    see_nothing(call.output, call.lse)
     names = ("q_nope", "q_pe", "indices", "topk_length", "output", "lse")
     for t in range(call.q_nope.shape[0]):
         run(_sliced(call, names, lambda x, t=t: x[t : t + 1]))  # type: ignore[misc]
-
-
-def _clear(call: Any) -> None:
-    call.output.zero_()
-    if call.lse is not None:
-        call.lse.fill_(float("-inf"))
 
 
 LOOPS: dict[str, Callable[[Run, Any], Any]] = {
