@@ -43,7 +43,8 @@ def whole(code: str) -> str:
     visit = _Whole()
     body = ast.parse(code, mode="eval").body
     parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
-    return " and ".join(ast.unparse((visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part)) for part in parts)
+    taken: list[Any] = [(visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part) for part in parts]
+    return ast.unparse(ast.BoolOp(ast.And(), taken) if len(taken) > 1 else taken[0])
 
 
 class _Whole(ast.NodeTransformer):

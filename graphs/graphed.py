@@ -51,6 +51,8 @@ class Setup:
                 fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
         if unknown := self.outside.keys() - {"decode", "verify", "mixed"}:
             fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
+        if wrong := [names for names in self.outside.values() if isinstance(names, str)]:
+            fail(InvalidInput, "eager", repr(wrong[0]), "a sequence of names of ops for each kind of batch")
         if self.check_every < 0:
             fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
         if isinstance(self.state, Tensor) or not all(isinstance(t, Tensor) for t in self.state):

@@ -156,10 +156,13 @@ class Compiled(Step):
         try:
             self.plain(bucket, values)
         except (ConstraintViolationError, _SizeSpecialises):
-            # Some size specialises, mostly 1. Such a size gets its own trace at its first call.
-            self._specialising.add(bucket.trace)
-            self.traces[bucket.trace] = 0
-            self.plain(bucket, values)
+            pass  # an error of the second trace must not have the first's in its context, where `find` would take it for the cause
+        else:
+            return
+        # Some size specialises, mostly 1. Such a size gets its own trace at its first call.
+        self._specialising.add(bucket.trace)
+        self.traces[bucket.trace] = 0
+        self.plain(bucket, values)
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
         from torch._dynamo.exc import Unsupported, UserError

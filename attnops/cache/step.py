@@ -102,8 +102,10 @@ def common_pages(pages: Sequence[list[int]]) -> int:
     """The number of pages that these lists have in common at their start. 0 for a single list."""
     # The prefix of the least and the greatest list is that of all.
     first, last = min(pages), max(pages)
+    if first == last:  # mostly so, and no loop in Python
+        return len(first) if len(pages) > 1 else 0
     differs = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return next(differs, min(len(first), len(last))) if len(pages) > 1 else 0
+    return next(differs, min(len(first), len(last)))
 
 
 def shared_prefix(batch: PagedBatch, pages: int, page_size: int) -> SharedPrefix:

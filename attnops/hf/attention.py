@@ -31,7 +31,8 @@ _collector: Any = None
 try:
     from transformers.utils.output_capturing import _active_collector
 
-    _collector = _active_collector
+    if hasattr(_active_collector, "context_var"):
+        _collector = _active_collector
 except ImportError:  # another version: then only the layers that receive output_attentions return weights
     pass
 

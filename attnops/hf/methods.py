@@ -12,12 +12,14 @@ class Method:
     """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
 
     owner, name: the model and the name of its method.
-    function: a function of a module, which is called with this object before the method's arguments.
+    function: a function of a module, which is called with this object before the method's arguments. None: this one was removed, and
+        whatever wraps it still calls it.
     own: the instance's own method before, or None.
     """
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self.owner, self.name, self.function, self.own = owner, name, function, owner.__dict__.get(name)
+        self.owner, self.name, self.own = owner, name, owner.__dict__.get(name)
+        self.function: Callable[..., Any] | None = function
         owner.__dict__[name] = self
 
     @property
@@ -32,10 +34,11 @@ class Method:
         return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+        return self.original(*args, **kwargs) if self.function is None else self.function(self, *args, **kwargs)
 
     def remove(self) -> None:
         """Put the method from before back, unless another has replaced this one."""
+        self.function = None
         if self.owner.__dict__.get(self.name) is self:
             del self.owner.__dict__[self.name]
             if self.own is not None:

@@ -54,22 +54,27 @@ class Packed:
     def holds(self) -> bool:
         """Are all groups still contiguous? `model.to(dtype)`, an assigned weight, `load_state_dict(assign=True)` and another module in
         place of a linear end it."""
-        return all(len(row) == len(g.linears) and _contiguous(row) for g in self.groups for row in self._rows(g))
+        modules = self._modules()
+        return all(len(row) == len(g.linears) and _contiguous(row) for g in self.groups for row in _rows(g, modules))
 
     def unpack(self) -> None:
         """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
+        modules = self._modules()
         for group in self.groups:
-            for tensor in (tensor for row in self._rows(group) for tensor in row):
+            for tensor in (tensor for row in _rows(group, modules) for tensor in row):
                 if tensor.untyped_storage().nbytes() > tensor.nbytes:
                     with torch.inference_mode(False), torch.no_grad():
                         tensor.data = tensor.data.clone()
 
-    def _rows(self, group: PackedGroup) -> list[list[Tensor]]:
-        """Weights, and biases if any, of those linears that are still there."""
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        found = [modules.get(name) for name in group.linears]
-        weights, biases = ([t for m in found if isinstance(t := getattr(m, name, None), Tensor)] for name in ("weight", "bias"))
-        return [weights, biases] if biases else [weights]
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.model.named_modules(remove_duplicate=False))
+
+
+def _rows(group: PackedGroup, modules: dict[str, nn.Module]) -> list[list[Tensor]]:
+    """Weights, and biases if any, of those linears that are still there."""
+    found = [modules.get(name) for name in group.linears]
+    weights, biases = ([t for m in found if isinstance(t := getattr(m, name, None), Tensor)] for name in ("weight", "bias"))
+    return [weights, biases] if biases else [weights]
 
 
 def pack_linears(model: nn.Module) -> Packed:

@@ -17,6 +17,7 @@ CASES = (
     ("2 <= L['t0'] and min(3, L['t0']) == L['t0']", "2 <= L['t0'] and torch.sym_min(3, L['t0']) == L['t0']"),
     ("max(2, L['t0'], 5) < 9", "torch.sym_max(torch.sym_max(2, L['t0']), 5) < 9"),
     ("not (1 < L['t0'] <= 4) or L['t1'] % 8 == 0", "torch.sym_not((1 < L['t0']) & (L['t0'] <= 4)) | (L['t1'] % 8 == 0)"),
+    ("(L['t0'] if L['t1'] else 3) and L['t0'] > 1", "(L['t0'] if L['t1'] else 3) and L['t0'] > 1"),
     ("(L['t0'] == 1 and L['t1'] == 2) or L['t0'] > 3", "(L['t0'] == 1) & (L['t1'] == 2) | (L['t0'] > 3)"),
 )
 

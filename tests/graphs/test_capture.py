@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from attnops.errors import InvalidInput
 from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.standin import StandIn
@@ -182,6 +183,24 @@ def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
     with pytest.raises(Exception, match="Stop"):
         rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
     assert told == want
+
+
+def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
+    """The first trace specialises a size, and the second fails for a reason of its own."""
+    errors = [modes._SizeSpecialises("x == 1"), RuntimeError("out of memory")]
+
+    def backend(self, bucket, gm):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(modes.Compiled, "_backend", backend)
+    with pytest.raises(Exception, match="out of memory"):
+        rows_of(piecewise, StandIn())(torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ops_to_keep_out_of_graphs_are_named_in_a_sequence(mode):
+    with pytest.raises(InvalidInput, match="eager: got 'paged_attention', want a sequence of names of ops"):
+        rows_of(mode, StandIn(), eager={"mixed": "paged_attention"})
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -281,6 +281,21 @@ def test_unpatch_leaves_nothing(name):
     assert torch.equal(generated(model, new=3), want)
 
 
+def test_a_method_that_was_wrapped_after_the_patch():
+    """The wrapper still calls what the patch had put there, which then does what the model did before, also beneath a second patch."""
+    model = tiny.model("gpt_oss")
+    want = generated(model, new=3)
+    handle = attnops.patch(model, cache="paged")
+    names = ("forward", "_prepare_cache_for_generation")
+    for name in names:
+        patched = getattr(model, name)
+        setattr(model, name, lambda *args, patched=patched, **kwargs: patched(*args, **kwargs))
+    handle.unpatch()
+    assert torch.equal(generated(model, new=3), want)
+    with attnops.patch(model, cache="paged"):
+        assert torch.equal(generated(model, new=3), want)
+
+
 @pytest.mark.parametrize("order", ["outside", "inside"])
 def test_adapters(order):
     """LoRA on kv_b_proj: the absorbed weights are the adapted ones, and follow when the adapter is switched off."""
