@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from attnops import kernels as _kernels
 from attnops.errors import AttnopsError as AttnopsError
-from attnops.ops import attention as attention
-from attnops.ops import merge_state as merge_state
-from attnops.ops import op as _op
-from attnops.ops import paged_attention as paged_attention
-from attnops.ops import varlen_attention as varlen_attention
-from attnops.ops import write_kv as write_kv
-from attnops.select import Policy as Policy
-from attnops.select import use as use
+from attnops.ops import (
+    attention as attention,
+    merge_state as merge_state,
+    op as _op,
+    paged_attention as paged_attention,
+    varlen_attention as varlen_attention,
+    write_kv as write_kv,
+)
+from attnops.select import Policy as Policy, use as use
 
 if TYPE_CHECKING:
     from attnops.hf import patch as patch

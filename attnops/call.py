@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY as KW_ONLY
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY as KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from types import CodeType
@@ -24,20 +23,25 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput, RegistrationError, fail
-from attnops.layout import FLOAT32 as FLOAT32
-from attnops.layout import FLOATS as FLOATS
-from attnops.layout import INDEX as INDEX
-from attnops.layout import INT32 as INT32
-from attnops.layout import MASK as MASK
-from attnops.layout import QUANTISED as QUANTISED
-from attnops.layout import QUERY as QUERY
-from attnops.layout import REQUIRED, Size, compiled, layout_of
-from attnops.layout import STORED as STORED
-from attnops.layout import Arg as Arg
-from attnops.layout import Result as Result
-from attnops.layout import Sizes as Sizes
-from attnops.layout import arg as arg
-from attnops.layout import evaluate as evaluate
+from attnops.layout import (
+    FLOAT32 as FLOAT32,
+    FLOATS as FLOATS,
+    INDEX as INDEX,
+    INT32 as INT32,
+    MASK as MASK,
+    QUANTISED as QUANTISED,
+    QUERY as QUERY,
+    REQUIRED,
+    STORED as STORED,
+    Arg as Arg,
+    Result as Result,
+    Size,
+    Sizes as Sizes,
+    arg as arg,
+    compiled,
+    evaluate as evaluate,
+    layout_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform

@@ -13,34 +13,37 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import adapted as adapted
-from attnops.adapt import parameters_of, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import adapted as adapted, parameters_of, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
-from attnops.needs import Need as Need
-from attnops.needs import all_of as all_of
-from attnops.needs import arch as arch
-from attnops.needs import arch_from as arch_from
-from attnops.needs import at_most as at_most
-from attnops.needs import demand as demand
-from attnops.needs import device as device
-from attnops.needs import dtypes as dtypes
-from attnops.needs import extent_at_least as extent_at_least
-from attnops.needs import extent_at_most as extent_at_most
-from attnops.needs import features
-from attnops.needs import multiple_of as multiple_of
-from attnops.needs import one_of as one_of
-from attnops.needs import without as without
+from attnops.needs import (
+    Need as Need,
+    all_of as all_of,
+    arch as arch,
+    arch_from as arch_from,
+    at_most as at_most,
+    demand as demand,
+    device as device,
+    dtypes as dtypes,
+    extent_at_least as extent_at_least,
+    extent_at_most as extent_at_most,
+    features,
+    multiple_of as multiple_of,
+    one_of as one_of,
+    without as without,
+)
 from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
 from attnops.promises import KNOW_HOLES, filled
-from attnops.traits import Capture as Capture
-from attnops.traits import Core as Core
-from attnops.traits import Inline as Inline
-from attnops.traits import Invariant as Invariant
-from attnops.traits import Plan as Plan
-from attnops.traits import Tolerance as Tolerance
-from attnops.traits import check_fields
+from attnops.traits import (
+    Capture as Capture,
+    Core as Core,
+    Inline as Inline,
+    Invariant as Invariant,
+    Plan as Plan,
+    Tolerance as Tolerance,
+    check_fields,
+)
 
 CONTRACT = 2
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from attnops.bench.files import environment as made_with
-from attnops.bench.files import write as write_file
+from attnops.bench.files import environment as made_with, write as write_file
 from attnops.bench.profile import launched
 from attnops.inputs import Call
 from attnops.kernel import Kernel
 from attnops.tune import Stopwatch
-from attnops.tune.clock import GraphClock, Run, Timed, Times, host_us, synchronize
-from attnops.tune.clock import one_line as why
+from attnops.tune.clock import GraphClock, Run, Timed, Times, host_us, one_line as why, synchronize
 
 ROOT = Path(__file__).resolve().parent.parent
 Job = tuple[str, str, Callable[[], dict[str, Any]]]

@@ -27,8 +27,7 @@ from attnops.bench.vendors import fa3_paged, flashinfer_decode, flashinfer_mla, 
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape
-from attnops.testing import CASES as CALLS
-from attnops.testing import Features, Source, builders, check_kernel
+from attnops.testing import CASES as CALLS, Features, Source, builders, check_kernel
 from attnops.tune import side_by_side
 from attnops.tune.clock import Run, synchronize
 from attnops.tune.shapes import FP8, MLA, PAGED

@@ -15,8 +15,7 @@ pytest.importorskip("transformers", reason="explain and demo build transformers 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attnops import configs as models
-from attnops import problem
+from attnops import configs as models, problem
 from attnops.cli import features
 from attnops.cli.app import app
 from attnops.hf import tiny

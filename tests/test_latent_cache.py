@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils import _pytree as pytree
 

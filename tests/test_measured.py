@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel, Package, generation, kernels_of

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-from packaging.version import Version as Theirs
+from packaging.version import InvalidVersion, Version as Theirs
 
 import attnops
 from attnops import kernel as registry_module

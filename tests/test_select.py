@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import attnops
 from attnops import kernel as registry_module
@@ -43,8 +42,7 @@ from attnops.kernel import (
 )
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Shape, Table
-from attnops.ops import OPS
-from attnops.ops import op as op_module
+from attnops.ops import OPS, op as op_module
 from attnops.problem import Extent, Problem, Refusal, Target, pretend, pretended
 from attnops.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
 from attnops.testing import CASES

@@ -4,8 +4,5 @@ A result whose error exceeds its budget gets no time. Times are medians of inter
 ceilings come from the same run. The rows of all suites have the same fields (`attnops.bench.rows.Row`), so that any two files compare.
 """
 
-from attnops.bench.rows import Row as Row
-from attnops.bench.rows import Way as Way
-from attnops.bench.setup import Point as Point
-from attnops.bench.setup import Setup as Setup
-from attnops.bench.setup import device_of as device_of
+from attnops.bench.rows import Row as Row, Way as Way
+from attnops.bench.setup import Point as Point, Setup as Setup, device_of as device_of

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.functional import dropout as drop
-from torch.nn.functional import pad
+from torch.nn.functional import dropout as drop, pad
 
 from attnops.errors import InvalidInput, fail
-from attnops.hf import descriptor
-from attnops.hf import paged_attention as pages
+from attnops.hf import descriptor, paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
 from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.kernel import own_kernel
-from attnops.ops.dense import ATTENTION as attend
-from attnops.ops.dense import Attention
+from attnops.ops.dense import ATTENTION as attend, Attention
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 from attnops.select import key_for

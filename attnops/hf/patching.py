@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnops.errors import InvalidInput, PatchError, fail
-from attnops.graphs import Graphed
-from attnops.graphs import Report as GraphReport
+from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
 from attnops.hf import paged_models
 from attnops.hf.cache import PagedModelCache

@@ -20,8 +20,7 @@ from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
 from attnops.ops.latent import check_stored
-from attnops.ops.latent_form import LatentCall, crossover, kernel_for, tell
-from attnops.ops.latent_form import LatentDims as LatentDims
+from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
 from attnops.problem import Target
 from attnops.select import active_policy, key_for
 

@@ -4,28 +4,25 @@ from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
 from attnops.ops.holes import named_pages as named_pages
 from attnops.ops.latent import write_latent as write_latent
-from attnops.ops.merge import merge_state as merge_state
-from attnops.ops.merge import merge_states as merge_states
-from attnops.ops.metadata import cu_seqlens as cu_seqlens
-from attnops.ops.metadata import kv_indices as kv_indices
-from attnops.ops.metadata import slot_mapping as slot_mapping
-from attnops.ops.metadata import token_rows as token_rows
+from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states
+from attnops.ops.metadata import cu_seqlens as cu_seqlens, kv_indices as kv_indices, slot_mapping as slot_mapping, token_rows as token_rows
 from attnops.ops.mla import mla_attention as mla_attention
 from attnops.ops.moves import copy_kv as copy_kv
-from attnops.ops.op import OPS as OPS
-from attnops.ops.op import Op as Op
-from attnops.ops.paged import paged_attention as paged_attention
-from attnops.ops.paged import write_kv as write_kv
-from attnops.ops.plan import LatentSpec as LatentSpec
-from attnops.ops.plan import PagedSpec as PagedSpec
-from attnops.ops.plan import plan_mla_attention as plan_mla_attention
-from attnops.ops.plan import plan_mla_sizes as plan_mla_sizes
-from attnops.ops.plan import plan_paged_attention as plan_paged_attention
-from attnops.ops.plan import plan_sizes as plan_sizes
+from attnops.ops.op import OPS as OPS, Op as Op
+from attnops.ops.paged import paged_attention as paged_attention, write_kv as write_kv
+from attnops.ops.plan import (
+    LatentSpec as LatentSpec,
+    PagedSpec as PagedSpec,
+    plan_mla_attention as plan_mla_attention,
+    plan_mla_sizes as plan_mla_sizes,
+    plan_paged_attention as plan_paged_attention,
+    plan_sizes as plan_sizes,
+)
 from attnops.ops.rope_quantize import rope_quantize_latent as rope_quantize_latent
 from attnops.ops.schedule import fa3_schedule as fa3_schedule
-from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention
-from attnops.ops.sparse import write_latent_packed as write_latent_packed
+from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention
-from attnops.ops.vertical_slash import vertical_slash_attention as vertical_slash_attention
-from attnops.ops.vertical_slash import vertical_slash_indexes as vertical_slash_indexes
+from attnops.ops.vertical_slash import (
+    vertical_slash_attention as vertical_slash_attention,
+    vertical_slash_indexes as vertical_slash_indexes,
+)

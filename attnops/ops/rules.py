@@ -10,8 +10,7 @@ from torch import Tensor
 from attnops.call import FLOATS, QUANTISED, Sizes, name, need, place
 from attnops.errors import InvalidInput, fail
 from attnops.promises import refuse_plan_of_holes
-from attnops.select import _ACTIVE
-from attnops.select import key_for as _key_for
+from attnops.select import _ACTIVE, key_for as _key_for
 
 UNBOUNDED = (-1, -1)
 """The default window."""

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import check
-from attnops.call import fake as empty
+from attnops.call import check, fake as empty
 from attnops.inputs import equip, with_device_plan
 from attnops.kernel import Kernel
 from attnops.ops import OPS

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.inputs.call import QUANTISED as QUANTISED
-from attnops.inputs.call import Call as Call
+from attnops.inputs.call import QUANTISED as QUANTISED, Call as Call
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, StaticCache
 
-from attnops.hf import attention as attention_module
-from attnops.hf import paged_attention, tiny
+from attnops.hf import attention as attention_module, paged_attention, tiny
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")
 SPARSE = ("deepseek_v32",)

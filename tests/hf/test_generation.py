@@ -9,8 +9,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import attnops
-from attnops.hf import mask as masks
-from attnops.hf import tiny
+from attnops.hf import mask as masks, tiny
 from attnops.hf.generation import current_generation, growing
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 

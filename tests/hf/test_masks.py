@@ -19,8 +19,7 @@ from transformers.masking_utils import (
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.hf import descriptor, tiny
-from attnops.hf import mask as masks
+from attnops.hf import descriptor, mask as masks, tiny
 from attnops.hf.descriptor import Pattern
 from attnops.hf.generation import growing
 from tests.hf.helpers import LIMIT, generated, left_padded, logits, relative, tokens, watched

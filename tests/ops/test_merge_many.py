@@ -1,8 +1,7 @@
 """A merge of many parts is merges of two."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from attnops.ops import OPS
 from attnops.testing import Source, builders

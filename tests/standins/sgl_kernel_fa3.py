@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.standins.checks import architecture, check
-from tests.standins.schemas import FWD as SCHEMA
-from tests.standins.schemas import METADATA
+from tests.standins.schemas import FWD as SCHEMA, METADATA
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""

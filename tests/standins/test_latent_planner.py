@@ -14,8 +14,7 @@ from attnops.kernels.shared.plan import MAGIC
 from attnops.ops import LatentSpec, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import use
-from tests.standins import flashinfer_mla, flashinfer_trtllm_mla
-from tests.standins import sgl_kernel_mla as sgl
+from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, DC, DR = 16, 512, 64

@@ -19,8 +19,7 @@ from attnops.testing import CASES, Call, Source, check_kernel, latent, with_devi
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins import schemas
-from tests.standins import sgl_kernel_mla as standin
+from tests.standins import schemas, sgl_kernel_mla as standin
 
 NAMES = ("flashmla", "flashmla_fp8", "cutlass_mla")
 FOREIGN = {"flashmla": "dense_decode_fwd", "flashmla_fp8": "fwd_kvcache_mla_fp8", "cutlass_mla": "cutlass_mla_decode"}

@@ -14,15 +14,13 @@ from torch._dynamo.backends.common import aot_autograd
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
-from attnops.kernels.flashinfer import package as _flashinfer_pkg
-from attnops.kernels.flashinfer import trtllm_mla
+from attnops.kernels.flashinfer import package as _flashinfer_pkg, trtllm_mla
 from attnops.kernels.sgl import cutlass_mla, wheel
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins import flashinfer_rope, flashinfer_trtllm_mla
-from tests.standins import sgl_kernel_mla as sgl
+from tests.standins import flashinfer_rope, flashinfer_trtllm_mla, sgl_kernel_mla as sgl
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 E, H, NOPE, DR, V, DC = 64, 2, 16, 64, 16, 512

@@ -16,8 +16,7 @@ from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.lowering.models import compiled_code, kernel_calls
-from tests.standins import schemas
-from tests.standins import sgl_kernel_sparse as standin
+from tests.standins import schemas, sgl_kernel_sparse as standin
 
 OP = "sparse_mla_attention"
 KERNEL = kernels_of(OP)["flashmla"]

@@ -24,8 +24,12 @@ from attnops.testing import Call, Source, check_kernel, equip, latent
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.graphs.standin import StandIn
-from tests.standins import flashinfer_mla, flashinfer_trtllm_mla, sgl_kernel_fa3
-from tests.standins import sgl_kernel_mla as _registers  # noqa: F401
+from tests.standins import (
+    flashinfer_mla,
+    flashinfer_trtllm_mla,
+    sgl_kernel_fa3,
+    sgl_kernel_mla as _registers,  # noqa: F401
+)
 from tests.triton.process import interpreted
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -5,8 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import attnops
 from attnops import ops

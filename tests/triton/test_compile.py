@@ -71,8 +71,7 @@ def launches_overlap():
 
 def launched(call, arch):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is launched."""
-    from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import gpu
+    from attnops.kernels.triton.launch import attention as host, gpu
 
     with recorded(host, gpu.Gpu(132, MEMORY[arch], arch == 90, arch >= 89)) as found:
         before, host._overlaps = host._overlaps, lambda device: arch >= 90 and launches_overlap()

@@ -199,8 +199,7 @@ def kind_of(x, varying):
 def test_a_generate_run_compiles_few_kernels():
     """Every length of prompt, batch and context of one model. The bound is in docs/triton.md."""
     from attnops.kernels.triton.device import attend, merge
-    from attnops.kernels.triton.launch import attention as host
-    from attnops.kernels.triton.launch import gpu
+    from attnops.kernels.triton.launch import attention as host, gpu
 
     seen = {"attend": set(), "combine": set()}
 

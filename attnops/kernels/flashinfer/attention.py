@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
-from attnops.kernels.flashinfer import modules as fi
-from attnops.kernels.flashinfer import plan_batch as planner
+from attnops.kernels.flashinfer import modules as fi, plan_batch as planner
 from attnops.kernels.flashinfer.modules import I32, Places, Shape
 from attnops.kernels.flashinfer.package import HALVES, PACKAGE, gapless
 from attnops.kernels.shared.flash import past, see_nothing, with_sinks
