@@ -6,23 +6,25 @@ import pytest
 import torch
 
 from attnops import kernel as registry
-from attnops.cache import LatentCache, negotiate_kv_page_size, negotiate_page_size
+from attnops.cache import LatentCache, negotiate_page_size
 from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel
 from attnops.kernel import kernels_of, one_of
+from attnops.ops import LatentSpec, PagedSpec
 from attnops.problem import Target, pretend
 from attnops.select import use
 from tests.graphs.models import BOUNDARY
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-SIZES = {"max_requests": 64, "max_tokens_per_request": 8192, "dtype": BF16, "device": "cpu"}
+SIZES = {"max_requests": 64, "max_tokens_per_request": 8192, "device": "cpu"}
 SGL, FLASHINFER = ("sgl_kernel",), ("flashinfer",)
 EVERYTHING = (*SGL, *FLASHINFER, "triton")
 ALL = (1, 16, 32, 64, 128, 256)
 
 
-def negotiate(arch=0, assume=EVERYTHING, **more):
+def negotiate(arch=0, assume=EVERYTHING, latent_dim=512, rope_dim=64, q_heads=128, dtype=BF16, **more):
+    layers = LatentSpec(q_heads, 0, dtype, latent_dim + rope_dim, latent_dim)
     with pretend(Target("cuda", arch, assume=assume) if arch else None):
-        return negotiate_page_size(**{**SIZES, **more})
+        return negotiate_page_size(layers, **SIZES, **more)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_no_size_suits_all(registered):
 
 def test_a_size_that_a_kernel_does_not_take():
     with pytest.raises(PageSizeConflict, match="got 128, want") as caught:
-        LatentCache(1, 1000, page_size=128, kernels=("trtllm_mla", "cutlass_mla"), **SIZES)
+        LatentCache(1, 1000, page_size=128, kernels=("trtllm_mla", "cutlass_mla"), dtype=BF16, **SIZES)
     assert caught.value.page_size == 128 and caught.value.takes == {"trtllm_mla": (32, 64), "cutlass_mla": ALL[:-1]}
     with pytest.raises(PageSizeConflict, match="flashmla takes none: v_head_dim=256 \\(wants 512\\)"):
         negotiate(90, kernels=("flashmla",), latent_dim=256)
@@ -127,7 +129,7 @@ def test_a_size_that_a_kernel_does_not_take():
 
 def test_the_cache_says_what_it_chose():
     with pretend(Target("cuda", 90, assume=SGL)):
-        cache = LatentCache(1, 1000, q_heads=16, **SIZES)
+        cache = LatentCache(1, 1000, q_heads=16, dtype=BF16, **SIZES)
     assert cache.page_size == cache.page_size_choice.page_size == cache.latent_pages[0].shape[1] == 64
     assert "flashmla: 64" in str(cache.page_size_choice)
 
@@ -135,9 +137,10 @@ def test_the_cache_says_what_it_chose():
 # Keys and values ------------------------------------------------------------------------------------------------------
 
 
-def negotiate_kv(arch=0, assume=EVERYTHING, **more):
+def negotiate_kv(arch=0, assume=EVERYTHING, page_size=None, kernels=None, kv_heads=8, dtype=BF16, **more):
+    layers = PagedSpec(32, kv_heads, 128, 0, dtype, **more)
     with pretend(Target("cuda", arch, assume=assume) if arch else None):
-        return negotiate_kv_page_size(**{**SIZES, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "workspace_bytes": 2**30, **more})
+        return negotiate_page_size(layers, **SIZES, page_size=page_size, kernels=kernels, workspace_bytes=2**30)
 
 
 def test_pages_of_keys():

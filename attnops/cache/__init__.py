@@ -2,10 +2,6 @@
 
 from attnops.cache.batch import PagedBatch as PagedBatch, PrefixChunk as PrefixChunk, SharedPrefix as SharedPrefix
 from attnops.cache.latent import LatentCache as LatentCache
-from attnops.cache.page_size import (
-    PageSizeChoice as PageSizeChoice,
-    negotiate_kv_page_size as negotiate_kv_page_size,
-    negotiate_page_size as negotiate_page_size,
-)
+from attnops.cache.page_size import PageSizeChoice as PageSizeChoice, negotiate_page_size as negotiate_page_size
 from attnops.cache.paged import PagedCache as PagedCache
 from attnops.cache.planner import Planner as Planner

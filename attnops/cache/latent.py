@@ -10,20 +10,27 @@ from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Layer, Request, Room
-from attnops.cache.page_size import PageSizeChoice, negotiate_page_size
-from attnops.cache.paged import Pages, check_dtype, count
+from attnops.cache.page_size import negotiate_page_size
+from attnops.cache.paged import Pages, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
-from attnops.call import FLOATS
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import kernels_of
-from attnops.ops.latent import STORED
 from attnops.ops.plan import LatentSpec
 from attnops.problem import Target, bytes_of
 from attnops.select import key_for, select
 
+HEADS = 128
+"""Query heads of DeepSeek-V3."""
+
 TILE = 128
 """Tokens that a row of the page table is a multiple of: kernels that read whole tiles of keys need not pad such a table in every layer."""
+
+
+def columns_of(tokens: int, page_size: int) -> int:
+    """Columns of a page table that holds so many tokens of a request, in whole tiles where the page size allows it."""
+    unit = TILE // page_size if TILE % page_size == 0 else 1
+    return -(-tokens // (page_size * unit)) * unit
 
 
 class LatentCache(Pages):
@@ -78,22 +85,18 @@ class LatentCache(Pages):
         workspace_bytes: int = 0,
         max_new_tokens: int = 1,
     ) -> None:
-        layers = count("num_layers", num_layers, 1)
-        tokens = count("num_tokens", num_tokens, 1, "tokens")
-        most = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
-        scratch = count("workspace_bytes", workspace_bytes, 0)
-        check_dtype(dtype, (*FLOATS, *STORED))
-        self.page_size_choice: PageSizeChoice = negotiate_page_size(
-            latent_dim=latent_dim, rope_dim=rope_dim, max_requests=max_requests, max_tokens_per_request=most, page_size=page_size,
-            q_heads=q_heads, kernels=kernels, dtype=dtype, device=device, workspace_bytes=scratch, max_new_tokens=max_new_tokens,
+        layers, tokens = count("num_layers", num_layers, 1), count("num_tokens", num_tokens, 1, "tokens")
+        latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
+        spec = LatentSpec(HEADS if q_heads is None else q_heads, 0, dtype, latent + rope, latent)
+        self.page_size_choice = negotiate_page_size(
+            spec, max_requests=max_requests, max_tokens_per_request=max_tokens_per_request, page_size=page_size, kernels=kernels,
+            device=device, workspace_bytes=workspace_bytes, max_new_tokens=max_new_tokens,
         )  # fmt: skip
-        size = self.page_size_choice.page_size
-        unit = TILE // size if TILE % size == 0 else 1
-        query = dtype if dtype.is_floating_point else None
-        self._spec = None if q_heads is None or query is None else LatentSpec(q_heads, size, query, latent_dim + rope_dim, latent_dim)
-        columns, per_layer = -(-most // (size * unit)) * unit, [Layer(((latent_dim + rope_dim,),))] * layers
+        size, most = self.page_size_choice.page_size, max_tokens_per_request
+        self._spec = None if q_heads is None or not dtype.is_floating_point else replace(spec, page_size=size)
+        per_layer, columns = [Layer(((latent + rope,),))] * layers, columns_of(most, size)
         room = Room(per_layer, 1 + -(-tokens // size), size, max_requests, columns, most, most, "max_tokens_per_request")
-        super().__init__(room, dtype=dtype, device=device, workspace_bytes=scratch)
+        super().__init__(room, dtype=dtype, device=device, workspace_bytes=workspace_bytes)
         self.latent_pages = tuple(pages for (pages,) in self.layers)
 
     def batch(

@@ -205,9 +205,12 @@ class Pages:
         lengths, starts = self.seq_lens[row], cu_seqlens(new)
         owner = token_rows(starts, sum(counts))
         positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
-        tokens = Tokens(positions, owner, starts, max(counts))
+        return self.describe(Tokens(positions, owner, starts, max(counts)), row, lengths)
+
+    def describe(self, tokens: Tokens, rows: Tensor | slice, lengths: Tensor) -> PagedBatch:
+        """A step of the requests in these rows of the tables. lengths: int32 `[B]`, the new tokens included."""
         first, *others = (
-            describe(tokens, table[row], lengths, self.page_size, window, self.max_new_tokens, self.workspace)
+            describe(tokens, table[rows], lengths, self.page_size, window, self.max_new_tokens, self.workspace)
             for table, window in zip(self.tables, self.windows, strict=True)
         )
         return replace(first, others=tuple(others)) if others else first

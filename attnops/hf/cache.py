@@ -18,15 +18,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.errors import InvalidInput, fail
-from attnops.hf.pages import EMPTY, ModelPages, View
+from attnops.hf.pages import EMPTY, ModelPages, Past
 
 
 class Step(NamedTuple):
-    """A forward pass, shared by its layers. views: one a page table. fresh: the cache was empty before it."""
+    """A forward pass, shared by its layers.
 
-    views: tuple[View, ...]
+    batch: of all page tables.
+    past: of each page table the tokens before a step too long to attend through it; None: it is not.
+    fresh: the cache was empty before the step.
+    """
+
+    batch: PagedBatch
+    past: tuple[Past | None, ...]
     fresh: bool
 
 
@@ -253,12 +260,14 @@ class PagedModelCache(Cache):
         owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
         cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
         fresh = not self.state.filled
-        views = pages.views(Tokens(positions, owner, cu_seqlens_q, count), before, heads, fresh)
+        batch = pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads)
+        long = not fresh and count > pages.sizes.drafts
+        past = tuple(pages.past(before, table) if window and long else None for table, window in enumerate(pages.windows))
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(positions, FakeTensor):
             pages.advance(start if self.state.rows is None else torch.where(self.state.rows.real, start, EMPTY), count)
             self.state.filled, self.state.unfinished = True, count
-        return Step(views, fresh)
+        return Step(batch, past, fresh)
 
 
 class PagedLatentCache(PagedModelCache):

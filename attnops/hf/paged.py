@@ -30,9 +30,10 @@ from attnops.hf.interface import check_kernel
 from attnops.hf.match import Match, Site
 from attnops.hf.methods import Method
 from attnops.hf.paged_attention import dims_of, hand_over
-from attnops.hf.pages import ALL, DRAFTS, KeyLayer, LatentLayer, ModelPages, Sizes
+from attnops.hf.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
+from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
 _SLOT = "_attnops_pages"
@@ -87,7 +88,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._free: list[ModelPages] = []
-        self._kept: tuple[KeyLayer, ...] | None = None
+        self._kept: tuple[PagedSpec, ...] | None = None
 
     def _refusals(self, sites: list[Site], found: Match) -> Iterator[str]:
         """The reasons against pages, before layers are looked at."""
@@ -227,11 +228,11 @@ class PagedMode:
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
-            layers = (LatentLayer(dims.latent, dims.rope, heads),) * len(self.layers)
-            return Sizes(rows, length, layers, dtype, device, self.kernel, fixed=fixed)
-        if self._kept is None:
-            self._kept = paged_models.probe(self._owner, self._config(), self._modules, self._windows)
-        return Sizes(rows, length, self._kept, dtype, device, self.kernel, max(DRAFTS, back), fixed)
+            layers = (LatentSpec(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
+            return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
+        if self._kept is None or self._kept[0].dtype != dtype:
+            self._kept = paged_models.probe(self._owner, self._config(), self._modules, self._windows, dtype)
+        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
 
 
 def _keep(free: list[ModelPages], pages: ModelPages) -> None:

@@ -22,7 +22,6 @@ from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Step
 from attnops.hf.descriptor import Range
-from attnops.hf.pages import View
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import paged_attention, write_kv, write_latent
@@ -123,24 +122,23 @@ def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | Non
         got = "unbounded" if found.window_left < 0 else found.window_left + 1
         fail(InvalidInput, f"window of layer {layer}", got, f"at most {window}, the window that its pages were made for")
     step = cache.step_of(layer, found.start, count, heads)
-    view: View = step.views[table]
+    now, past = step.batch.of(table), step.past[table]
     k_pages, v_pages = cache.pages_of(layer)
     # Under autocast the query has another dtype than the pages.
     like = asked.query.dtype
     query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
     keys, values, start, end = key, value, found.start, found.end
-    if view.past is not None:
+    if past is not None:
         # Copied before the step overwrites the pages of the window.
-        past = (pages.flatten(0, 1)[view.past.slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
-        keys, values = (torch.cat([before, new], 1) for before, new in zip(past, (key, value), strict=True))
-        start, end = view.past.start, torch.full_like(view.past.start, keys.shape[1])
-    write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
+        before = (pages.flatten(0, 1)[past.slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
+        keys, values = (torch.cat([old, new], 1) for old, new in zip(before, (key, value), strict=True))
+        start, end = past.start, torch.full_like(past.start, keys.shape[1])
+    write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
     rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}
-    if view.past is not None or (step.fresh and count > 1):
+    if past is not None or (step.fresh and count > 1):
         alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
         return alone.to(like)
-    now = view.batch
     out: Tensor = paged_attention(
         query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count,
         workspace=now.workspace, padded=False, holes=False, kernel=paged, **rules,
@@ -158,14 +156,14 @@ def _write_latents(asked: Asked, found: Range) -> Step:
     step: Step = cache.step_of(layer, found.start, asked.query.shape[2], asked.query.shape[1])
     pages = cache.pages_of(layer)
     latent, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
-    write_latent(latent, rotated, pages, step.views[0].batch.slots)
+    write_latent(latent, rotated, pages, step.batch.slots)
     cache.wrote(layer)
     return step
 
 
 def expands(step: Step) -> bool:
     """Does this step attend in expanded form? It does where the cache has no tokens but its own, which need no gather."""
-    return step.fresh and step.views[0].batch.max_seqlen_q > ABSORB_UP_TO
+    return step.fresh and step.batch.max_seqlen_q > ABSORB_UP_TO
 
 
 def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> Tensor:
@@ -182,7 +180,7 @@ def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> 
         w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0])
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.views[0].batch, scale=scale,
+            dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.batch, scale=scale,
             window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

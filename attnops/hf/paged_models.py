@@ -22,9 +22,9 @@ from transformers.cache_utils import CacheLayerMixin
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf.cache import PagedKeyCache, default_layers
 from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
-from attnops.hf.pages import KeyLayer
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
+from attnops.ops.plan import PagedSpec
 from attnops.problem import pretend
 
 ROUNDING = 0.05
@@ -177,7 +177,7 @@ _PROBING = threading.Lock()
 
 
 @torch.no_grad()
-def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int]) -> tuple[KeyLayer, ...]:
+def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int], like: torch.dtype) -> tuple[PagedSpec, ...]:
     """The sizes of each module's keys and values, from one step of one token over a cache of transformers' own.
 
     No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
@@ -200,6 +200,7 @@ def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int
         heads = key.shape[1] * int(getattr(module, "num_key_value_groups", 0) or max(1, config.num_attention_heads // key.shape[1]))
         capped = bool(getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None))
         sinks = getattr(module, "sinks", None)
-        dtype = sinks.dtype if isinstance(sinks, Tensor) else None
-        found.append(KeyLayer(window, heads, key.shape[1], key.shape[3], value.shape[3], capped, dtype))
+        dtype, seen = sinks.dtype if isinstance(sinks, Tensor) else None, (window - 1 if window else -1, -1)
+        sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
+        found.append(PagedSpec(*sizes, window=seen, softcap=capped, sinks=dtype))
     return tuple(found)

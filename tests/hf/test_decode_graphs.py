@@ -46,7 +46,7 @@ def nan_pages(monkeypatch):
     real = paged.ModelPages
 
     def made(sizes, page_size=None):
-        keyed = not isinstance(sizes.layers[0], paged.LatentLayer)
+        keyed = isinstance(sizes.layers[0], paged.PagedSpec)
         pages = real(sizes, 4 if keyed and page_size is None else page_size)
         for pool in pages.pools:
             pool.fill_(float("nan"))
