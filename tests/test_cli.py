@@ -22,7 +22,6 @@ from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
 from attnops.shapes import SHAPES
-from attnops.testing.check import OPAQUE
 from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process
 
@@ -310,7 +309,7 @@ def test_demo_wants_two_tokens():
 # features -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [op for op in features.ops_of_kernels() if op not in OPAQUE])
+@pytest.mark.parametrize("op", features.ops_of_kernels())
 def test_reference_takes_everything(op):
     found = features.support(kernels_of(op)["reference"])
     assert found.runs == features.TARGETS

@@ -82,7 +82,6 @@ _BASES: dict[str, tuple[Change, ...]] = {
     SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),
     "write_latent_packed": ({**_DEEPSEEK, "kv_dtype": U8, "q_heads": 0, "tokens": Extent.of(512)},),
     "rope_quantize_latent": ({**_DEEPSEEK, "kv_dtype": E4M3, "kv_scales": True, "page_size": 0, "tokens": Extent.of(512)},),
-    "fa3_schedule": ({**_HEADS, "page_size": 64, "causal": True, "batch": Extent.of(8)},),
     "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
     "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
     "copy_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(64)},),

@@ -19,7 +19,6 @@ from attnops.ops.plan import (
     plan_sizes as plan_sizes,
 )
 from attnops.ops.rope_quantize import rope_quantize_latent as rope_quantize_latent
-from attnops.ops.schedule import fa3_schedule as fa3_schedule
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention
 from attnops.ops.vertical_slash import (

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from attnops.ops.metadata import CuSeqlens, KVIndices, SlotMapping, TokenRows
     from attnops.ops.paged import WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
-    from attnops.ops.schedule import Fa3Schedule
 
 INT8_MAX = 127.0
 
@@ -208,13 +207,3 @@ def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def no_plan(call: PlanPagedAttention | PlanMlaAttention) -> None:
     """Zeros, which are no plan: kernels that plan refuse it, the others do not read it."""
     call.plan.zero_()
-
-
-def schedule_words(batch: int) -> int:
-    """The length of `fa3_schedule`'s result: at most four words for each of the requests, rounded up to 4, and a counter."""
-    return (batch + 3) // 4 * 16 + 1
-
-
-def fa3_schedule(call: Fa3Schedule) -> Tensor:
-    """`[schedule_words(B)]` int32 of zeros: only `fa3` reads a schedule."""
-    return call.seq_lens.new_zeros(schedule_words(call.seq_lens.shape[0]))

@@ -103,15 +103,6 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         tables = {"page_table": table, "seq_lens": source.ints(lengths), "cu_seqlens_q": source.cumulative(q_lens)}
         return {**tables, "num_pages": batch * width, "page_size": page, **more}
 
-    def schedule(source: Source, lens: tuple[int, ...], flags: dict[str, Any]) -> dict[str, Any]:
-        sizes = {"page_size": 16, "q_heads": 8, "kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "max_pages": 9, "max_seqlen_q": 5}
-        return {"seq_lens": source.ints([20 * n for n in lens]), "cu_seqlens_q": source.cumulative(lens), **sizes, **flags}
-
-    flags = {
-        "plain": {}, "full": {"causal": False}, "window": {"window_left": 7}, "chunk": {"attention_chunk": 16},
-        "long": {"max_seqlen_q": 100, "page_size": 64}, "float8": {"float8": True, "softcap": 2.0},
-    }  # fmt: skip
-
     places: dict[str, Any] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
     queries: dict[str, Any] = {"ragged": (3, 0, 5, 1), "decode": (1, 1, 1), "no_requests": ()}
     ways: dict[str, Any] = {"squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False}}
@@ -130,7 +121,6 @@ def _metadata() -> dict[str, tuple[Case, ...]]:
         "token_rows": grid("token_rows", rows, lens=lengths, more=(0, 3)),
         "slot_mapping": grid("slot_mapping", slots, page=(1, 3, 16), dtype=ints),
         "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
-        "fa3_schedule": grid("fa3_schedule", schedule, lens=lengths, flags=flags),
         "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False), heads=heads),
         "named_pages": grid("named_pages", named, holes=places, q_lens=queries, more=ways),
     }

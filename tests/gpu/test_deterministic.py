@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import attnops
-from attnops.call import changed
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
 from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
 from attnops.testing.latent import DEEPSEEK
 from attnops.testing.sparse import sparse
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
-from tests.standins.test_fa3 import schedule_of
 
 BF16, F16 = torch.bfloat16, torch.float16
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True, lse=True)
@@ -159,20 +156,3 @@ def test_merges(name: str, op: str) -> None:
         pytest.skip(f"{op} has no such kernel")
     call = builders.merge(source(), 64, 32, 128, BF16) if op == "merge_state" else builders.merge_states(source(), 64, 5, 32, 128, BF16)
     check(call, [(3,), (63,), (1, 5, 9), tuple(range(40))], name)
-
-
-@pytest.mark.parametrize("features", ["llama", "d64", "d256"])
-def test_a_schedule_changes_no_bits(features: str) -> None:
-    """What layers bring to fa3 once a step, of the whole batch and of some requests alone."""
-    kernel = kernels_of("paged_attention")["fa3"]
-    call = BATCHES["paged_attention"](FEATURES[features])
-    if not may_be_chosen(kernel, call):
-        pytest.skip("fa3 refuses it")
-    for chosen in (range(12), *GROUPS):
-        one = only(call, list(chosen))
-        kernel.run(changed(one.record, policy="deterministic"))
-        want = one.arguments["output"].clone()
-        with attnops.use(deterministic=True):
-            with_plan = one.with_(holes=False, plan=schedule_of(one))
-        kernel.run(changed(with_plan.record, policy="deterministic"))
-        assert torch.equal(want, with_plan.arguments["output"])

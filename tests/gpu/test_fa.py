@@ -1,4 +1,4 @@
-"""FlashAttention-3 and 4 on a real SM90: schedules, captures, and what is spent beside the vendor's kernel."""
+"""FlashAttention-3 and 4 on a real SM90: captures, and what is spent beside the vendor's kernel."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +12,9 @@ import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
 from attnops.kernels.flash_attn4 import fa4_op
-from attnops.kernels.sgl import fa3_op, wheel
-from attnops.kernels.sgl.fa3_schedule import schedule_size
+from attnops.kernels.sgl import fa3_op
 from attnops.problem import Target
-from attnops.testing import CASES, Call, Features, Source, builders, check_kernel, refusals
-from attnops.testing.builders import Pages
-from tests.standins.test_fa3 import half, schedule_of
+from attnops.testing import Call, Features, Source, builders, check_kernel
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
@@ -48,89 +45,6 @@ SHAPES: dict[str, Callable[[], Call]] = {
     "float8": lambda: paged((1, 1, 5), (5000, 700, 90), 64, FLOAT8),
     "idle": lambda: paged((0, 1, 0, 1), (0, 700, 33, 90), 64),
 }
-
-
-# Schedules ------------------------------------------------------------------------------------------------------------
-
-
-@needs_fa3
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_schedule_changes_nothing(shape: str, found: dict[str, Any]) -> None:
-    call, kernel = SHAPES[shape](), kernels_of("paged_attention")["fa3"]
-    assert not refusals(kernel, call)
-    kernel.run(call.record)
-    want = call.arguments["output"].clone()
-    plan = schedule_of(call)
-    before, planned = plan.clone(), call.with_(holes=False, plan=plan, output=torch.full_like(want, float("nan")))
-    for _ in range(2):
-        kernel.run(planned.record)
-        torch.testing.assert_close(planned.arguments["output"], want, rtol=0, atol=0)
-        assert torch.equal(plan, before), "the plan is left as it was"
-    found.setdefault("fa3_schedule", {})[shape] = "equal bits"
-
-
-@needs_fa3
-@pytest.mark.parametrize("case", [c for c in CASES["paged_attention"] if "mask" not in c.label and "int8" not in c.label], ids=str)
-def test_schedules_over_the_grid(case: Any) -> None:
-    call = half(case.call(device="cuda"))
-    if refused := refusals(kernels_of("paged_attention")["fa3"], call):
-        pytest.skip("; ".join(map(str, refused)))
-    assert check_kernel(kernels_of("paged_attention")["fa3"], call.with_(holes=False, plan=schedule_of(call))).worst <= 1.0
-
-
-# causal, left, right, chunk
-RULES = (
-    (True, -1, -1, 0), (False, -1, -1, 0), (True, 7, -1, 0), (False, 3, 4, 0), (True, -1, -1, 16), (False, -1, 0, 0), (True, 4000, -1, 0),
-)  # fmt: skip
-
-
-@needs_fa3
-def test_the_size_of_a_schedule_is_the_vendors() -> None:
-    wheel.load("get_scheduler_metadata", fa3_op.LIBRARY)
-    lens, cu = torch.full((5,), 40, dtype=torch.int32, device="cuda"), torch.arange(6, dtype=torch.int32, device="cuda")
-    for queries in (1, 2, 300):
-        for d in (64, 128, 256):
-            for rules in RULES:
-                none = None
-                raw = torch.ops.sgl_kernel.get_scheduler_metadata(
-                    5, queries, 640, 8, 2, d, d, BF16, lens, cu, none, none, none, none, 16, 0, *rules, False, 0, none, 0
-                )
-                assert raw.shape == (schedule_size(5, queries, 640, d, rules),), (queries, d, rules)
-
-
-@needs_fa3
-def test_a_captured_schedule_follows_the_lengths() -> None:
-    call, later = paged((1,) * 4, (4000, 10, 900, 64), seed=1), paged((1,) * 4, (100, 3900, 2, 1000), seed=2, pages=Pages(spare=80))
-    table = torch.zeros_like(call.arguments["page_table"])
-    pages = max(call.arguments["k_pages"].shape[0], later.arguments["k_pages"].shape[0])
-    k, v = (torch.zeros(pages, 16, 8, 128, dtype=BF16, device="cuda") for _ in range(2))
-
-    def load(c: Call) -> None:
-        t = c.arguments
-        table.zero_()[:, : t["page_table"].shape[1]].copy_(t["page_table"][:, : table.shape[1]])
-        for mine, theirs in ((k, t["k_pages"]), (v, t["v_pages"])):
-            mine[: theirs.shape[0]].copy_(theirs)
-
-    fixed = call.with_(page_table=table, k_pages=k, v_pages=v)
-    load(call)
-
-    def step() -> None:
-        planned = fixed.with_(holes=False, plan=schedule_of(fixed))
-        kernels_of("paged_attention")["fa3"].run(planned.record)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    load(later)
-    for name in ("query", "seq_lens"):
-        fixed.arguments[name].copy_(later.arguments[name])
-    for _ in range(2):
-        fixed.arguments["output"].fill_(float("nan"))
-        graph.replay()
-        got = fixed.arguments["output"].clone()
-        kernels_of("paged_attention")["fa3"].run(fixed.record)
-        torch.testing.assert_close(got, fixed.arguments["output"], rtol=2e-2, atol=2e-2)
 
 
 # What is spent beside the kernel --------------------------------------------------------------------------------------
@@ -205,14 +119,6 @@ def test_no_kernel_beside_the_vendors(name: str, found: dict[str, Any]) -> None:
             pytest.skip("the profiler sees no device here")
         assert kernels_in(ours) == direct
         timers = {"raw": graph_us(raw), "ours": graph_us(ours)}
-        plan = schedule_of(call)
-        t = call.with_(holes=False, plan=plan).arguments
-        timers["scheduled"] = graph_us(
-            lambda: attnops.paged_attention(
-                *(t[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")),
-                max_seqlen_q=t["max_seqlen_q"], scale=t["scale"], output=t["output"], padded=False, holes=False, plan=plan, kernel="fa3",
-            )
-        )  # fmt: skip
         taken: dict[str, list[float]] = {n: [] for n in timers}
         for _ in range(25):
             for n, once in timers.items():

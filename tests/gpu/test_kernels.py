@@ -12,7 +12,6 @@ from attnops.kernel import Capture, Kernel, all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.testing import CASES, Case, Mismatch, check_kernel, refusals
-from attnops.testing.check import OPAQUE
 from attnops.testing.inputs import Source
 from tests.gpu.flashinfer_modules import is_built as module_is_built
 from tests.gpu.grid import Share, share_of, shares
@@ -138,8 +137,6 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
     """Capture, change every input (lengths, tables, contents), replay, compare with eager."""
     if kernel.capture is not Capture.WHOLE:
         pytest.skip("declared uncapturable")
-    if kernel.op in OPAQUE:
-        pytest.skip("its result means something to one kernel only; tests/gpu/test_fa.py replays both")
     proven = 0
     for case in CASES[kernel.op]:
         captured, later = (equip(kernel, case.call(seed=seed, device="cuda")) for seed in (11, 12))

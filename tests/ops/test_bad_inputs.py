@@ -84,10 +84,6 @@ def good(name) -> dict[str, Any]:
         "decode_rows": lambda: {
             "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
         },
-        "fa3_schedule": lambda: {
-            "seq_lens": i(3, 4), "cu_seqlens_q": cu, "max_seqlen_q": 2, "max_pages": 3, "page_size": 16, "q_heads": 4, "kv_heads": 2,
-            "head_dim": 64,
-        },
         "plan_paged_attention": lambda: {
             "spec": SPEC, "page_table": i(0, 1, 2, 3).reshape(2, 2), "seq_lens": i(2, 3), "cu_seqlens_q": cu, "num_tokens": 3,
             "max_seqlen_q": 2, "plan": i(7, 7, dtype=I64), "workspace": torch.full((3,), 7, dtype=torch.uint8),
@@ -287,12 +283,6 @@ BAD = [
     Bad("decode_rows", {"q_heads": -1}, "q_heads", "-1", ">= 0"),
     Bad("decode_rows", {"float8": True}, "float8", "True", "False without q_heads"),
     Bad("decode_rows", {"q_heads": 16, "kernel": "flashmla"}, "target", "target=cpu", "(wants sm90)", NoKernel),
-    Bad("fa3_schedule", {"seq_lens": i(3)}, "cu_seqlens_q.shape[0]", "3", "2 (B + 1)"),
-    Bad("fa3_schedule", {"seq_lens": i(3, 4, dtype=I64)}, "seq_lens.dtype", "int64", "int32"),
-    Bad("fa3_schedule", {"q_heads": 3}, "q_heads", "3", "a multiple of the 2 key heads"),
-    Bad("fa3_schedule", {"page_size": 0}, "page_size", "0", ">= 1"),
-    Bad("fa3_schedule", {"window": (-2, -1)}, "window_left", "-2", ">= -1"),
-    Bad("fa3_schedule", {"kernel": "fa3"}, "target", "target=cpu", "(wants sm90)", NoKernel),
     # rows that move
     Bad("copy_kv", {"k_pages": f(4, 2, 8)}, "k_pages", "(4, 2, 8)", "[L, P, page, ...]"),
     Bad("copy_kv", {"k_pages": f(2, 4, 0, 2, 8), "v_pages": f(2, 4, 0, 2, 6)}, "k_pages.shape[2]", "0", ">= 1 token a page"),

@@ -182,7 +182,6 @@ DIMS = {
     "named_pages": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_pages": "P"},
     "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
     "copy_kv": {"k_pages": "LP...", "v_pages": "LP...", "source": "N", "target": "N"},
-    "fa3_schedule": {"seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q", "max_pages": "W"},
     **{
         f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}
         for op in ("paged", "mla")

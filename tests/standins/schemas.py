@@ -48,13 +48,6 @@ FWD = (
     "int window_size_right, int attention_chunk, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, "
     "int num_splits, bool? pack_gqa, int sm_margin, Tensor? sinks) -> (Tensor(a!), Tensor, Tensor, Tensor)"
 )
-METADATA = (
-    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, "
-    "int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, "
-    "Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new = 0, bool is_causal = False, "
-    "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, bool has_softcap = False, int num_splits = 0, "
-    "bool? pack_gqa = None, int sm_margin = 0) -> Tensor"
-)
 CUTLASS_DECODE = (
     "cutlass_mla_decode(Tensor! out, Tensor q_nope, Tensor q_pe, Tensor kv_c_and_k_pe_cache, Tensor seq_lens, Tensor page_table, "
     "Tensor! workspace, float sm_scale, int num_kv_splits) -> ()"
@@ -100,7 +93,6 @@ CONVERT_MERGEHEAD = (
 
 OPS = (
     Foreign(FLASH, FWD, since_schema="0.4.1.post1", until_schema="0.4.4"),
-    Foreign(FLASH, METADATA, since="0.4.1", since_schema="0.4.1.post1", until_schema="0.4.4"),
     Foreign(COMMON, CUTLASS_DECODE, dropped="0.4.7"),
     Foreign(COMMON, CUTLASS_SIZE, dropped="0.4.7"),
     Foreign(FLASHMLA, DENSE_DECODE, since="0.4.3"),

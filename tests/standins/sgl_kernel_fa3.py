@@ -2,13 +2,12 @@
 
 Kept from the real one because the wrapper must cope with it: rows of no request are left unwritten (NaN here), lse comes heads first
 and is -inf for a query without keys whatever the sinks, and +inf when there is no key at all; TMA loads whole tiles, so that NaN
-in a value past a request's end spoils its queries, while the paged path without TMA zeroes what lies past the end. A schedule given
-is counted in and its last word left 0; one made of other numbers gives nothing but NaN. A float8 query's weights are rounded.
+in a value past a request's end spoils its queries, while the paged path without TMA zeroes what lies past the end. A float8
+query's weights are rounded.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.standins.checks import architecture, check
-from tests.standins.schemas import FWD as SCHEMA, METADATA
+from tests.standins.schemas import FWD as SCHEMA
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
 """0.4.4 and later: two more arguments."""
@@ -43,15 +42,12 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         return _fwd(**calls[-1])
 
     library.impl("fwd", fwd, "CPU")
-    library.define(METADATA)
-    library.impl("get_scheduler_metadata", _schedule, "CPU")
     fa3_op.raw_op.cache_clear()
     try:
         yield calls
     finally:
         library._destroy()
-        for name in {"fwd", "get_scheduler_metadata"} & vars(torch.ops.sgl_kernel).keys():
-            delattr(torch.ops.sgl_kernel, name)
+        vars(torch.ops.sgl_kernel).pop("fwd", None)
         fa3_op.raw_op.cache_clear()
 
 
@@ -125,45 +121,7 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
         lse.fill_(float("inf"))
     elif q.numel():
         _body(a, batch, out, lse)
-        if (schedule := a["scheduler_metadata"]) is not None:
-            longest_k = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-            made = _schedule(
-                batch, q.shape[1] if cu_q is None else a["max_seqlen_q"], longest_k, hq, hkv, d, dv, q.dtype, a["seqused_k"], cu_q, None,
-                None, None, a["leftpad_k"], None if table is None else k.shape[1], 0, a["is_causal"], a["window_size_left"],
-                a["window_size_right"], a["attention_chunk"], a["softcap"] > 0, a["num_splits"], None, 0,
-            )  # fmt: skip
-            check(schedule.dtype == torch.int32, "scheduler_metadata must have dtype int32")
-            check(schedule.shape == made.shape, "scheduler_metadata must have shape (metadata_size)")
-            check(schedule.is_contiguous(), "scheduler_metadata must be contiguous")
-            if not torch.equal(schedule, made):
-                out.fill_(float("nan"))
-            schedule[-1] += 7
-            schedule[-1] = 0
     return out, lse, torch.empty(0), torch.empty(0)
-
-
-def _schedule(
-    batch: int, queries: int, keys: int, hq: int, hkv: int, d: int, dv: int, dtype: torch.dtype, seqused_k: Tensor, cu_q: Tensor | None,
-    cu_k: Any, cu_k_new: Any, seqused_q: Any, leftpad_k: Tensor | None, page: int | None, new: int = 0, causal: bool = False,
-    left: int = -1, right: int = -1, chunk: int = 0, softcap: bool = False, splits: int = 0, pack: bool | None = None, margin: int = 0,
-) -> Tensor:  # fmt: skip
-    """The right size, and in it a number of everything that the real one depends on.
-
-    The schema's defaults stand here again: torch drops the last arguments of a call that equal them.
-    """
-    left, right = -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
-    if queries == 1 and (left, right, chunk) == (-1, -1, 0) and (d <= 64 or d > 128 or page is None):
-        causal = False
-    right = 0 if causal else right
-    is_causal = left < 0 and right == 0 and chunk == 0
-    is_local = (left >= 0 or right >= 0 or chunk >= 1) and not is_causal
-    rounded = (batch + 3) // 4 * 4
-    words = 2 + (0 if is_local else 1) + (1 if is_causal or is_local else 0)
-    out = torch.zeros(rounded * words + 1, dtype=torch.int32)
-    facts = (batch, queries, keys, hq, hkv, d, dv, dtype == FLOAT8, leftpad_k is None, page, causal, left, right, chunk, softcap, splits)
-    lengths = (tuple(seqused_k.tolist()), None if cu_q is None else tuple(cu_q.tolist()))
-    out[:-1] = zlib.crc32(repr((facts, lengths)).encode()) % 2**31
-    return out
 
 
 def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:

@@ -8,15 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
-from attnops import ops
 from attnops.call import changed
-from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
 from attnops.kernels.sgl import fa3_op, wheel
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, active_policy, select
-from attnops.testing import CASES, Features, Mismatch, Source, builders, check_kernel
+from attnops.testing import CASES, Features, Source, builders, check_kernel
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
 from tests.standins.schemas import FWD as SCHEMA
 from tests.standins.sgl_kernel_fa3 import SCHEMA_37, installed
@@ -161,82 +159,6 @@ def test_the_longer_schema_gets_its_two_arguments():
         check_kernel(fa3("varlen_attention"), case)
 
 
-# Schedules ------------------------------------------------------------------------------------------------------------
-
-
-def schedule_of(call, **more):
-    """The plan of a paged call."""
-    t, (page, heads) = dict(call.arguments), call.arguments["k_pages"].shape[1:3]
-    statics = {n: t[n] for n in ("causal", "softcap", "attention_chunk") if n in t}
-    return ops.fa3_schedule(
-        t["seq_lens"], t["cu_seqlens_q"], max_seqlen_q=t["max_seqlen_q"], max_pages=t["page_table"].shape[1], page_size=page,
-        q_heads=t["query"].shape[1], kv_heads=heads, head_dim=t["query"].shape[2], v_head_dim=t["v_pages"].shape[3],
-        float8=t["query"].dtype == torch.float8_e4m3fn, window=(t.get("window_left", -1), t.get("window_right", -1)), **statics | more,
-    )  # fmt: skip
-
-
-PLANNED = [pytest.param(case, id=str(case)) for case in CASES["paged_attention"]]
-
-
-@pytest.mark.parametrize("case", PLANNED)
-def test_a_schedule_changes_nothing(standin, case):
-    call = half(case.call())
-    if refused := fa3("paged_attention").refusals(call.problem):
-        pytest.skip("; ".join(map(str, refused)))
-    plan = schedule_of(call)
-    assert plan.shape == (-(-call.arguments["seq_lens"].shape[0] // 4) * 16 + 1,)
-    with_plan = call.with_(holes=False, plan=plan)
-    assert with_plan.problem.plan == "device"
-    assert check_kernel(fa3("paged_attention"), with_plan).worst <= 1.0
-    if "scheduler_metadata" in (standin[-1] if standin else {}):
-        one_head_dim = call.problem.head_dim == call.problem.v_head_dim
-        assert (standin[-1]["scheduler_metadata"] is not None) == one_head_dim, "a schedule is for one head dim"
-
-
-def test_a_schedule_of_another_batch_is_refused_where_it_shows(standin):
-    f = Features(dtype=BF16, causal=True)
-    call = builders.paged(Source(0), (1, 1), (9, 30), 4, f, padding=0)
-    for wrong in (torch.zeros(33, dtype=torch.int32), torch.zeros(2, 17, dtype=torch.int32)):
-        bad = call.with_(holes=False, plan=wrong)
-        with pytest.raises(InvalidInput, match=r"^plan: got shape .*, want \[17\] contiguous, what fa3_schedule makes of 2 requests"):
-            fa3("paged_attention").run(bad.record)
-    host = call.with_(holes=False, plan=torch.zeros(5, dtype=torch.int64))
-    assert check_kernel(fa3("paged_attention"), host).worst <= 1.0
-    assert standin[-1]["scheduler_metadata"] is None
-    # The stand-in notices what the real kernel cannot: the result is NaN.
-    other = call.with_(holes=False, plan=schedule_of(call.with_(seq_lens=call.arguments["seq_lens"] - 1)))
-    with pytest.raises(Mismatch):
-        check_kernel(fa3("paged_attention"), other)
-
-
-def test_a_schedule_follows_the_policy(standin):
-    call = builders.paged(Source(5), (1, 1), (9, 30), 64, Features(dtype=BF16, causal=True), padding=0)
-    with attnops.use(deterministic=True):
-        plan = schedule_of(call)
-    planned = call.with_(holes=False, plan=plan)
-    fa3("paged_attention").run(changed(planned.record, policy="deterministic"))
-    assert not call.arguments["output"].isnan().any() and standin[-1]["num_splits"] == 1
-    assert plan[-1] == 0
-
-
-def test_one_schedule_serves_every_layer_of_a_compiled_step(standin):
-    call = builders.paged(Source(7), (1, 1, 1), (9, 30, 4), 16, Features(dtype=BF16, causal=True), padding=0)
-    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    given = [call.arguments[n] for n in names]
-
-    def step(query, k, v, table, lens, cu):
-        plan = ops.fa3_schedule(lens, cu, max_seqlen_q=1, max_pages=table.shape[1], page_size=16, q_heads=4, kv_heads=2, head_dim=16)
-        for _ in range(3):
-            query = attnops.paged_attention(query, k, v, table, lens, cu, max_seqlen_q=1, plan=plan, padded=False, holes=False) + query
-        return query
-
-    with torch.no_grad():
-        want = step(*given)
-        got, code = compiled_code(lambda: torch.compile(step, fullgraph=True)(*given))
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    assert kernel_calls(code) == ["fa3_schedule.fa3"] + ["paged_attention.fa3"] * 3
-
-
 # What is spent beyond the kernel --------------------------------------------------------------------------------------
 
 
@@ -364,7 +286,6 @@ def test_explain_names_it():
         ({**F8, "sinks": True, "sinks_dtype": BF16}, "dtype"),
         ({"attention_chunk": 64, "causal": False}, "causal"),
         ({"attention_chunk": 64, "kv_range": True}, "kv_range"),
-        ({"plan": "device", "target": Target("cuda", 80, ("sgl_kernel",))}, "plan"),
         ({"last_dim_contiguous": False}, "last_dim_contiguous"),
         ({"dtype": F16, "kv_dtype": F16, "sinks": True, "sinks_dtype": BF16}, "dtype"),
     ],

@@ -1,8 +1,7 @@
 """`fa3`: FlashAttention-3 as sgl-kernel ships it, for dense, packed, paged and latent calls (https://arxiv.org/abs/2407.08608).
 
 Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks for lse must bring them in it.
-A float8 query's weights are rounded to float8 before they meet the value. With `fa3_schedule`'s plan a paged call starts no kernel
-but its own: it counts tiles in the plan's last word and leaves 0 there, as it found it.
+A float8 query's weights are rounded to float8 before they meet the value.
 Data pointers must be 16-byte aligned, as torch allocates them: a view that starts elsewhere makes the kernel raise.
 
 Latents are absorbed: the rotated part is query and key, the latent is value and, through `q_v`, key as well. Key and value are strided
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, arch, deterministic, one_of, register
-from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, plan_rules, steady_tiles
+from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, steady_tiles
 from attnops.kernels.sgl.fa3_op import PACKAGE, forward, left_padding, longest_query, missing
-from attnops.kernels.sgl.fa3_schedule import part_of_plan
 from attnops.kernels.shared.flash import packed_lse, past, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
@@ -85,17 +83,15 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
 
 def paged_attention(call: PagedAttention) -> None:
     """The kernel writes into `output` itself, which is cleared first unless the call promises no padding rows."""
-    query, k_pages, padded, plan = call.query, call.k_pages, call.padded, call.plan
+    query, k_pages, padded = call.query, call.k_pages, call.padded
     if not (query.numel() and k_pages.numel() and call.page_table.numel() and call.max_seqlen_q):
         return _blank(call, padded)
     if padded:
         call.output.zero_()  # as in varlen_attention
     steady, (_, page_size, kv_heads, _) = deterministic(call.policy), k_pages.shape
     queries = longest_query(steady, call.max_seqlen_q, call.window_right)
-    if plan is not None:
-        plan = part_of_plan(plan, call, queries)
     starts = left_padding(page_size, queries * (query.shape[1] // kv_heads), steady, call.seq_lens)
-    _write(call, (query, k_pages, call.v_pages), queries, starts, steady, padded, plan)
+    _write(call, (query, k_pages, call.v_pages), queries, starts, steady, padded)
 
 
 def mla_attention(call: MlaAttention) -> None:
@@ -122,7 +118,6 @@ def _write(
     starts: Tensor | None,
     steady: bool,
     padded: bool = True,
-    plan: Tensor | None = None,
     q_v: Tensor | None = None,
     used: Tensor | None = None,
 ) -> None:
@@ -131,7 +126,7 @@ def _write(
     table = table if table.stride(1) == 1 else table.contiguous()
     out = output if output.stride(2) == 1 else None
     requests = (cu_q.contiguous(), queries, None, None, starts, call.seq_lens.contiguous(), table)
-    found, raw = forward(call, given, requests, steady, out, plan, q_v, used)
+    found, raw = forward(call, given, requests, steady, out, q_v, used)
     if out is None:
         output.copy_(found.masked_fill(past(cu_q, found.shape[0])[:, None, None], 0.0) if padded else found)
     if lse is not None:
@@ -189,9 +184,7 @@ for _run, _more, _us, _steady_us in (
             _run,
             takes=RULES | _more,
             dtypes=(*HALF, FLOAT8),
-            needs=(
-                arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, plan_rules, one_of("last_dim_contiguous", True),
-            ),
+            needs=(arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, one_of("last_dim_contiguous", True)),
             packages=(PACKAGE,),
             probe=missing,
             cost_us=_us,

@@ -62,11 +62,6 @@ def chunk_rules(p: Problem) -> Refusal | None:
     return Refusal("causal", False, "True (attention_chunk)") if p.attention_chunk and not p.causal else None
 
 
-def plan_rules(p: Problem) -> Refusal | None:
-    """Schedules are made for SM90."""
-    return Refusal("plan", p.plan, "none | host (but on sm90)") if p.plan == "device" and p.target.arch != 90 else None
-
-
 def steady_tiles(p: Problem) -> Refusal | None:
     """Under a deterministic policy: a tile must not follow from the longest request, nor from a window that reaches past its keys.
 

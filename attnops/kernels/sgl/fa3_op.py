@@ -47,7 +47,6 @@ def forward(
     requests: Requests,
     steady: bool,
     out: Tensor | None = None,
-    plan: Tensor | None = None,
     q_v: Tensor | None = None,
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -72,7 +71,7 @@ def forward(
     splits = 1 if steady else 0
     found = fwd(
         query, key, value, None, None, q_v, out, cu_q, cu_k, None, used, ends, max_q, max_k, table, None, starts, None, None, None,
-        q_scale, k_scale, v_scale, call.scale, call.causal, call.window_left, right, chunk, call.softcap, False, plan, splits, None, 0,
+        q_scale, k_scale, v_scale, call.scale, call.causal, call.window_left, right, chunk, call.softcap, False, None, splits, None, 0,
         sinks, *tail,
     )  # fmt: skip
     return found[0], found[1]
