@@ -50,6 +50,7 @@ DYNAMIC = ("import_module", "__import__")
 # Same rank or below, and still forbidden: (who, whom).
 STRANGERS = [
     ("attnops.tune", "attnops.testing"),
+    ("attnops.bench", "attnops.testing"),
     ("attnops.lowering", "attnops.graphs"),
     ("attnops.graphs", "attnops.lowering"),
     ("attnops.kernels", "attnops.select"),

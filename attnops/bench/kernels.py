@@ -20,14 +20,13 @@ from torch import Tensor
 from attnops.bench import reference_calls, rows, vendors
 from attnops.bench.rows import Row, Way, time_if_right
 from attnops.bench.setup import Setup
-from attnops.inputs import Call, Pool, build
+from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
 from attnops.measured.shape import Work
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.select import select
-from attnops.testing import allowance, oracle
 from attnops.tune.ahead import COMPILED
 from attnops.tune.clock import Run, Timed, host_clock, kernels_us
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
@@ -175,9 +174,10 @@ def way(run: Run, call: Call, part: Callable[[Tensor], Tensor], allowed: float) 
 def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
     """(rows of the result in float64, the error allowed to a kernel, a function that takes these rows of a whole result)."""
     small, part = _some(call)
-    found = oracle(small)
-    budget = allowance(small, found)["output"]
-    return found["output"].flatten(0, -3), float(torch.as_tensor(budget).max()), part
+    wide = small.map(lambda n, t: t.double() if t.is_floating_point() and t.dtype.itemsize > 1 else t)
+    returned = OPS[call.op].reference(wide.record)
+    found = wide.arguments["output"] if returned is None else returned[0]
+    return found.flatten(0, -3), float(torch.as_tensor(allowance(small, {"output": found})["output"]).max()), part
 
 
 def _some(call: Call) -> tuple[Call, Callable[[Tensor], Tensor]]:

@@ -1,5 +1,6 @@
-"""Calls of ops as data, with their inputs, for timing and testing kernels. `build` makes the calls that are timed."""
+"""Calls of ops as data, their inputs, and the error allowed to their results. `build` makes the calls that are timed."""
 
+from attnops.inputs.budget import allowance as allowance
 from attnops.inputs.call import Call as Call, filled as filled
 from attnops.inputs.equip import (
     equip as equip,

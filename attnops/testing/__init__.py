@@ -5,12 +5,12 @@
 
 from attnops.inputs import (
     Call as Call,
+    allowance as allowance,
     equip as equip,
     equip_as_used as equip_as_used,
     planned as planned,
     with_device_plan as with_device_plan,
 )
-from attnops.testing.budget import allowance as allowance
 from attnops.testing.cases import CASES as CASES
 from attnops.testing.check import (
     Figures as Figures,

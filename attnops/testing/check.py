@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from attnops.call import check, fake as empty
-from attnops.inputs import equip, with_device_plan
+from attnops.inputs import budget, equip, with_device_plan
 from attnops.kernel import Kernel
 from attnops.ops import OPS
 from attnops.problem import Refusal
 from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.reference.rope_quantize import scaled
-from attnops.testing import budget
 from attnops.testing.inputs import Call
 
 

@@ -12,8 +12,7 @@ import torch
 
 from attnops.kernel import kernels_of
 from attnops.kernels.shared import workspace as _workspace
-from attnops.testing import Call, Features, Source, builders, check_kernel, equip, oracle, refusals
-from attnops.testing.budget import allowance
+from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.builders import Pages
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")

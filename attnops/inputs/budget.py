@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.inputs.call import QUANTISED, Call
 from attnops.reference.attention import Rules, dense_visible, logsumexp, reduce_to, scores
 from attnops.reference.latent_format import unpack
-from attnops.testing.inputs import QUANTISED, Call
 
 FLOAT8_SUMS = 2.0**-14
 """Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2."""
