@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput, fail
+from ..errors import AttnopsError, InvalidInput, fail
+from .graph_breaks import Break, not_capturable
 
 
 class Graph(Protocol):
@@ -30,43 +31,84 @@ class Device(Protocol):
 
     def session(self) -> AbstractContextManager[None]:
         """A context that every other method runs in. A nested session skips the work that one session needs once."""
-        ...
 
     def begin(self) -> None:
         """Begin to record work instead of running it."""
 
-    def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an op during a capture."""
-        ...
-
     def end(self) -> Graph:
         """End the capture."""
-        ...
 
     def abort(self) -> None:
         """End the capture and drop it."""
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Capture `run`. Returns the graph and the results of `run`, which every replay writes."""
-        ...
-
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same memory that does not keep later captures from it."""
-        ...
 
     def measured(self, run: Callable[[], Any]) -> int:
         """Call `run` without capture. Returns the peak of bytes that it allocated."""
-        ...
 
     def used(self) -> int:
         """Bytes in use on the device."""
-        ...
 
     def settle(self) -> None:
         """Wait until all replays are done."""
 
     def release(self) -> None:
         """Return the memory of graphs that were reset to the driver."""
+
+
+class Recorded:
+    """A captured step.
+
+    steps: graph replays and the calls between them, in order.
+    graphs: the graphs, which hold memory.
+    breaks: the calls between graphs.
+    bytes_of: the memory that each graph took at its capture.
+    current: the part of the step that runs, for errors.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.current = device, "the function"
+        self.steps: list[Callable[[], None]] = []
+        self.graphs: list[Graph] = []
+        self.breaks: list[Break] = []
+        self.bytes_of: list[int] = []
+        self._before: int | None = None
+
+    def begin(self) -> None:
+        """Begin a graph, unless one is open."""
+        if self._before is None:
+            self._before = self.device.used()
+            self.device.begin()
+
+    def end(self) -> None:
+        """End the open graph, if any."""
+        if self._before is not None:
+            graph = self.device.end()
+            self.graphs.append(graph)
+            self.steps.append(graph.replay)
+            self.bytes_of.append(self.device.used() - self._before)
+            self._before = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Capture the block. Raises NotCapturable for code that fails in a graph. After an error no graph is left."""
+        try:
+            yield
+            self.end()
+        except BaseException as e:
+            opened = self._before is not None
+            if opened:
+                self.device.abort()
+            self.reset()
+            if opened and isinstance(e, Exception) and not isinstance(e, (AttnopsError, torch.OutOfMemoryError)):
+                raise not_capturable(self.current, e) from e
+            raise
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        for graph in self.graphs:
+            graph.reset()
 
 
 def _clear_workspaces() -> None:
@@ -151,9 +193,6 @@ class CudaGraphs:
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._open = graph
 
-    def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return op(*args, **kwargs)
-
     def end(self) -> Graph:
         graph, self._open = self._open, None
         if graph is None:
@@ -173,15 +212,6 @@ class CudaGraphs:
             _clear_workspaces()
             with contextlib.suppress(RuntimeError):
                 graph.reset()
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
-        self.begin()
-        try:
-            out = run()
-        except BaseException:
-            self.abort()
-            raise
-        return self.end(), out
 
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot make one: memory is then not shared."""

@@ -12,39 +12,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ..errors import AttnopsError, NotCapturable, fail
-from .device import Device
-from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of, not_capturable
-from .pieces import Recorded
+from ..errors import NotCapturable, fail
+from .device import Recorded
+from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of
 
 R = TypeVar("R")
 
 
 class CaptureMode(TorchDispatchMode):
-    """Sees every op of a step and splits the capture. Enter it within a `session` of the device.
+    """Sees every op of a step and splits the capture into `into`. eager: names of further ops to keep out of graphs."""
 
-    Args:
-        device: captures.
-        into: receives the graphs and the calls between them.
-        eager: names of further ops to keep out of graphs.
-    """
-
-    def __init__(self, device: Device, into: Recorded, eager: Collection[str] = ()) -> None:
+    def __init__(self, into: Recorded, eager: Collection[str] = ()) -> None:
         super().__init__()
-        self._device, self._into, self._eager = device, into, eager
+        self._into, self._eager = into, eager
         self._made: set[int] = set()
         # By op: may every call be captured? For most ops it does not depend on the arguments.
         self._capturable: dict[Any, bool] = {}
-        self._used = 0
         self._paused = False
-
-    def start(self) -> None:
-        self._used = self._device.used()
-        self._device.begin()
-
-    def stop(self) -> None:
-        graph = self._device.end()
-        self._into.add(graph, self._device.used() - self._used)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +43,7 @@ class CaptureMode(TorchDispatchMode):
                 return self.between(found, func, args, kwargs)
             if _depends_on_data(func, args, kwargs):
                 fail(NotCapturable, str(func), "later ops depend on data; mark the function that calls it with attnops.graphs.outside")
-        out = self._device.call(func, args, kwargs)
+        out = func(*args, **kwargs)
         for t in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
             if isinstance(t, Tensor):
                 self._made.add(_address(t))
@@ -67,7 +51,7 @@ class CaptureMode(TorchDispatchMode):
 
     def between(self, found: Break, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call` between graphs, now and at every replay, on the same tensors and into the same results."""
-        self.stop()
+        self._into.end()
         self._paused = True
         try:
             out = call(*args, **kwargs)
@@ -78,7 +62,7 @@ class CaptureMode(TorchDispatchMode):
         if bad := next((x for x in leaves if x is not None and not isinstance(x, Tensor)), None):
             fail(NotCapturable, str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
         # Later captures may reuse the memory of captured tensors: this call has read them by then, at every replay.
-        weak, made = self._device.weak, self._made
+        weak, made = self._into.device.weak, self._made
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: weak(t) if _address(t) in made else t, (args, kwargs))
         results = [x if isinstance(x, Tensor) and _address(x) not in given else None for x in leaves]
 
@@ -91,7 +75,7 @@ class CaptureMode(TorchDispatchMode):
 
         self._into.steps.append(again)
         self._into.breaks.append(found)
-        self.start()
+        self._into.begin()
         return out
 
 
@@ -112,25 +96,6 @@ def _depends_on_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func is torch.ops.aten.index.Tensor:
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     return kwargs.get("output_size") is None
-
-
-def record(run: Callable[[], Any], device: Device, into: Recorded, eager: Collection[str] = ()) -> Any:
-    """Capture `run` into graphs and calls between them. Returns the tensors that every replay writes.
-
-    Raises NotCapturable for code that reads values of tensors, or fails in a capture.
-    """
-    with CaptureMode(device, into, eager) as mode:
-        mode.start()
-        try:
-            out = run()
-            mode.stop()
-        except (AttnopsError, torch.OutOfMemoryError):
-            device.abort()
-            raise
-        except Exception as e:
-            device.abort()
-            raise not_capturable("the function", e) from e
-    return out
 
 
 def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) -> Callable[..., R]:

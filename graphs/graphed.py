@@ -17,11 +17,10 @@ from ..cache.batch import PagedBatch
 from ..cache.paged import Pages, ordinary
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
-from .device import CudaGraphs, Device
-from .eager_capture import record
+from .device import CudaGraphs, Device, Recorded
+from .eager_capture import CaptureMode
 from .guard import Guard, compare, restore, saved, uncached_casts, unchanged
 from .inputs import Inputs, Roles, Values, sizes
-from .pieces import Recorded
 from .report import Report, Row
 
 Progress = Callable[[int, int, str], None]
@@ -84,9 +83,11 @@ class Step:
             return self.model(**values)
         return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
 
-    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
+    def record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
         """Capture the step into `into`. Returns the outputs that every replay writes."""
-        return record(lambda: self.plain(bucket, values), device, into, self.setup.outside.get(bucket.kind, ()))
+        into.begin()
+        with CaptureMode(into, self.setup.outside.get(bucket.kind, ())):
+            return self.plain(bucket, values)
 
     def pieces(self) -> dict[str, tuple[int, int]]:
         """(different pieces, all pieces) by trace."""
@@ -200,8 +201,7 @@ class Graphed:
         if self._device is not None and self._entries:
             self._device.settle()
             for entry in self._entries.values():
-                for graph in entry.recorded.graphs:
-                    graph.reset()
+                entry.recorded.reset()
             self._entries.clear()
             self._device.release()
         self._inputs = self._guard = None
@@ -280,13 +280,9 @@ class Graphed:
                 need = device.measured(lambda: self._method.plain(bucket, static))
             if not self._fits(bucket, need):
                 return None
-            recorded = Recorded()
-            try:
-                out = self._method.record(bucket, static, device, recorded)
-            except BaseException:
-                for graph in recorded.graphs:
-                    graph.reset()
-                raise
+            recorded = Recorded(device)
+            with recorded.whole():
+                out = self._method.record(bucket, static, recorded)
             leaves, spec = pytree.tree_flatten(out)
             # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]

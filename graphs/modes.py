@@ -18,11 +18,11 @@ from ..cache.paged import Pages
 from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket, Buckets, Kind
 from .cached_guards import shape_env
-from .device import Device
+from .device import Device, Recorded
 from .graphed import Graphed, Setup, Step
 from .inputs import Roles, Values
-from .pieces import INNER, Inner, Program, Recorded, compile_parts, start_workers
-from .split import Split, split
+from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .split import split
 
 Prepare = Callable[[PagedBatch], PagedBatch]
 
@@ -138,13 +138,10 @@ class Compiled(Step):
     programs: dict[str, Program] = field(default_factory=dict)
     traces: dict[str, int] = field(default_factory=dict)
     _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    _into: tuple[Device, Recorded] | None = None
+    _into: Recorded | None = None
 
     def __post_init__(self) -> None:
         self._specialising: set[str] = {b.trace for b in self.setup.buckets.all()} if self.one_differs else set()
-
-    def splits(self) -> dict[str, Split]:
-        return {trace: program.split for trace, program in self.programs.items()}
 
     def prepare(self, bucket: Bucket, values: Values) -> None:
         """Trace and compile. Raises NotCapturable for a model with graph breaks, and NoKernel."""
@@ -187,8 +184,8 @@ class Compiled(Step):
                 raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
             raise
 
-    def record(self, bucket: Bucket, values: Values, device: Device, into: Recorded) -> Any:
-        self._into = device, into
+    def record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
+        self._into = into
         try:
             return self.plain(bucket, values)
         finally:
@@ -249,11 +246,7 @@ class Compiled(Step):
         self.traces[trace] = self.traces.get(trace, 0) + 1
         ours = weakref.proxy(self)
 
-        def call(*flat: Any) -> Any:
-            into = ours._into
-            return program.run(flat) if into is None else program.record(flat, *into)
-
-        return call
+        return lambda *flat: program.run(flat, ours._into)
 
 
 class _SizeSpecialises(AttnopsError):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from ..errors import AttnopsError, NotCapturable, fail
 from ..traced import comparable
 from .cached_guards import whole_guards
-from .device import Device
-from .graph_breaks import Break, depends_on_data, not_capturable
-from .split import Name, Part, Split, starts_work, value_of
+from .device import Recorded
+from .graph_breaks import depends_on_data
+from .split import Part, Split, starts_work, value_of
 
 Piece = Callable[..., Any]
 Inner = Callable[[fx.GraphModule, list[Any]], Piece]
@@ -71,27 +67,6 @@ def start_workers() -> None:
 INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}
 
 
-@dataclass
-class Recorded:
-    """A captured step.
-
-    steps: graph replays and the calls between them, in order.
-    graphs: the graphs, which hold memory.
-    breaks: the calls between graphs.
-    bytes_of: the memory that each graph took at its capture.
-    """
-
-    steps: list[Callable[[], None]] = field(default_factory=list)
-    graphs: list[Any] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
-    bytes_of: list[int] = field(default_factory=list)
-
-    def add(self, graph: Any, taken: int) -> None:
-        self.steps.append(graph.replay)
-        self.graphs.append(graph)
-        self.bytes_of.append(taken)
-
-
 @dataclass(frozen=True)
 class Program:
     """A split model with compiled pieces.
@@ -104,125 +79,76 @@ class Program:
     pieces: dict[str, Piece]
     compiled: int
 
-    def run(self, flat: tuple[Any, ...]) -> Any:
-        """Run without graphs. Returns the model's results."""
-        env = self._bound(flat)
-        dying = {n for part in self.split.parts for n in part.outputs} - self.split.kept
-        for i, part in enumerate(self.split.parts):
-            self._step(i, part, env, dying)
-        return self._filled(env)
+    def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
+        """Run without graphs; or, with `into`, capture neighbouring capturable parts into one graph each and run the others between them.
 
-    def record(self, flat: tuple[Any, ...], device: Device, into: Recorded) -> Any:
-        """Capture neighbouring capturable parts into one graph each, run the others, and append both to `into`.
-
-        Returns the tensors that every replay writes. Raises NotCapturable for a part that fails in its capture.
+        Returns the model's results, which every replay writes.
         """
-        env = self._bound(flat)
-        last, kept = self._last, self.split.kept
-        outside = {name for part in self.split.parts if not part.captured for name in part.inputs}
-        made: set[str] = set()
-        for captured, run in itertools.groupby(enumerate(self.split.parts), lambda numbered: numbered[1].captured):
-            parts = list(run)
-            if captured:
-                made.update(self._capture(parts, env, device, into))
-            else:
-                for _, part in parts:
-                    _between(part, env, into)
-            # Later graphs may reuse the memory of values that were read for the last time. Calls between graphs read theirs before.
-            for name in {n for n in made if last.get(n, -1) <= parts[-1][0] and n in env} - kept:
-                _release(env, name, name in outside, device)
-        results = self._filled(env)
-        for name in kept & made:
-            _release(env, name, name in outside, device)
-        return results
-
-    def _capture(self, parts: list[tuple[int, Part]], env: dict[str, Any], device: Device, into: Recorded) -> list[str]:
-        """Capture parts into one graph. Adds the values that later parts read to `env`, and returns their names."""
-        inside = [name for _, part in parts for name in part.outputs]
-        after = [n for n in inside if n in self.split.kept or self._last.get(n, -1) > parts[-1][0]]
-        given = {n: env[n] for _, part in parts for n in part.inputs if n in env}
-        dying, current = set(inside).difference(after), parts[0][1]
-
-        def run() -> list[Any]:
-            nonlocal current
-            found = dict(given)
-            for i, current in parts:
-                self._step(i, current, found, dying)
-            return [found[n] for n in after]
-
-        before = device.used()
-        try:
-            graph, out = device.capture(run)
-        except (AttnopsError, torch.OutOfMemoryError):
-            raise
-        except Exception as e:
-            raise not_capturable(current.name, e) from e
-        into.add(graph, device.used() - before)
-        env.update(zip(after, out, strict=True))
-        return after
-
-    def _step(self, at: int, part: Part, env: dict[str, Any], dying: set[str]) -> None:
-        """Run a part on the values of `env`. Values in `dying` leave `env` after their last use, so that later parts reuse their memory."""
-        call = self.pieces.get(part.name, part.module)
-        env.update(zip(part.outputs, call(*[env[n] for n in part.inputs]), strict=True))
-        for name in dying.intersection((*part.inputs, *part.outputs)):
-            if self._last.get(name, -1) <= at:
-                del env[name]
-
-    @functools.cached_property
-    def _last(self) -> dict[str, int]:
-        """The index of the last part that reads a value, by its name."""
-        return {name: i for i, part in enumerate(self.split.parts) for name in part.inputs}
-
-    def _filled(self, env: dict[str, Any]) -> Any:
-        return pytree.tree_map_only(Name, lambda n: env[n.name], self.split.results)
-
-    def _bound(self, flat: tuple[Any, ...]) -> dict[str, Any]:
-        return {**self.split.constants, **dict(zip(self.split.inputs, flat, strict=True))}
+        return _Run(self, into).run(*flat)
 
 
-def _release(env: dict[str, Any], name: str, read_again: bool, device: Device) -> None:
-    if not read_again:
-        del env[name]
-    elif isinstance(env[name], Tensor):
-        env[name] = device.weak(env[name])
+class _Run(fx.Interpreter):
+    """One run of a program. A value leaves after its last use, so that later parts reuse its memory."""
 
+    def __init__(self, program: Program, into: Recorded | None) -> None:
+        super().__init__(program.split.module)
+        self.extra_traceback = False
+        self._pieces, self._into = program.pieces, into
+        self._parts = {part.name: part for part in program.split.parts}
+        # Results whose size or value depends on data: calls between graphs read those of the same replay.
+        self._latest: dict[fx.Node, Any] = {}
 
-def _between(part: Part, env: dict[str, Any], into: Recorded) -> None:
-    """Run a part between graphs and append its replay, which reads the inputs of then and writes into the results of now."""
-    given = [env[n] for n in part.inputs]
-    out = part.module(*given)
-    fixed = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
-    dynamic = {name for name, node in part.results if depends_on_data(value_of(node))}
-    # A view of an input keeps the address of the input.
-    copied = [
-        n for n, x in zip(part.outputs, out, strict=True)
-        if n not in dynamic and isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in fixed
-    ]  # fmt: skip
-    env.update(zip(part.outputs, out, strict=True))
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_module":
+            return super().run_node(n)
+        part, into = self._parts[str(n.target)], self._into
+        if into is not None and not part.captured:
+            out = self._between(n, part, into)
+        else:
+            if into is not None:
+                into.current = part.name
+                into.begin()
+            out = self._pieces.get(part.name, part.module)(*[self.env[a] for a in n.all_input_nodes])
+        return out[0] if len(out) == 1 else out
 
-    def again() -> None:
-        found = dict(zip(part.outputs, part.module(*[env[n] for n in part.inputs]), strict=True))
-        for name in copied:
-            env[name].copy_(found[name])
-        for name in dynamic:
-            env[name] = found[name]
+    def _between(self, call: fx.Node, part: Part, into: Recorded) -> Any:
+        """Run a part between graphs and add its replay, which reads the inputs of then and writes into the results of now."""
+        into.end()
+        nodes, latest = call.all_input_nodes, self._latest
+        given = {a: self.env[a] for a in nodes}
+        out = part.module(*given.values())
+        # Later graphs may reuse the memory of captured tensors, which the call has read by then.
+        kept = {a: into.device.weak(x) if self._is_captured(a, x) else x for a, x in given.items() if a not in latest}
+        fixed = {x.untyped_storage().data_ptr() for x in kept.values() if isinstance(x, Tensor)}
+        made: Any = part.module.graph.output_node().args[0]
+        readers: dict[Any, fx.Node] = {0: call} if len(made) == 1 else {u.args[1]: u for u in call.users}
+        dynamic = {i: readers[i] for i, node in enumerate(made) if depends_on_data(value_of(node))}
+        # A view of an input keeps the address of the input.
+        copied = {
+            i: x for i, x in enumerate(out) if i not in dynamic and isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in fixed
+        }
+        latest.update((node, out[i]) for i, node in dynamic.items())
 
-    into.steps.append(again)
-    into.breaks.extend(part.breaks)
+        def again() -> None:
+            found = part.module(*[kept[a] if a in kept else latest[a] for a in nodes])
+            for i, x in copied.items():
+                x.copy_(found[i])
+            latest.update((node, found[i]) for i, node in dynamic.items())
+
+        into.steps.append(again)
+        into.breaks.extend(part.breaks)
+        return out
+
+    def _is_captured(self, node: fx.Node, value: Any) -> bool:
+        call: Any = node.args[0] if node.op == "call_function" else node
+        return isinstance(value, Tensor) and call.op == "call_module" and self._parts[call.target].captured
 
 
 def compile_parts(found: Split, inner: Inner) -> Program:
     """Compile the pieces of a split model, equal ones once.
 
-    Pieces of two traces are never shared: a symbol of one name has another range in each, and compiled code may rely on it. Raises
-    NotCapturable for a result whose size or value depends on data: a replay would return that of the capture.
+    Pieces of two traces are never shared: a symbol of one name has another range in each, and compiled code may rely on it.
     """
-    for node in (node for part in found.parts for name, node in part.results if name in found.kept):
-        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
-        read = node.all_input_nodes if isinstance(node, fx.Node) and node.target is torch.scalar_tensor else []
-        if any(depends_on_data(value_of(n)) for n in (node, *read)):
-            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
     pieces = {}
     cache: dict[Any, Piece] = {}
     for part in found.parts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ..errors import NotCapturable, fail
 from ..kernel import Kernel
 from ..traced import equal_calls
 from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, forcing, kernel_of
@@ -31,15 +33,13 @@ _VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "uns
 class Part:
     """A part of the model.
 
-    module: takes the values named `inputs` and returns a tuple of those named `outputs`.
+    module: a submodule of the split model. It returns a tuple, also of one value, where the split model reads the value itself.
     breaks: its calls that may not be captured; `()` for a captured part.
     calls: its attention calls, `op.kernel`, captured but not compiled; `()` for a compiled part, a piece, or one with breaks.
     """
 
     name: str
     module: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
     breaks: tuple[Break, ...]
     calls: tuple[str, ...] = ()
 
@@ -56,32 +56,13 @@ class Part:
         """The fake tensors and symbolic sizes of its inputs."""
         return [value_of(n) for n in self.module.graph.find_nodes(op="placeholder")]
 
-    @property
-    def results(self) -> list[tuple[str, Any]]:
-        """The name and the node of each output."""
-        returned: Any = self.module.graph.output_node().args[0]
-        return list(zip(self.outputs, returned, strict=True))
-
 
 @dataclass(frozen=True)
 class Split:
-    """A model in parts.
+    """A model in parts. module: calls the parts, which are its submodules, in order."""
 
-    inputs: the names of the flat arguments, in order.
-    parts: in order.
-    constants: tensors and modules of the graph, by name.
-    results: the returned structure, with a `Name` for each value.
-    """
-
-    inputs: tuple[str, ...]
+    module: fx.GraphModule
     parts: tuple[Part, ...]
-    constants: dict[str, Any]
-    results: Any
-
-    @functools.cached_property
-    def kept(self) -> set[str]:
-        """The names of the results."""
-        return {x.name for x in pytree.tree_leaves(self.results) if isinstance(x, Name)}
 
     def __str__(self) -> str:
         lines = []
@@ -89,13 +70,6 @@ class Split:
             what = f"{len(operations(part.module))} operations" if part.compiled else ", ".join(map(str, part.breaks or part.calls))
             lines.append(f"{part.name}: {'captured, ' if part.captured else ''}{what}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Name:
-    """A placeholder for the value of this name."""
-
-    name: str
 
 
 def value_of(x: Any) -> Any:
@@ -126,7 +100,13 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
 
     Raises:
         NoKernel: no kernel can run an op.
+        NotCapturable: the size or value of a result depends on data; a replay would return that of the capture.
     """
+    for node in gm.graph.output_node().all_input_nodes:
+        # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
+        read = node.all_input_nodes if node.target is torch.scalar_tensor else []
+        if any(depends_on_data(value_of(n)) for n in (node, *read)):
+            fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
     breaks: dict[fx.Node, Break] = {}
     calls: dict[fx.Node, str] = {}
     for node in gm.graph.nodes:
@@ -148,16 +128,24 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     from torch.fx.passes.split_module import split_module
 
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
-    by_part: dict[str, list[Break]] = {}
+    listed: defaultdict[str, list[Break]] = defaultdict(list)
     for node, found in breaks.items():
-        listed = by_part.setdefault(f"submod_{where[node]}", [])
+        by_part = listed[f"submod_{where[node]}"]
         # Sizes, and assertions about them, belong to the call that makes them.
-        if not listed or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
-            listed.append(found)
-    called: dict[str, list[str]] = {}
+        if not by_part or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
+            by_part.append(found)
+    called: defaultdict[str, list[str]] = defaultdict(list)
     for node, name in calls.items():
-        called.setdefault(f"submod_{where[node]}", []).append(name)
-    return _described(whole, by_part, called)
+        called[f"submod_{where[node]}"].append(name)
+    parts: list[Part] = []
+    for node in whole.graph.find_nodes(op="call_module"):
+        module = getattr(whole, node.target)
+        end = module.graph.output_node()
+        if not isinstance(end.args[0], tuple):
+            end.args = (end.args,)
+            module.recompile()
+        parts.append(Part(node.target, module, tuple(listed[node.target]), tuple(called[node.target])))
+    return Split(whole, tuple(parts))
 
 
 def _hoist_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
@@ -276,36 +264,3 @@ def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
     for node in reversed(graph.nodes):
         if node in numbers and not node.users:
             graph.erase_node(node)
-
-
-def _described(whole: fx.GraphModule, breaks: dict[str, list[Break]], calls: dict[str, list[str]]) -> Split:
-    inputs: list[str] = []
-    parts: list[Part] = []
-    constants: dict[str, Any] = {}
-    results: Any = ()
-    for node in whole.graph.nodes:
-        if node.op == "placeholder":
-            inputs.append(node.name)
-        elif node.op == "get_attr":
-            constants[node.name] = operator.attrgetter(node.target)(whole)
-        elif node.op == "call_module":
-            module = getattr(whole, node.target)
-            given, made = tuple(a.name for a in node.args), _outputs(node, module)
-            parts.append(Part(node.target, module, given, made, tuple(breaks.get(node.target, ())), tuple(calls.get(node.target, ()))))
-        elif node.op == "output":
-            results = pytree.tree_map_only(fx.Node, lambda n: Name(n.name), node.args[0])
-    return Split(tuple(inputs), tuple(parts), constants, results)
-
-
-def _outputs(node: fx.Node, module: fx.GraphModule) -> tuple[str, ...]:
-    """The names of a part's results. Makes the part return a tuple."""
-    end: Any = module.graph.output_node()
-    if end.args[0] is None:
-        end.args = ((),)
-    elif not isinstance(end.args[0], (tuple, list)):
-        end.args = ((end.args[0],),)
-        module.recompile()
-        return (node.name,)
-    module.recompile()
-    named = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
-    return tuple(named.get(i, f"{node.name}_unused_{i}") for i in range(len(end.args[0])))

@@ -17,11 +17,11 @@ def close(got, want):
 class Pair:
     """step: in graphs. Requests are named by letters, and both caches hold them."""
 
-    def __init__(self, mode, buckets=BUCKETS, model=None, opaque=False, need=lambda: 0, layers=1, kernel=None, **more):
+    def __init__(self, mode, buckets=BUCKETS, model=None, need=lambda: 0, layers=1, kernel=None, **more):
         self.model = decoder(layers, kernel=kernel) if model is None else model
         layers = len(self.model.layers)
-        self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(opaque, need)
-        if mode is piecewise and not opaque:
+        self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(need)
+        if mode is piecewise:
             more.setdefault("inner", "eager")
         self.step = mode(self.model, buckets, tokens=("tokens",), cache=self.cache, graphs=self.device, **more)
         self.ids = {}

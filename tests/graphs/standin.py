@@ -3,16 +3,17 @@
 As on a GPU, a replay reads what the captured addresses hold by then and writes where the capture wrote. A buffer that was allocated in
 a capture holds NaN at a replay until something is written there; and memory of a capture that nobody held any more when a later one
 began holds NaN once that one is replayed, for it may have put other things there; so does memory that nobody held any more when something
-was made later in the same capture. Inductor's code is one call without ops: `opaque` records it as such.
+was made later in the same capture. Inductor's code is one call without ops: `opaque` makes it one.
 """
 
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
@@ -90,9 +91,10 @@ class StandIn:
     made: memory of captures by address, with references to what was given it.
     """
 
-    def __init__(self, opaque=False, need=lambda: 0):
-        self.opaque, self.need = opaque, need
+    def __init__(self, need=lambda: 0):
+        self.need = need
         self.open, self.calls, self.graphs, self.made = None, [], [], {}
+        self.recorder = _Recorder(self)
 
     @contextmanager
     def session(self):
@@ -103,6 +105,14 @@ class StandIn:
         assert self.open is None, "begin() within a capture"
         self.calls.append("begin")
         self.open = Recorded(self, self.dead(set()))
+        self.watch(True)
+
+    def watch(self, on):
+        """The recorder sees ops after every mode of the step, and the step does not know of it."""
+        above = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+        assert (self.recorder in above) is not on
+        for mode in reversed([m for m in above if m is not self.recorder] + [self.recorder] * on):
+            _push_mode(mode)
 
     def dead(self, known):
         """Memory that nobody holds, which is then `known` to be so."""
@@ -117,7 +127,22 @@ class StandIn:
             self.open.add(op.name(), lambda: op(*given, **named), (args, kwargs), out)
         return out
 
+    def opaque(self, call):
+        """`call` as one operation. What it reads is unknown, so none of its memory counts as its own."""
+
+        def one(*given):
+            if self.open is None:
+                return call(*given)
+            self.watch(False)
+            out = call(*given)
+            self.watch(True)
+            self.open.work.append(("call", lambda: call(*given), out))
+            return out
+
+        return one
+
     def end(self):
+        self.watch(False)
         graph, self.open = self.open, None
         assert graph is not None
         self.calls.append("end")
@@ -125,21 +150,9 @@ class StandIn:
         return graph
 
     def abort(self):
+        self.watch(False)
         self.calls.append("abort")
         self.open = None
-
-    def capture(self, run):
-        self.begin()
-        try:
-            with nullcontext() if self.opaque else _Recorder(self):
-                out = run()
-        except BaseException:
-            self.abort()
-            raise
-        if self.opaque:
-            # What it reads is unknown, so none of its memory counts as its own.
-            self.open.work.append(("call", run, out))
-        return self.end(), out
 
     def weak(self, tensor):
         return alias(tensor)

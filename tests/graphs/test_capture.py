@@ -161,7 +161,7 @@ def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
         raise _Seen
 
     monkeypatch.setattr(GraphLowering, "codegen", codegen)
-    step = rows_of(piecewise, StandIn(opaque=True), lambda x: x * 2 + 1, inner="inductor")
+    step = rows_of(piecewise, StandIn(), lambda x: x * 2 + 1, inner="inductor")
     with torch._inductor.utils.fresh_cache(), pytest.raises(Exception, match="_Seen"):
         step(torch.ones(2))
     assert found == [None]

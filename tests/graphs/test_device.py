@@ -58,11 +58,21 @@ def cuda(monkeypatch):
     return state
 
 
+def captured(device, run):
+    device.begin()
+    try:
+        out = run()
+    except BaseException:
+        device.abort()
+        raise
+    return device.end(), out
+
+
 def test_a_capture(cuda):
     device = CudaGraphs()
     assert gc.isenabled()
     with device.session():
-        graph, out = device.capture(lambda: cuda.log.append("run") or 7)
+        graph, out = captured(device, lambda: cuda.log.append("run") or 7)
     assert gc.isenabled() and out == 7 and not isinstance(graph, int)
     assert cuda.log == [
         "side waits for main", "on side", "side idle", "clear workspaces", "begin pool 0 thread_local gc=False", "run", "end",
@@ -77,7 +87,7 @@ def test_a_capture_that_fails_is_ended_and_the_error_is_the_callers(cuda):
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"), device.session():
-        device.capture(run)
+        captured(device, run)
     assert cuda.log[-4:] == ["end", "clear workspaces", "reset", "main waits for side"]
     assert gc.isenabled()
     with pytest.raises(RuntimeError, match="without begin"):
@@ -92,18 +102,18 @@ def test_a_pool_is_as_old_as_its_graphs(cuda):
     def begun():
         return [line.split()[2] for line in cuda.log if line.startswith("begin")]
 
-    first, second = (device.capture(lambda: None)[0] for _ in range(2))
+    first, second = (captured(device, lambda: None)[0] for _ in range(2))
     first.reset()
-    third = device.capture(lambda: None)[0]
+    third = captured(device, lambda: None)[0]
     assert begun() == ["0", "0", "0"]
     second.reset()
     third.reset()
     with pytest.raises(ZeroDivisionError):
-        device.capture(lambda: 1 / 0)
-    last = device.capture(lambda: None)[0]
+        captured(device, lambda: 1 / 0)
+    last = captured(device, lambda: None)[0]
     assert begun() == ["0", "0", "0", "1", "2"]
     del last
-    device.capture(lambda: None)
+    captured(device, lambda: None)
     assert begun()[-1] == "3"
 
 
@@ -170,7 +180,7 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
                 assert died[1:] == ["of a capture", "between"] * (len(died) // 2), "none of an earlier bucket holds memory in a later"
                 assert len(gc.get_objects()) < 10_000, "what was there before is not looked at"
                 seen = len(died)
-                assert device.capture(run)[1] == seen
+                assert captured(device, run)[1] == seen
             ring("between")
         assert len(died) == 5 and not gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() == before
@@ -200,7 +210,7 @@ def test_a_session_within_a_capture_collects_nothing(cuda):
             return len(died)
 
     with device.session():
-        assert device.capture(run)[1] == 0
+        assert captured(device, run)[1] == 0
 
 
 def test_a_session_that_fails_leaves_the_collector_as_it_was(cuda, thawed):

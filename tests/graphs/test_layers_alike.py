@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 def pattern(step):
     """Pieces in order, each by the number of the first that does the same."""
     seen = {}
-    [found] = step._method.splits().values()
-    return [seen.setdefault(structure(part), len(seen)) for part in found.parts if part.compiled]
+    [found] = step._method.programs.values()
+    return [seen.setdefault(structure(part), len(seen)) for part in found.split.parts if part.compiled]
 
 
 @pytest.mark.parametrize(

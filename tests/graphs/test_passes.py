@@ -18,7 +18,7 @@ def _boundary():
 
 def linears(pair, kind):
     """How many each piece holds that is compiled."""
-    parts = pair.step._method.splits()[kind].parts
+    parts = pair.step._method.programs[kind].split.parts
     return [n for part in parts if (n := sum(node.target is F.linear for node in part.module.graph.nodes))]
 
 

@@ -12,6 +12,7 @@ import torch
 import attnops
 from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
+from attnops.graphs.pieces import inductor
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, boundary, decoder, paged_cache
 from tests.graphs.standin import StandIn
@@ -269,7 +270,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
 def test_inductor(kernel):
     """Pieces compiled by Inductor, three however many layers there are."""
-    pair = Pair(piecewise, layers=4, kernel=kernel, opaque=True)
+    pair = Pair(piecewise, layers=4, kernel=kernel, inner=lambda *given: pair.device.opaque(inductor(*given)))
     pair.agree("abc")
     pair.agree("ab")
     pair.agree("a")

@@ -8,7 +8,8 @@ from torch import nn
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, breakable, outside, piecewise
 from attnops.graphs.graph_breaks import ATTENTION
-from attnops.graphs.split import Name, split
+from attnops.graphs.pieces import compile_parts, eager
+from attnops.graphs.split import split
 from attnops.ops import OPS
 from tests.graphs.helpers import MODES, Pair, close
 from tests.graphs.models import BOUNDARY, boundary, decoder
@@ -22,7 +23,7 @@ def _boundary():
 
 def splits(pair, names="ab", new=1):
     pair.agree(names, new)
-    return pair.step._method.splits()
+    return {kind: program.split for kind, program in pair.step._method.programs.items()}
 
 
 def test_at_every_call_that_may_not_be_captured():
@@ -70,7 +71,7 @@ submod_16: captured, 5 operations""",
 def test_a_model_without_attention_is_one_piece():
     step = piecewise(lambda tokens: tokens.sin() + 1, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
     close(step(torch.ones(3)), torch.ones(3).sin() + 1)
-    assert str(step._method.splits()["mixed"]) == "submod_0: captured, 2 operations"
+    assert str(step._method.programs["mixed"].split) == "submod_0: captured, 2 operations"
 
 
 def test_every_attention_is_a_cut():
@@ -256,8 +257,9 @@ def test_parts_are_data():
         return {"a": x.sin() + y, "b": (x, 3)}
 
     seen = []
-    torch.compile(forward, backend=lambda gm, _: seen.append(split(gm)) or gm, fullgraph=True)(torch.randn(3), torch.randn(3))
+    x, y = torch.randn(3), torch.randn(3)
+    torch.compile(forward, backend=lambda gm, _: seen.append(split(gm)) or gm, fullgraph=True)(x, y)
     [found] = seen
     [part] = found.parts
-    assert part.inputs == tuple(found.inputs) and len(part.outputs) == 1
-    assert found.results == (Name(part.outputs[0]),) or Name(part.outputs[0]) in found.results
+    close(part.module(x, y), (x.sin() + y,))
+    close(compile_parts(found, eager).run((x, y))[0], x.sin() + y)
