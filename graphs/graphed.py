@@ -4,64 +4,27 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..cache.batch import PagedBatch
-from ..cache.paged import Pages, ordinary
+from ..cache.paged import ordinary
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
-from .buckets import Bucket, Buckets, Kind
+from .buckets import Bucket
 from .device import CudaGraphs, Device, Recorded
 from .eager_capture import CaptureMode
-from .guard import Guard, compare, restore, saved, uncached_casts, unchanged
-from .inputs import Inputs, Roles, Values, sizes
+from .guard import compare, restore, saved, uncached_casts, unchanged
+from .inputs import Inputs, Setup, Values
 from .report import Report, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The arguments of `piecewise` and `breakable` that both modes share, see there. outside: their `eager`, by kind of batch."""
-
-    roles: Roles
-    buckets: Buckets
-    returns: Literal["tokens", "requests", "whole"] = "tokens"
-    cache: Pages | None = None
-    prepare: Callable[[PagedBatch], PagedBatch] | None = None
-    outside: Mapping[Kind, Sequence[str]] = field(default_factory=dict)
-    budget_bytes: int | None = None
-    over_budget: Literal["raise", "drop"] = "raise"
-    check_every: int = 0
-    tolerance: float | None = None
-    graphs: Device | None = None
-    state: Sequence[Tensor] = ()
-
-    def __post_init__(self) -> None:
-        for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
-            if getattr(self, name) not in words:
-                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
-        if unknown := self.outside.keys() - {"decode", "verify", "mixed"}:
-            fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
-        if wrong := [names for names in self.outside.values() if isinstance(names, str)]:
-            fail(InvalidInput, "eager", repr(wrong[0]), "a sequence of names of ops for each kind of batch")
-        if self.check_every < 0:
-            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
-        if isinstance(self.state, Tensor) or not all(isinstance(t, Tensor) for t in self.state):
-            fail(InvalidInput, "state", type(self.state).__name__, "a sequence of tensors, those that a step changes")
-
-    def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
-        """Makes the device plan in the graph of a bucket: a plan that came with the batch would be of the lengths at capture."""
-        if self.cache is None or self.prepare is not None or bucket.kind == "mixed":
-            return None
-        return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
 
 
 @dataclass
@@ -78,7 +41,7 @@ class Step:
 
     def plain(self, bucket: Bucket, values: Values) -> Any:
         """Run the step on these inputs without graphs, as it will be captured."""
-        name, make = self.setup.roles.batch, self.setup.plan_maker(bucket)
+        name, make = self.setup.batch, self.setup.plan_maker(bucket)
         if name is None or make is None:
             return self.model(**values)
         return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
@@ -117,21 +80,20 @@ class Graphed:
 
     def __init__(self, step: Step) -> None:
         self._method, self.model, self.setup = step, step.model, step.setup
-        setup, model, roles = step.setup, step.model, step.setup.roles
-        self.buckets, self._roles, self._cache, self._device = setup.buckets, roles, setup.cache, setup.graphs
-        self._state = tuple({id(t): t for t in setup.state}.values())
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+        self.buckets, self._cache, self._device = self.setup.buckets, self.setup.cache, self.setup.graphs
+        self._state = tuple({id(t): t for t in self.setup.state}.values())
+        parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        unknown = [n for n in (roles.batch, *roles.tokens, *roles.requests) if n is not None and n not in self._names]
+        told = (self.setup.batch, *self.setup.tokens, *self.setup.requests)
+        unknown = [n for n in told if n is not None and n not in self._names]
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        if roles.batch is None and self.buckets.verify:
+        if self.setup.batch is None and self.buckets.verify:
             want = "() where the model takes no batch: only a batch has the tokens of each request"
             fail(InvalidInput, "verify", self.buckets.verify, want)
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
-        self._guard: Guard | None = None
         self._eager_calls = self._compared = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,17 +104,16 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            kind, tokens, requests, queries = sizes(self._roles, self.buckets, values)
+            kind, tokens, requests, queries = self.setup.sizes(self.buckets, values)
             bucket = self.buckets.find(kind, tokens, requests, queries)
-            if bucket is not None:
-                self._check(values)
-            entry = None if bucket is None else self._entries.get(bucket) or self._captured(bucket, values)
-            if entry is None:
-                # The budget dropped the bucket just now, or the batch is over the largest.
-                if bucket is not None:
-                    return self(**values)
+            if bucket is None:
                 self._eager_calls += 1
                 return self.model(**values)
+            if self._inputs is not None:
+                self._inputs.check(values)
+            entry = self._entries.get(bucket) or self._captured(bucket, values)
+            if entry is None:  # the budget dropped the bucket just now
+                return self(**values)
             return self._replay(entry, values, tokens, requests)
 
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
@@ -167,8 +128,9 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            sizes(self._roles, self.buckets, values)
-            self._check(values)
+            self.setup.sizes(self.buckets, values)
+            if self._inputs is not None:
+                self._inputs.check(values)
             wanted = self.buckets.all()
             missing = [bucket for bucket in wanted if bucket not in self._entries]
             for bucket in missing:
@@ -176,7 +138,7 @@ class Graphed:
                     with self._capturing(values):
                         self._compile(bucket, values)
             # One session for all buckets, begun after the compiler, which leaves much garbage.
-            with self._initialised(values).session() if missing else nullcontext():
+            with self._initialised(values)[0].session() if missing else nullcontext():
                 for done, bucket in enumerate(wanted, 1):
                     if bucket not in self._entries and bucket not in self.buckets.dropped:
                         self._captured(bucket, values)
@@ -204,7 +166,7 @@ class Graphed:
                 entry.recorded.reset()
             self._entries.clear()
             self._device.release()
-        self._inputs = self._guard = None
+        self._inputs = None
         self.buckets = replace(self.buckets, dropped=frozenset())
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
@@ -219,24 +181,18 @@ class Graphed:
 
     # Replay --------------------------------------------------------------------------------------------------------------------
 
-    def _check(self, values: Values) -> None:
-        """Raise StaleGraph for a call that differs from the captured one in more than values."""
-        if self._guard is not None and self._inputs is not None:
-            self._guard.check(values)
-            self._inputs.check(values)
-
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
-        every = self.setup.check_every
+        every, name = self.setup.check_every, self.setup.batch
         due = every > 0 and (entry.replays + 1) % every == 0
-        if due and self._cache is not None and self._roles.batch is not None:
+        if due and self._cache is not None and name is not None:
             # Waits for the device.
-            lengths, most = values[self._roles.batch].seq_lens, self._inputs.width * self._cache.page_size
+            lengths, most = values[name].seq_lens, self._inputs.width * self._cache.page_size
             if lengths.numel() and (longest := int(lengths.max())) > most:
-                fail(StaleGraph, f"{self._roles.batch}.seq_lens", f"{longest} tokens", f"at most {most}, the page table's width")
-        self._inputs.load(entry.bucket, values)
+                fail(StaleGraph, f"{name}.seq_lens", f"{longest} tokens", f"at most {most}, the page table's width")
+        self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
-            self._plan_again(entry)
+            self._plan_again(entry, entry.planned)
         before = saved(self._state) if due else []
         for step in entry.recorded.steps:
             step()
@@ -246,23 +202,22 @@ class Graphed:
         if due:
             self._compared += 1
             # The eager run starts from the same state and may overwrite the outputs, so they are copied first.
-            kept = pytree.tree_map_only(Tensor, torch.clone, out)
+            out = pytree.tree_map_only(Tensor, torch.clone, out)
             with unchanged(self._state):
                 restore(self._state, before)
-                compare(entry.bucket, kept, self.model(**values), self.setup.tolerance)
-            return kept
+                compare(entry.bucket, out, self.model(**values), self.setup.tolerance)
         return out
 
-    def _plan_again(self, entry: Entry) -> None:
+    def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
-        assert self.setup.prepare is not None and self._roles.batch is not None and entry.planned is not None
-        new, old = self.setup.prepare(entry.planned), entry.values[self._roles.batch]
+        assert self.setup.prepare is not None and self.setup.batch is not None
+        new, old = self.setup.prepare(batch), entry.values[self.setup.batch]
         for name in ("plan", "workspace"):
-            field, got, want = f"{self._roles.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
+            field, got, want = f"{self.setup.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
             if _described(got) != _described(want):
                 fail(StaleGraph, field, _described(got), _described(want))
             if got is not None and got.data_ptr() != want.data_ptr():
-                if name == "workspace" or got.device.type == "cpu" != entry.planned.page_table.device.type:
+                if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
                     fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
                 want.copy_(got)
 
@@ -273,7 +228,7 @@ class Graphed:
         with self._capturing(values) as device:
             self._compile(bucket, values)
             began, compiled = time.perf_counter(), self._method.compile_seconds
-            static, planned = self._static(bucket, self._roles.fixed(values))
+            static, planned = self._static(bucket, values)
             need = device.measured(lambda: self._method.plain(bucket, static))
             if self._method.compile_seconds != compiled:
                 # The run compiled a size that specialises. Memory of the compiler is no need of the bucket.
@@ -297,40 +252,37 @@ class Graphed:
         """Compile once for all buckets of a trace, on the largest."""
         if bucket.trace not in self._prepared:
             largest = next(b for b in self.buckets.all() if b.trace == bucket.trace)
-            self._method.prepare(largest, self._static(largest, self._roles.fixed(values))[0])
+            self._method.prepare(largest, self._static(largest, values)[0])
             self._prepared.add(bucket.trace)
 
-    def _initialised(self, values: Values) -> Device:
-        """The device. The first capture makes the input buffers, like the tensors of this call."""
+    def _initialised(self, values: Values) -> tuple[Device, Inputs]:
+        """The first capture makes the device and the input buffers, like the tensors of this call."""
         if self._device is None:
-            self._device = CudaGraphs(values[(*self._roles.tokens, *self._roles.requests)[0]].device)
+            self._device = CudaGraphs(values[(*self.setup.tokens, *self.setup.requests)[0]].device)
         if self._inputs is None:
-            width = 0 if self._cache is None else self._cache.page_table.shape[1]
-            self._inputs = Inputs(self._roles, self.buckets, values, width)
             pools = () if self._cache is None else self._cache.pools
             watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
-            fixed = self._roles.fixed(values)
-            self._guard = Guard(fixed, watched, len(values) - len(fixed))
-        return self._device
+            self._inputs = Inputs(self.setup, values, watched)
+        return self._device, self._inputs
 
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
-        device = self._initialised(values)
+        device, _ = self._initialised(values)
         try:
             with device.session(), ordinary(), uncached_casts(), unchanged(self._state):
                 yield device
         except BaseException:
-            # Without buffers and guard of a first capture that failed, later calls may differ from it.
+            # Without the buffers of a first capture that failed, later calls may differ from it.
             if not self._entries:
-                self._inputs = self._guard = None
+                self._inputs = None
             raise
 
-    def _static(self, bucket: Bucket, fixed: Mapping[str, Any]) -> tuple[Values, PagedBatch | None]:
+    def _static(self, bucket: Bucket, values: Values) -> tuple[Values, PagedBatch | None]:
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""
-        assert self._inputs is not None
-        self._inputs.clear(bucket)
-        static = {**fixed, **self._inputs.of(bucket)}
-        name = self._roles.batch
+        _, inputs = self._initialised(values)
+        inputs.clear(bucket)
+        static = {**self.setup.fixed(values), **inputs.of(bucket)}
+        name = self.setup.batch
         if self.setup.prepare is None or name is None:
             return static, None
         bare = static[name]

@@ -36,7 +36,6 @@ class Guard:
         known = {id(t) for t in named.values()}
         self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
-        self._where = [t.data_ptr for t in self._tensors]
         self._pointers = [t.data_ptr() for t in self._tensors]
         self._every = list(range(len(self._tensors)))
 
@@ -54,7 +53,7 @@ class Guard:
         if _equal_pointers is not None:
             same = bool(_equal_pointers(self._tensors, self._pointers, self._every))
         else:
-            same = [where() for where in self._where] == self._pointers
+            same = [t.data_ptr() for t in self._tensors] == self._pointers
         if not same:
             for (name, t), pointer in zip(self._watched.items(), self._pointers, strict=True):
                 if t.data_ptr() != pointer:

@@ -1,18 +1,20 @@
-"""The input buffers of graphs: one set at static addresses, whose first rows every bucket reads."""
+"""The options of a step, and the input buffers of graphs: one set at static addresses, whose first rows every bucket reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.batch import PagedBatch
-from ..cache.paged import ordinary
+from ..cache.paged import Pages, ordinary
 from ..errors import InvalidInput, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
+from .device import Device
+from .guard import Guard
 
 Values = dict[str, Any]
 
@@ -21,49 +23,70 @@ _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy
 
 
 @dataclass(frozen=True)
-class Roles:
-    """The arguments of a model's forward, by name. All others are the same objects at every call.
+class Setup:
+    """The arguments of `piecewise` and `breakable` that both modes share, see there. outside: their `eager`, by kind of batch."""
 
-    batch: the PagedBatch, or None.
-    tokens: tensors with a row for every new token.
-    requests: tensors with a row for every request.
-    """
-
+    buckets: Buckets
     batch: str | None
     tokens: tuple[str, ...]
     requests: tuple[str, ...] = ()
+    returns: Literal["tokens", "requests", "whole"] = "tokens"
+    cache: Pages | None = None
+    prepare: Callable[[PagedBatch], PagedBatch] | None = None
+    outside: Mapping[Kind, Sequence[str]] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    over_budget: Literal["raise", "drop"] = "raise"
+    check_every: int = 0
+    tolerance: float | None = None
+    graphs: Device | None = None
+    state: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)
         if not rows or len(set(rows)) != len(rows) or self.batch in rows:
             fail(InvalidInput, "tokens, requests", rows, "one or more different names, none equal to batch")
+        for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
+            if getattr(self, name) not in words:
+                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        if unknown := self.outside.keys() - {"decode", "verify", "mixed"}:
+            fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
+        if wrong := [names for names in self.outside.values() if isinstance(names, str)]:
+            fail(InvalidInput, "eager", repr(wrong[0]), "a sequence of names of ops for each kind of batch")
+        if self.check_every < 0:
+            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
+        if isinstance(self.state, Tensor) or not all(isinstance(t, Tensor) for t in self.state):
+            fail(InvalidInput, "state", type(self.state).__name__, "a sequence of tensors, those that a step changes")
 
     def fixed(self, values: Mapping[str, Any]) -> Values:
-        """The arguments that are the same at every call."""
+        """The arguments that are the same objects at every call."""
         return {n: v for n, v in values.items() if n not in (self.batch, *self.tokens, *self.requests)}
 
+    def sizes(self, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
+        """(kind, new tokens, requests, the most tokens of a request) of a call.
 
-def sizes(roles: Roles, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
-    """(kind, new tokens, requests, the most tokens of a request) of a call.
+        Without a batch, the rows of the first tensor by request are the requests, with one token each if no tensor is by token.
+        Raises InvalidInput for a batch that is not a PagedBatch, or has cached tokens.
+        """
+        if self.batch is None:
+            requests = int(rows_of(self.requests[0], values).shape[0]) if self.requests else 0
+            tokens = int(rows_of(self.tokens[0], values).shape[0]) if self.tokens else requests
+            return ("decode" if buckets.decode and self.requests and tokens == requests else "mixed"), tokens, requests, tokens
+        batch = values.get(self.batch)
+        if not isinstance(batch, PagedBatch):
+            fail(InvalidInput, self.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
+        if batch.prefix or batch.shared is not None:
+            want = "None or (): the sizes of their tensors differ at every step"
+            fail(InvalidInput, f"{self.batch}.prefix, shared", "cached tokens", want)
+        if batch.others:
+            fail(InvalidInput, f"{self.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
+        tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
+        return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
 
-    Without a batch, the rows of the first tensor by request are the requests, with one token each if no tensor is by token.
-
-    Raises:
-        InvalidInput: the batch is not a PagedBatch, or has cached tokens.
-    """
-    if roles.batch is None:
-        requests = int(rows_of(roles.requests[0], values).shape[0]) if roles.requests else 0
-        tokens = int(rows_of(roles.tokens[0], values).shape[0]) if roles.tokens else requests
-        return ("decode" if buckets.decode and roles.requests and tokens == requests else "mixed"), tokens, requests, tokens
-    batch = values.get(roles.batch)
-    if not isinstance(batch, PagedBatch):
-        fail(InvalidInput, roles.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
-    if batch.prefix or batch.shared is not None:
-        fail(InvalidInput, f"{roles.batch}.prefix, shared", "cached tokens", "None or (): the sizes of their tensors differ at every step")
-    if batch.others:
-        fail(InvalidInput, f"{roles.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
-    tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
-    return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
+    def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
+        """Makes the device plan in the graph of a bucket: a plan that came with the batch would be of the lengths at capture."""
+        if self.cache is None or self.prepare is not None or bucket.kind == "mixed":
+            return None
+        return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
 
 
 def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
@@ -74,140 +97,143 @@ def rows_of(name: str, values: Mapping[str, Any]) -> Tensor:
     return found
 
 
+class _Rows(NamedTuple):
+    """A buffer with a row for every token or request, and `more`. pad: fills padding rows; None: lengths, see `_pad_requests`."""
+
+    tensor: Tensor
+    by_token: bool
+    pad: int | None = 0
+    more: int = 0
+
+    def length(self, tokens: int, requests: int) -> int:
+        return (tokens if self.by_token else requests) + self.more
+
+
 class Inputs:
     """Buffers for the batch and the tensors by row, like those of a first call and as long as the largest bucket.
 
-    width: the least number of columns of the page table. A call may bring fewer, and never more.
+    width: the number of columns of the page table. A call may bring fewer, and never more.
     """
 
-    def __init__(self, roles: Roles, buckets: Buckets, values: Mapping[str, Any], width: int = 0) -> None:
-        self.roles, self.buckets, self.width = roles, buckets, width
-        most_tokens, most_requests = buckets.most
+    def __init__(self, setup: Setup, values: Mapping[str, Any], watched: Mapping[str, Tensor]) -> None:
+        """watched: further tensors that keep their addresses."""
+        self._setup, self._batch, self.width = setup, None, 0
+        self._tables: dict[str, _Rows] = {}
+        tokens, requests = setup.buckets.most
         with ordinary():
-            self._rows: dict[str, Tensor] = {}
-            for names, most in ((roles.tokens, most_tokens), (roles.requests, most_requests)):
-                for name in names:
-                    given = rows_of(name, values)
-                    self._rows[name] = torch.zeros((most, *given.shape[1:]), dtype=given.dtype, device=given.device)
-            self._batch = None if roles.batch is None else self._empty_batch(values[roles.batch], most_tokens, most_requests)
+            self._rows = {n: _like(rows_of(n, values), tokens, True) for n in setup.tokens}
+            self._rows |= {n: _like(rows_of(n, values), requests, False) for n in setup.requests}
+            if setup.batch is not None:
+                given: PagedBatch = values[setup.batch]
+                device = given.page_table.device
+                self.width = max(0 if setup.cache is None else setup.cache.page_table.shape[1], given.page_table.shape[1])
+                self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
 
-    def _empty_batch(self, given: PagedBatch, tokens: int, requests: int) -> PagedBatch:
-        device, self.width = given.page_table.device, max(self.width, given.page_table.shape[1])
-        self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        return PagedBatch(
-            page_table=torch.zeros((requests, self.width), dtype=torch.int32, device=device),
-            seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.zeros(requests + 1, dtype=torch.int32, device=device),
-            slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-            max_seqlen_q=0, holes=given.holes, workspace=given.workspace,
-        )  # fmt: skip
+                def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+                    return torch.zeros(shape, dtype=dtype, device=device)
+
+                self._tables = {
+                    "page_table": _Rows(table(requests, self.width), False),
+                    "seq_lens": _Rows(table(requests), False, None),
+                    "cu_seqlens_q": _Rows(table(requests + 1), False, None, 1),
+                    "slots": _Rows(table(tokens, dtype=torch.int64), True, -1),
+                    "positions": _Rows(table(tokens, dtype=torch.int64), True),
+                }
+                tables: Values = {n: r.tensor for n, r in self._tables.items()}
+                self._batch = PagedBatch(**tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace)
+        fixed = setup.fixed(values)
+        self._guard = Guard(fixed, watched, len(values) - len(fixed))
 
     @property
     def bytes(self) -> int:
         """Size of all buffers."""
-        b = self._batch
-        tables = () if b is None else (b.page_table, b.seq_lens, b.cu_seqlens_q, b.slots, b.positions)
-        return sum(t.nbytes for t in (*self._rows.values(), *tables))
+        return sum(r.tensor.nbytes for r in (*self._rows.values(), *self._tables.values()))
 
     def of(self, bucket: Bucket) -> Values:
         """The bucket's rows of every buffer, the batch among them."""
-        tokens, requests = bucket.tokens, bucket.requests
-        found: Values = {n: b[: tokens if n in self.roles.tokens else requests] for n, b in self._rows.items()}
-        if (whole := self._batch) is not None and self.roles.batch is not None:
-            found[self.roles.batch] = replace(
-                whole, page_table=whole.page_table[:requests], seq_lens=whole.seq_lens[:requests],
-                cu_seqlens_q=whole.cu_seqlens_q[: requests + 1], slots=whole.slots[:tokens], positions=whole.positions[:tokens],
-                max_seqlen_q=bucket.queries, padded=not self._null(bucket),
-            )  # fmt: skip
+
+        def views(buffers: dict[str, _Rows]) -> Values:
+            return {n: r.tensor[: r.length(bucket.tokens, bucket.requests)] for n, r in buffers.items()}
+
+        found = views(self._rows)
+        if self._batch is not None and self._setup.batch is not None:
+            null, tables = self._null(bucket), views(self._tables)
+            found[self._setup.batch] = replace(self._batch, **tables, max_seqlen_q=bucket.queries, padded=not null)
         return found
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise StaleGraph where a tensor differs in dtype, device or row shape from the captured one."""
-        for name, own in self._rows.items():
-            given = rows_of(name, values)
+        """Raise StaleGraph for a call that differs from the captured one in more than the values of tensors by row."""
+        self._guard.check(values)
+        for row, r in self._rows.items():
+            given, own = rows_of(row, values), r.tensor
             if given.dtype is not own.dtype or given.device != own.device or given.shape[1:] != own.shape[1:]:
-                fail(StaleGraph, name, _described(given), _described(own))
-        if (ours := self._batch) is not None and self.roles.batch is not None:
-            batch: PagedBatch = values[self.roles.batch]
+                fail(StaleGraph, row, _described(given), _described(own))
+        if (ours := self._batch) is not None and (name := self._setup.batch) is not None:
+            batch: PagedBatch = values[name]
             table, scratch = batch.page_table, batch.workspace
             if table.size(1) > self.width:
-                fail(StaleGraph, f"{self.roles.batch}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
+                fail(StaleGraph, f"{name}.page_table", f"{table.size(1)} columns", f"at most {self.width}")
             if table.device != ours.page_table.device:
-                fail(StaleGraph, f"{self.roles.batch}.page_table", table.device, ours.page_table.device)
+                fail(StaleGraph, f"{name}.page_table", table.device, ours.page_table.device)
             if batch.holes and not ours.holes:
-                fail(StaleGraph, f"{self.roles.batch}.holes", True, False)
+                fail(StaleGraph, f"{name}.holes", True, False)
             if scratch is not ours.workspace and (got := _at(scratch)) != (want := _at(ours.workspace)):
-                fail(StaleGraph, f"{self.roles.batch}.workspace", got, want)
+                fail(StaleGraph, f"{name}.workspace", got, want)
 
-    def load(self, bucket: Bucket, values: Mapping[str, Any]) -> None:
+    def load(self, bucket: Bucket, values: Mapping[str, Any], tokens: int, requests: int) -> None:
         """Copy a call's tensors into the bucket's rows and clear its padding rows. Raises InvalidInput."""
-        _, tokens, requests, _ = sizes(self.roles, self.buckets, values)
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for name, buffer in self._rows.items():
-            filled, count = (tokens, bucket.tokens) if name in self.roles.tokens else (requests, bucket.requests)
-            given = rows_of(name, values)
+        batch: PagedBatch | None = None if self._setup.batch is None else values[self._setup.batch]
+        if batch is not None and self._null(bucket) and (batch.padded or tokens != requests):
+            fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+
+        def copy(own: Tensor, given: Tensor) -> None:
+            ours, theirs = by_dtype.setdefault((own.dtype, given.dtype), ([], []))
+            ours.append(own)
+            theirs.append(given)
+
+        rows = [(n, r, rows_of(n, values)) for n, r in self._rows.items()]
+        for name, r, given in rows + [(n, r, getattr(batch, n)) for n, r in self._tables.items()]:
+            filled, count = r.length(tokens, requests), r.length(bucket.tokens, bucket.requests)
             if given.shape[0] != filled:
                 fail(InvalidInput, f"{name}.shape[0]", given.shape[0], f"{filled}, as in the batch")
-            pairs.append((buffer[:filled], given))
-            if filled < count:
-                buffer[filled:count].zero_()
-        if self._batch is not None and self.roles.batch is not None:
-            pairs += self._load(bucket, self._batch, values[self.roles.batch], tokens, requests)
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for into, given in pairs:
-            ours, theirs = by_dtype.setdefault((into.dtype, given.dtype), ([], []))
-            ours.append(into)
-            theirs.append(given)
+            own = r.tensor[:filled]
+            if given.shape[1:] != own.shape[1:]:  # a narrower page table
+                own[:, given.shape[1] :].zero_()
+                own = own[:, : given.shape[1]]
+            copy(own, given)
+            if filled < count and r.pad is not None:
+                r.tensor[filled:count].fill_(r.pad)
+        if batch is not None and requests < bucket.requests:
+            ends = self._pad_requests(bucket, tokens, requests)
+            if batch.padded:
+                # Only the device knows the number of tokens that belong to requests.
+                copy(ends, batch.cu_seqlens_q[-1:].expand_as(ends))
         for ours, theirs in by_dtype.values():
             _copy(ours, theirs)
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""
-        for buffer in self._rows.values():
-            buffer.zero_()
-        if (batch := self._batch) is not None:
-            for table in (batch.page_table, batch.seq_lens, batch.cu_seqlens_q, batch.positions):
-                table.zero_()
-            batch.slots.fill_(-1)
-            self._pad_requests(bucket, batch, 0, 0)
+        for r in (*self._rows.values(), *self._tables.values()):
+            r.tensor.fill_(r.pad or 0)
+        if self._tables:
+            self._pad_requests(bucket, 0, 0)
 
     def _null(self, bucket: Bucket) -> bool:
         """Are padding rows requests of one token that reads the null page?"""
-        return bucket.kind == "decode" and self.buckets.padding == "null"
+        return bucket.kind == "decode" and self._setup.buckets.padding == "null"
 
-    def _load(self, bucket: Bucket, ours: PagedBatch, batch: PagedBatch, tokens: int, requests: int) -> list[tuple[Tensor, Tensor]]:
-        """Write the batch's padding rows. Returns the buffers of its other rows, each with the tensor to copy."""
-        if self._null(bucket) and (batch.padded or tokens != requests):
-            fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
-        width = batch.page_table.shape[1]
-        pairs = [
-            (ours.page_table[:requests, :width], batch.page_table), (ours.seq_lens[:requests], batch.seq_lens),
-            (ours.cu_seqlens_q[: requests + 1], batch.cu_seqlens_q), (ours.slots[:tokens], batch.slots),
-            (ours.positions[:tokens], batch.positions),
-        ]  # fmt: skip
-        if width < ours.page_table.shape[1]:
-            ours.page_table[:requests, width:].zero_()
-        if tokens < bucket.tokens:
-            ours.slots[tokens : bucket.tokens].fill_(-1)
-            ours.positions[tokens : bucket.tokens].zero_()
-        if requests < bucket.requests:
-            ours.page_table[requests : bucket.requests].zero_()
-            self._pad_requests(bucket, ours, tokens, requests)
-            if batch.padded:
-                # Only the device knows the number of tokens that belong to requests.
-                last = batch.cu_seqlens_q[-1:].expand(bucket.requests - requests)
-                pairs.append((ours.cu_seqlens_q[requests + 1 : bucket.requests + 1], last))
-        return pairs
-
-    def _pad_requests(self, bucket: Bucket, ours: PagedBatch, tokens: int, requests: int) -> None:
-        """Set lengths and ends of the padding rows, which start at `requests`."""
-        ends = ours.cu_seqlens_q[requests + 1 : bucket.requests + 1]
-        ours.seq_lens[requests : bucket.requests].fill_(int(self._null(bucket)))
+    def _pad_requests(self, bucket: Bucket, tokens: int, requests: int) -> Tensor:
+        """Set lengths and ends of the padding rows, which start at `requests`. Returns the ends."""
+        ends = self._tables["cu_seqlens_q"].tensor[requests + 1 : bucket.requests + 1]
+        self._tables["seq_lens"].tensor[requests : bucket.requests].fill_(int(self._null(bucket)))
         if self._null(bucket):
-            ends.copy_(self._ones[requests + 1 : bucket.requests + 1])
-        else:
-            ends.fill_(tokens)
+            return ends.copy_(self._ones[requests + 1 : bucket.requests + 1])
+        return ends.fill_(tokens)
+
+
+def _like(given: Tensor, rows: int, by_token: bool) -> _Rows:
+    return _Rows(torch.zeros((rows, *given.shape[1:]), dtype=given.dtype, device=given.device), by_token)
 
 
 def _described(t: Tensor) -> str:

@@ -19,8 +19,8 @@ from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket, Buckets, Kind
 from .cached_guards import shape_env
 from .device import Device, Recorded
-from .graphed import Graphed, Setup, Step
-from .inputs import Roles, Values
+from .graphed import Graphed, Step
+from .inputs import Setup, Values
 from .pieces import INNER, Inner, Program, compile_parts, start_workers
 from .split import split
 
@@ -87,7 +87,7 @@ def piecewise(
     if isinstance(inner, str) and inner not in INNER:
         fail(InvalidInput, "inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
     setup = Setup(
-        Roles(batch, tuple(tokens), tuple(requests)), buckets, returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
+        buckets, batch, tuple(tokens), tuple(requests), returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
         tolerance, graphs, state,
     )  # fmt: skip
     compiler = INNER[inner] if isinstance(inner, str) else inner
@@ -118,7 +118,7 @@ def breakable(
     does with `outside`. The arguments are those of `piecewise`.
     """
     setup = Setup(
-        Roles(batch, tuple(tokens), tuple(requests)), buckets, returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
+        buckets, batch, tuple(tokens), tuple(requests), returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
         tolerance, graphs, state,
     )  # fmt: skip
     return Graphed(Step(model, setup))
@@ -196,7 +196,7 @@ class Compiled(Step):
 
     def _traced(self, bucket: Bucket) -> Callable[..., Any]:
         """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
-        model, name, queries = self.model, self.setup.roles.batch, 0 if bucket.kind == "mixed" else bucket.queries
+        model, name, queries = self.model, self.setup.batch, 0 if bucket.kind == "mixed" else bucket.queries
         make = self.setup.plan_maker(bucket)
 
         def step(values: Values, batch: PagedBatch | None) -> Any:
@@ -225,10 +225,10 @@ class Compiled(Step):
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
-        roles = self.setup.roles
-        rest = {n: v for n, v in values.items() if n != roles.batch}
-        rest |= {n: marked(rest[n], tokens) for n in roles.tokens} | {n: marked(rest[n], requests) for n in roles.requests}
-        b: PagedBatch | None = None if roles.batch is None else values[roles.batch]
+        setup = self.setup
+        rest = {n: v for n, v in values.items() if n != setup.batch}
+        rest |= {n: marked(rest[n], tokens) for n in setup.tokens} | {n: marked(rest[n], requests) for n in setup.requests}
+        b: PagedBatch | None = None if setup.batch is None else values[setup.batch]
         if b is not None:
             b = replace(
                 b, page_table=marked(b.page_table, requests), seq_lens=marked(b.seq_lens, requests), slots=marked(b.slots, tokens),
