@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput, fail
+from attnops.errors import InvalidInput, fail, one_line
 from attnops.package import require
 from attnops.shapes import SHAPES
 
@@ -69,12 +69,6 @@ def config_of(model: str) -> Any:
     return _from_dict(given, str(path))
 
 
-def first_line(error: BaseException) -> str:
-    """A foreign error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _from_dict(given: Any, source: str) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -87,7 +81,7 @@ def _from_dict(given: Any, source: str) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:  # a config class raises any error on an unknown file
-        raise InvalidInput("model", f"{source} ({first_line(error)})", f"a valid config of {kind}") from error
+        raise InvalidInput("model", f"{source} ({one_line(error)})", f"a valid config of {kind}") from error
 
 
 def _check_counts(given: dict[str, Any]) -> None:

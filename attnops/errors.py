@@ -39,6 +39,12 @@ def shown(value: object, text: Callable[[Any], str] = str) -> str:
     return whole if len(whole) <= _HEAD + _TAIL else f"{whole[:_HEAD]}...{whole[-_TAIL:]} ({len(whole)} characters)"
 
 
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 class AttnopsError(Exception):
     """Base of every error attnops raises on purpose. Under torch.compile it may come wrapped: see `find`."""
 

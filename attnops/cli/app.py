@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -43,20 +42,16 @@ def root(
     """Attention kernels under torch.compile."""
 
 
-@contextmanager
-def _errors_end_it() -> Iterator[None]:
-    """Print an AttnopsError as one line on stderr and exit with code 2. Other errors are bugs and keep their traceback."""
+def _reported(as_json: bool, make: Callable[[Console], T]) -> T:
+    """The report that `make` returns, after printing on its console; with `as_json` on stderr, and the report as JSON on stdout.
+
+    An AttnopsError becomes one line on stderr and exit code 2. Other errors are bugs and keep their traceback.
+    """
     try:
-        yield
+        report = make(tables.new_console(stderr=as_json))
     except AttnopsError as error:
         typer.echo(f"attnops: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-def _reported(as_json: bool, make: Callable[[Console], T]) -> T:
-    """The report that `make` returns, after printing on its console; with `as_json` on stderr, and the report as JSON on stdout."""
-    with _errors_end_it():
-        report = make(tables.new_console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     return report
@@ -98,13 +93,11 @@ def explain(
         typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
 
     def explained(console: Console) -> dict[str, Any]:
-        found = explain_model(
-            model, target=target, assume=packages, batch=batch, tokens=tokens, phase=phase.value, dtype=dtype
-        )  # fmt: skip
+        sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype}
+        found = explain_model(model, target=target, assume=packages, phase=phase.value, **sizes)
         for name, explanation in () if as_json else found.items():
             tables.show_explanation(explanation, console, f"{model}, {name}")
-        phases = {name: explanation.as_dict() for name, explanation in found.items()}
-        return {"model": model, "batch": batch, "tokens": tokens, "dtype": dtype, "phases": phases}
+        return {"model": model, **sizes, "phases": {name: explanation.as_dict() for name, explanation in found.items()}}
 
     _reported(as_json, explained)
 

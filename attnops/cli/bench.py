@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnops.bench.files import compare, make_folder, read
 from attnops.bench.rows import further
@@ -31,16 +30,7 @@ def run(
     commit: str = "",
     gpus: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Measure, with progress and tables on `console`. Returns the reports by suite.
-
-    Args:
-        suites: names; () is all.
-        setup: options of the run.
-        budget_s: seconds in all.
-        out: folder for a results file of each suite.
-        plots: folder for a plot of each suite.
-        commit: of the code.
-        gpus: number of GPUs that share the cases.
+    """Measure, with progress and tables on `console`. Returns the reports by suite. Arguments as the command's options; () is all suites.
 
     Raises InvalidInput: a value that is unknown, does not fit the suites or exceeds the machine. MissingExtra: a package is missing.
     """
@@ -63,12 +53,10 @@ def run(
         from attnops.bench.models import checked
 
         checked(setup.model)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress, quiet_transformers():
-        task = progress.add_task("measuring")
+    with console.status("measuring") as status, quiet_transformers():
 
         def tell(case: str) -> None:
-            progress.update(task, description=escape(case))
+            status.update(escape(case))
 
         reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus, tell=tell)
     for report in reports.values():
@@ -77,39 +65,33 @@ def run(
     if plots is not None:
         from attnops.bench.plots import svg
 
-        drawn = {plots / f"{suite.stem}.svg": svg(reports[suite.name], suite.picture) for suite in chosen}
-        for path, text in drawn.items():
-            if text:
-                path.write_text(text)
-                written.append(path)
+        for suite in chosen:
+            if text := svg(reports[suite.name], suite.picture):
+                written.append(plots / f"{suite.stem}.svg")
+                written[-1].write_text(text)
     if written:
         console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
     return reports
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print one table: a row for every case and way, then the cases that were left out or failed."""
+    """Print a row for every case and way, then the cases that were left out or failed."""
     ceilings = ", ".join(f"{name} {value:g}" for name, value in report.get("ceilings", {}).items())
     console.print(f"\n[bold]{report['suite']}[/] on {escape(report['device'])}, torch {report['torch']}, {report['seconds']:.0f} s", end="")
     console.print(f"; measured ceilings: {ceilings}" if ceilings else "", style="dim")
     table = new_table("case", "way", "us", "spread", "of budget", "", numbers=("us", "spread", "of budget"))
-    before = ""
-    for row in report["rows"]:
+    for before, row in zip(({"case": ""}, *report["rows"]), report["rows"], strict=False):
         us, spread = ("" if (x := row.get(n)) is None else f"{x:,.1f}" for n in ("median_us", "spread_us"))
         share = f"{row['error'] / row['budget']:.0%}" if row.get("budget") and "error" in row else ""
         more = f"[red]{escape(row['wrong'])}[/]" if "wrong" in row else escape(", ".join(f"{k} {v}" for k, v in further(row).items()))
-        table.add_row(escape(row["case"]) if row["case"] != before else "", row["way"], us, spread, share, more)
-        before = row["case"]
+        table.add_row(escape(row["case"]) if row["case"] != before["case"] else "", row["way"], us, spread, share, more)
     console.print(table)
     for name, why in {**report.get("left_out", {}), **report.get("failed", {})}.items():
         console.print(f"[yellow]{escape(name)}[/]: {escape(why)}", soft_wrap=True)
 
 
 def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
-    """Compare two results files. Returns plain data: changes, regressions.
-
-    Raises InvalidInput: a file is no results file, or they are not of one suite.
-    """
+    """Compare two results files. Returns plain data. Raises InvalidInput: a file is no results file, or they are not of one suite."""
     old, new = read(before), read(after)
     changes = compare(old, new)
     for path, report in ((before, old), (after, new)):

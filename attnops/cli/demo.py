@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.cli.explain import explain_config
 from attnops.cli.tables import show_explanation
@@ -42,39 +41,29 @@ class Clock(dict[str, float]):
             self[step] = self.get(step, 0.0) + time.perf_counter() - start
 
 
-class _Bar:
+class _Arrivals(list[float]):
     """A streamer: `generate` passes it the prompt, then every new token."""
 
-    def __init__(self, progress: Progress, task: Any, compiled: bool) -> None:
-        self.progress, self.task, self.compiled = progress, task, compiled
-        self.arrivals_s: list[float] = []
-
     def put(self, tokens: torch.Tensor) -> None:
-        self.arrivals_s.append(time.perf_counter())
-        seen = len(self.arrivals_s) - 1
-        # The prompt runs eagerly; the second token is the first that the compiled step makes.
-        doing = "compiling the decode step" if self.compiled and seen == 1 else "generating"
-        self.progress.update(self.task, completed=seen, description=doing)
+        self.append(time.perf_counter())
 
     def end(self) -> None:
-        self.progress.update(self.task, description="done")
+        pass
 
 
 def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[str, Any]:
-    """Run the demo and print it on `console`. tokens: how many each prompt gets, at least 2.
+    """Run the demo and print it on `console`. tokens: the number that each prompt gets, at least 2.
 
     Returns plain data: equal (all models), models (name, equal, tokens, kernels by target, graph lines), seconds by step.
     Raises MissingExtra: transformers is not installed.
     """
     require(("transformers",), "hf")
-    start = time.perf_counter()
-    clock = Clock()
-    with clock.on("import transformers and attnops.hf"), quiet_transformers():
-        from attnops import hf  # noqa: F401
+    start, clock = time.perf_counter(), Clock()
     with quiet_transformers():
+        with clock.on("import transformers and attnops.hf"):
+            from attnops import hf  # noqa: F401
         reports = [_one(name, console, clock, tokens, compiled) for name in MODELS]
-    equal = all(r["equal"] for r in reports)
-    total = time.perf_counter() - start
+    equal, total = all(r["equal"] for r in reports), time.perf_counter() - start
     console.print(f"[bold]{'Tokens equal eager on both models' if equal else 'TOKENS DIFFER'}[/], {total:.1f} s:")
     for step, seconds in clock.items():
         console.print(f"  {seconds:6.1f} s  {step}")
@@ -92,16 +81,13 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
         want = _generate(model, prompt, tokens)
     with clock.on("patch"):
         patch(model)
-    before = _loaded()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = _Bar(progress, progress.add_task("generating", total=tokens), compiled)
-        first = time.perf_counter()
-        got = _generate(model, prompt, tokens, bar, compiled)
-    steps = [b - a for a, b in pairwise((first, *bar.arrivals_s[1:]))]
-    # The second token includes compilation.
+    before, arrivals, start = _loaded(), _Arrivals(), time.perf_counter()
+    with console.status("compiling the decode step, then generating" if compiled else "generating"):
+        got = _generate(model, prompt, tokens, arrivals, compiled)
+    # The prompt runs eagerly; the compiled step makes the second token first.
     second = "compile the decode step, once a model" if compiled else "first decode step"
-    for step, seconds in ((second, steps[1]), ("generate with attnops, the rest", sum(steps) - steps[1])):
+    compiling = arrivals[2] - arrivals[1]
+    for step, seconds in ((second, compiling), ("generate with attnops, the rest", arrivals[-1] - start - compiling)):
         clock[step] = clock.get(step, 0.0) + seconds
     lines = kernel_lines(before)
     equal = torch.equal(want, got) and (bool(lines) or not compiled)
@@ -121,7 +107,7 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
     return {"name": name, "equal": equal, "tokens": got[:, PROMPT:].tolist(), "kernels": kernels, "graph": lines}
 
 
-def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Bar | None = None, compiled: bool = False) -> torch.Tensor:
+def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals | None = None, compiled: bool = False) -> torch.Tensor:
     from transformers import CompileConfig
 
     options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
@@ -145,7 +131,7 @@ def kernel_lines(before: set[str]) -> dict[str, int]:
 
     A kernel that is lowered to torch ops shows torch's call after the kernel's name, which Inductor writes into the comment above.
     """
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for file in sorted(_loaded() - before):
         name = ""
         for line in Path(file).read_text().splitlines():
@@ -155,6 +141,5 @@ def kernel_lines(before: set[str]) -> dict[str, int]:
             elif match := re.search(OURS, line) or (name and re.search(TORCHS, line)):
                 call = re.sub(r"\b(buf|arg|primals_)\d+(_\d+)?\b", r"\1*", match[0])
                 call = call if call.startswith("torch.ops.attnops") else name + call
-                call = call if len(call) <= LINE_WIDTH else call[:LINE_WIDTH] + " ..."
-                found[call] = found.get(call, 0) + 1
-    return found
+                found[call if len(call) <= LINE_WIDTH else call[:LINE_WIDTH] + " ..."] += 1
+    return dict(found)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from attnops import configs
-from attnops.errors import AttnopsError, InvalidInput
+from attnops.errors import AttnopsError, InvalidInput, one_line
 from attnops.lowering.explain import Explanation, explain
 from attnops.problem import Target
 
@@ -65,25 +65,23 @@ def explain_config(
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
-    # On CUDA, patch passes lengths to kernels, on a CPU a mask. The fake weights of a named GPU are CPU tensors, because a torch built
-    # without CUDA has no fake CUDA tensors, so patch needs the option.
-    elsewhere = bool(target) and Target.parse(target).device == "cuda"
+    # On CUDA, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no fake CUDA tensors, so the fake weights
+    # of a named GPU are CPU tensors and patch needs the option.
+    mask: Any = "compact" if target and Target.parse(target).device == "cuda" else "auto"
     found = {}
     try:
         with mode, here, torch.no_grad():
             model = configs.build_fake(config, dtype)
-            patch(model, mask="compact" if elsewhere else "auto")
+            patch(model, mask=mask)
             cache = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                ids = torch.zeros((batch, length), dtype=torch.int64)
-                found[phase] = explain(
-                    model, ids, past_key_values=cache, use_cache=True, target=target or None, assume=assume, quiet=True
-                )  # fmt: skip
+                given: dict[str, Any] = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), "past_key_values": cache}
+                found[phase] = explain(model, **given, use_cache=True, target=target or None, assume=assume, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
     except AttnopsError:
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
-        got = f"{type(config).__name__} ({configs.first_line(error)})"
+        got = f"{type(config).__name__} ({one_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,15 +15,15 @@ TARGETS = ("cpu", "sm80", "sm90", "sm100")
 DENSE, PACKED, PAGED = "attention", "varlen_attention", "paged_attention"
 MLA, SPARSE = "mla_attention", "sparse_mla_attention"
 WRITES = ("write_kv", "write_latent", "write_latent_packed")
-MERGES = ("merge_state", "merge_states")
 ATTENTION = (DENSE, PACKED, PAGED, "attention_backward", "varlen_attention_backward")
 BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
 
-Change = Mapping[str, Any]
+Change = dict[str, Any]
+_FLOAT8: Change = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
+_WIDE_KEYS: Change = {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """A column of the table: `change` turns a typical Problem of one of `ops` into one that asks for the feature."""
 
     name: str
@@ -32,62 +32,61 @@ class Feature:
 
 
 FEATURES = (
-    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, "write_kv", "write_latent", *MERGES)),
+    Feature("float32", {"dtype": F32, "kv_dtype": F32}, (*ATTENTION, MLA, SPARSE, *WRITES[:2], "merge_state", "merge_states")),
     Feature("window", {"window": (1023, -1)}, (*ATTENTION, MLA)),
     Feature("softcap", {"softcap": True}, (*ATTENTION, MLA)),
     Feature("sinks", {"sinks": True, "sinks_dtype": BF16}, (*ATTENTION, MLA, SPARSE)),
     Feature("mask", {"mask": "additive"}, (*ATTENTION, MLA)),
     Feature("padding", {"kv_range": True}, (DENSE, "attention_backward")),
     Feature("lse", {"lse": True}, (DENSE, PACKED, PAGED, MLA, SPARSE)),
-    Feature("heads 192/128", {"q_heads": 128, "kv_heads": 128, "head_dim": 192, "v_head_dim": 128}, ATTENTION[:2] + ATTENTION[3:]),
-    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, "write_kv", "write_latent")),
-    Feature("float8 query", {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA)),
+    Feature("heads 192/128", _WIDE_KEYS, ATTENTION[:2] + ATTENTION[3:]),
+    Feature("float8 keys", {"kv_dtype": E4M3, "kv_scales": True}, (DENSE, PACKED, PAGED, MLA, SPARSE, *WRITES[:2])),
+    Feature("float8 query", _FLOAT8, (DENSE, PACKED, PAGED, MLA)),
     Feature("packed latents", {"kv_dtype": U8}, (SPARSE,)),
     Feature("chunk", {"attention_chunk": 8192}, ATTENTION),
     Feature("decode", {"queries": Extent(1, 1, 1), "tokens": Extent(8, 8, 8)}, (PAGED, MLA)),
     *(Feature(f"page {n}", {"page_size": n}, (PAGED, MLA, SPARSE, *WRITES)) for n in (1, 16, 64, 128)),
 )
 
-_HEADS = {"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
-_SIZES = {"tokens": Extent.of(4096), "batch": Extent.of(8), "queries": Extent.of(512), "context": Extent.of(512)}
-_PREFILL = {**_HEADS, **_SIZES, "causal": True}
-_DECODE = {"tokens": Extent(8, 8, 8), "queries": Extent(1, 1, 1), "context": Extent.of(4096)}
-_LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
-_DEEPSEEK = {"dtype": BF16, "kv_dtype": BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
-_BACKWARD: Change = {**_PREFILL, "sizes_equal": True, "grad": True}
-
+_NEW: Change = {"tokens": Extent.of(512)}
+_BF16: Change = {"dtype": BF16, "kv_dtype": BF16}
+_HEADS: Change = {**_BF16, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+_SIZES: Change = {"tokens": Extent.of(4096), "batch": Extent.of(8), "queries": Extent.of(512), "context": Extent.of(512)}
+_PREFILL: Change = {**_HEADS, **_SIZES, "causal": True}
+_EQUAL: Change = {**_PREFILL, "sizes_equal": True}
+_DECODE: Change = {"tokens": Extent(8, 8, 8), "queries": Extent(1, 1, 1), "context": Extent.of(4096)}
+_LATENT: Change = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+_DEEPSEEK: Change = {**_BF16, **_LATENT, "rope_dim": 64, "page_size": 64}
+_LATENT_WRITE: Change = {**_DEEPSEEK, "q_heads": 0, **_NEW}
+_PAGES: Change = {**_HEADS, "q_heads": 0, "page_size": 64}
+_MERGE: Change = {**_BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, **_NEW}
 # Large enough for any kernel. Callers allocate `attnops.explain(...).workspace_bytes`.
-_WORKSPACE: Change = {"workspace": 1 << 40}
-_FLOAT8: Change = {"dtype": E4M3, "kv_dtype": E4M3, "kv_scales": True}
+_PLANS: tuple[Change, ...] = ({"workspace": 1 << 40}, {"workspace": 1 << 40, "plan": "host"})
 
 # Features are added to the first Problem that a kernel takes: a kernel for latents refuses the heads of a Llama.
 _BASES: dict[str, tuple[Change, ...]] = {
-    DENSE: ({**_PREFILL, "sizes_equal": True}, {**_PREFILL, **_DECODE}),
+    DENSE: (_EQUAL, _PREFILL | _DECODE),
     PACKED: (_PREFILL,),
     PAGED: tuple(
-        {**_PREFILL, **more, **plan, **_WORKSPACE, "page_size": page}
-        for plan in ({}, {"plan": "host"})
+        {**_PREFILL, **more, **plan, "page_size": page}
+        for plan in _PLANS
         for page in (64, 16, 128)
-        for more in ({}, _DECODE, {**_DECODE, **_LATENT})
+        for more in ({}, _DECODE, _DECODE | _LATENT)
     ),
-    "plan_paged_attention": ({**_PREFILL, "page_size": 64},),
-    "attention_backward": (_BACKWARD,),
-    "varlen_attention_backward": ({**_PREFILL, "grad": True},),
-    MLA: tuple(
-        {**_SIZES, **_DEEPSEEK, **more, **plan, **_WORKSPACE, "causal": True}
-        for plan in ({}, {"plan": "host"})
-        for more in ({}, _DECODE, {**_DECODE, **_FLOAT8})
-    ),
+    "plan_paged_attention": (_PREFILL | {"page_size": 64},),
+    "attention_backward": (_EQUAL | {"grad": True},),
+    "varlen_attention_backward": (_PREFILL | {"grad": True},),
+    MLA: tuple({**_SIZES, **_DEEPSEEK, **more, **plan, "causal": True} for plan in _PLANS for more in ({}, _DECODE, _DECODE | _FLOAT8)),
     "plan_mla_attention": ({**_SIZES, **_DEEPSEEK, "causal": True},),
-    SPARSE: ({**_DEEPSEEK, "tokens": Extent.of(512), "context": Extent.of(2048)},),
-    "write_latent_packed": ({**_DEEPSEEK, "kv_dtype": U8, "q_heads": 0, "tokens": Extent.of(512)},),
-    "rope_quantize_latent": ({**_DEEPSEEK, "kv_dtype": E4M3, "kv_scales": True, "page_size": 0, "tokens": Extent.of(512)},),
-    "write_latent": ({**_DEEPSEEK, "q_heads": 0, "tokens": Extent.of(512)},),
-    "write_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(512)},),
-    "copy_kv": ({**_HEADS, "q_heads": 0, "page_size": 64, "tokens": Extent.of(64)},),
+    SPARSE: ({**_DEEPSEEK, **_NEW, "context": Extent.of(2048)},),
+    "write_latent_packed": (_LATENT_WRITE | {"kv_dtype": U8},),
+    "rope_quantize_latent": ({**_DEEPSEEK, "kv_dtype": E4M3, "kv_scales": True, "page_size": 0, **_NEW},),
+    "write_latent": (_LATENT_WRITE,),
+    "write_kv": (_PAGES | _NEW,),
+    "copy_kv": (_PAGES | {"tokens": Extent.of(64)},),
     "vertical_slash_attention": (_PREFILL,),
-    "merge_states": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
-    "merge_state": ({"dtype": BF16, "kv_dtype": BF16, "q_heads": 32, "v_head_dim": 128, "lse": True, "tokens": Extent.of(512)},),
+    "merge_states": (_MERGE,),
+    "merge_state": (_MERGE,),
 }
 _NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
 
@@ -102,8 +101,7 @@ def columns(op: str) -> tuple[Feature, ...]:
     return tuple(f for f in FEATURES if op in f.ops)
 
 
-@dataclass(frozen=True)
-class Support:
+class Support(NamedTuple):
     """`runs`: the targets on which the kernel takes a typical Problem. `takes`: by feature, the targets on which it takes that too."""
 
     kernel: Kernel
@@ -126,8 +124,7 @@ def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
     if absent := kernel.absences(target):
         return absent
     asked = problems(kernel.op, target)
-    asked += tuple(replace(p, **f.change) for p in asked for f in columns(kernel.op))
-    answers = [kernel.refusals(p) for p in asked]
+    answers = [kernel.refusals(p) for p in (*asked, *(replace(p, **f.change) for p in asked for f in columns(kernel.op)))]
     if not all(answers):
         return ()
     shared = set.intersection(*({r.field for r in reasons} for reasons in answers))
@@ -137,4 +134,4 @@ def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
 def ops_of_kernels() -> tuple[str, ...]:
     """Every op that has a kernel: the attention ops first, then the others in order of registration."""
     ops = dict.fromkeys(k.op for k in all_kernels())
-    return tuple(o for o in ATTENTION if o in ops) + tuple(o for o in ops if o not in ATTENTION)
+    return (*(o for o in ATTENTION if o in ops), *(o for o in ops if o not in ATTENTION))

@@ -11,7 +11,6 @@ from attnops.lowering.explain import Explanation
 from attnops.problem import Refusal
 from attnops.select import Decision
 
-SIMPLE = box.SIMPLE_HEAD
 PIPE_COLUMNS = 120
 
 
@@ -21,9 +20,9 @@ def new_console(stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_COLUMNS)
 
 
-def new_table(*columns: str, numbers: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+def new_table(*columns: str, numbers: tuple[str, ...] = (), whole: tuple[str, ...] = (), show_header: bool = True) -> Table:
     """A table. numbers: columns aligned to the right. whole: columns that are never folded."""
-    table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=show_header)
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in whole, justify="right" if column in numbers else "left")
     return table

@@ -19,7 +19,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
 from attnops.measured.store import check_place
-from attnops.tune import COMPILED, Clock, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, sweeps_of
+from attnops.tune import COMPILED, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, sweeps_of
 from attnops.tune.clock import ceilings
 
 
@@ -32,19 +32,10 @@ def run(
     budget_s: float = 150.0,
     first_calls_s: float = 20.0,
     output: Path | None = None,
-    clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Progress and a summary on `console`.
 
-    Args:
-        ops, kernels: measure these only; () is all.
-        grid: name in `attnops.tune.GRIDS`; "" is the device's.
-        budget_s: seconds in all.
-        first_calls_s: limit of first calls, see `Stopwatch`.
-        output: file to write instead of the user's table.
-        clock: for tests.
-
-    Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
+    Arguments as the command's options; () is all. Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.
     Raises InvalidInput: an unknown name, a budget of 0 or less, an output that is no file, or no call that two kernels can answer.
     OSError: the table cannot be written.
     """
@@ -59,14 +50,15 @@ def run(
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     grid = grid or ("full" if on_gpu else "cpu")
     sweeps, path = sweeps_of(grid, ops), output or path_for(gpu_name(device))
-    stopwatch = Stopwatch(clock or clock_for(device), first_calls_s, kernels)
-    if on_gpu and clock is None and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
+    stopwatch = Stopwatch(clock_for(device), first_calls_s, kernels)
+    if on_gpu and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
         with console.status("compiling ahead"):
             compile_ahead(grid, device, ops, compiled, max((os.cpu_count() or 2) - 2, 1), limit_s=40.0)
-    rates = {} if clock else ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
+    rates = ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
 
-    def keep(table: Table) -> None:
-        save(replace(table, made={**table.made, **rates}), path)
+    def keep(table: Table) -> Table:
+        save(table := replace(table, made={**table.made, **rates}), path)
+        return table
 
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -78,16 +70,12 @@ def run(
         table, report = measure(sweeps, stopwatch, device, budget_s, show_progress, keep)
     if not table.grids:
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
-    keep(table)
-    table = replace(table, made={**table.made, **rates})
+    table = keep(table)
     show(table, report, path, console)
-    return {
-        "path": str(path), "gpu": table.gpu, "digest": table.digest, "points": report.points, "timings": report.timings,
-        "seconds": report.seconds, "late": report.late, "broken": report.broken,
-        "grids": [
-            {"shape": describe(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids
-        ],
-    }  # fmt: skip
+    grids = [
+        {"shape": describe(g.shape), "fastest": fastest(g), "skipped": dict(g.skipped), "plan_us": dict(g.plan_us)} for g in table.grids
+    ]
+    return {"path": str(path), "gpu": table.gpu, "digest": table.digest, **vars(report), "grids": grids}
 
 
 def show(table: Table, report: Report, path: Path, console: Console) -> None:
