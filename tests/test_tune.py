@@ -416,7 +416,7 @@ def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
 def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
     assert ahead.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
-    assert ahead.compile_ahead("tiny", CPU, kernels=("nobody",)) == 0
+    assert ahead.compile_ahead("tiny", CPU, (), ("nobody",), workers=1, limit_s=100) == 0
 
 
 def test_names_narrow_the_field(lab):

@@ -1,7 +1,6 @@
-"""On which GPUs each kernel of attnops has run its tests: `hardware.json`, which `make docs` writes from the committed results.
+"""The GPUs on which each kernel has run its tests: `hardware.json`, which `make docs` writes from the committed results.
 
-A kernel may be written for a machine that was never at hand. Its layouts and refusals are then tested against a stand-in, and every page
-and command that names the kernel says that it has never run.
+A kernel without such a GPU is tested against a stand-in alone. Every page and command that names it says that it has never run.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ FILE = Path(__file__).resolve().parent / "hardware.json"
 
 
 @functools.cache
-def ran_on() -> dict[str, tuple[str, ...]]:
+def ran_on() -> dict[str, list[str]]:
     """By `op.kernel` the targets, such as sm90, on which its numerics were compared with the reference."""
-    return {name: tuple(targets) for name, targets in json.loads(FILE.read_text("utf-8")).items()}
+    return dict(json.loads(FILE.read_text("utf-8")))
 
 
 def never_run(op: str, kernel: str, target: Target) -> str:
-    """`never run on hardware`, or `never run on sm100` of a kernel that ran elsewhere.
-
-    Empty where it has run, on a CPU, and for kernels that are not of attnops.
-    """
+    """`never run on hardware`, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
     found = ran_on().get(f"{op}.{kernel}")
     if found is None or target.device != "cuda" or str(target) in found:
         return ""

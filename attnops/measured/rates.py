@@ -56,12 +56,10 @@ def rates_of(target: Target) -> Rates:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Estimated device microseconds of a Problem, by five numbers that were fitted to the table of an H200.
+    """Estimated device microseconds of a Problem: launches, then the hypotenuse of bytes, products and the keys a program reads in turn.
 
-    The time is launches, then the hypotenuse of bytes, products and the keys that one program reads in turn.
-
-    launch_us: at any sizes. bandwidth, products: shares of the GPU's rates (`attnops.measured.rates`) that are reached. key_us:
-    of a key, where programs are too few to hide it; keys: the most that a program reads, since more are split among several.
+    The five numbers were fitted to the table of an H200. launch_us: at any sizes. bandwidth, products: shares of the GPU's rates.
+    key_us: of a key, where programs are too few to hide it. keys: the most that a program reads, since more are split among several.
     """
 
     launch_us: float
@@ -71,15 +69,14 @@ class Roofline:
     keys: float = inf
 
     def __call__(self, p: Problem) -> float:
-        behind = [n for n in (p.window[0], p.attention_chunk - 1) if n >= 0]
+        behind = min((n for n in (p.window[0], p.attention_chunk - 1) if n >= 0), default=-1)
         dtype, kv_dtype = (str(d).removeprefix("torch.") for d in (p.dtype, p.kv_dtype))
         dims = p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.rope_dim, p.page_size
-        work = Shape(p.op, dtype, kv_dtype, *dims, p.causal, min(behind, default=-1)).work(sizes_of(p))
-        rates = rates_of(p.target)
+        work, rates = Shape(p.op, dtype, kv_dtype, *dims, p.causal, behind).work(sizes_of(p)), rates_of(p.target)
         moved = work.bytes / (self.bandwidth * rates.bandwidth * 1e6)
         # Half as many numbers a second that are twice as wide.
         done = work.flops * p.dtype.itemsize / 2 / (self.products * rates.matmul * 1e6)
-        keys = max(p.context.hint, 1) if not behind else min(max(p.context.hint, 1), min(behind) + max(p.queries.hint, 1))
+        keys = min(max(p.context.hint, 1), behind + max(p.queries.hint, 1) if behind >= 0 else inf)
         return self.launch_us + hypot(moved, done, self.key_us * min(keys, self.keys))
 
 
@@ -104,8 +101,8 @@ def nearness(gpu: str, other: str) -> tuple[float, int]:
 def scaled(table: Table, gpu: str) -> Table:
     """`table` for `gpu`, of the same architecture: every time grows by the difference of the two rooflines.
 
-    The rest of a time, launches and waits, stays. Times of an H200 scaled so are 3.1% off those of an H100 in the median, and 1.4% of
-    all pairs of kernels change their order. A GPU of unknown rates counts as equally fast.
+    Times of an H200 scaled to an H100 are 3.1% off in the median, and 1.4% of all pairs of kernels change their order. A GPU of unknown
+    rates counts as equally fast.
     """
     here, there = RATES.get(table.gpu), RATES.get(gpu)
     if here is None or there is None:
@@ -120,7 +117,7 @@ def _scaled(grid: Grid, here: Rates, there: Rates) -> Grid:
     longer = [us(work, there) - us(work, here) for work in map(grid.shape.work, grid.points())]
 
     def on(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        least = min((t for t in times if t is not None), default=0.0)  # of launches
-        return tuple(None if t is None else max(t + more, least) for t, more in zip(times, longer, strict=True))
+        launch = min((t for t in times if t is not None), default=0.0)
+        return tuple(None if t is None else max(t + more, launch) for t, more in zip(times, longer, strict=True))
 
     return replace(grid, us={name: on(times) for name, times in grid.us.items()})

@@ -31,9 +31,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of call. Fields as in Problem; `window` is its left side, -1: unbounded; `square`: as many keys as queries, by construction.
+    """A kind of call. Fields as in Problem. window: its left side, -1 is unbounded. square: as many keys as queries, by construction.
 
-    One shape speaks for its neighbours: other head counts count as more or fewer requests, other differences as a distance.
+    A shape speaks for its neighbours: other head counts count as more or fewer requests, other differences as a distance.
     """
 
     op: str
@@ -55,27 +55,28 @@ class Shape:
     def distance(self, p: Problem) -> float:
         """How unlike `p` the shape is: 0 for the same kind, infinite when the shape does not speak for `p`.
 
-        A factor of two counts 1 for the group size of a decode step, 0.75 for each head dim, less for the key heads, the page size, the
-        group of a prefill and the window.
+        The weights below count octaves. `square` matters where it says whether a mask must be written out.
         """
         own = self.op, self.rope_dim, self.kv_range, self.window >= 0, self.decode, self.page_size > 0
         if own != (p.op, p.rope_dim, p.kv_range, p.windowed, decodes(p), p.page_size > 0) or p.mask != "none" or p.attention_chunk:
             return inf
         if p.dtype is None or p.kv_dtype is None or not p.q_heads or not p.kv_heads:
             return inf
-        if (_width(self.dtype), _width(self.kv_dtype)) != (p.dtype.itemsize, p.kv_dtype.itemsize):
-            return inf
-        if not self.decode and self.causal and not self.kv_range and self.square != p.sizes_equal:
-            return inf  # whether a mask has to be written out
         dims = ((self.head_dim, p.head_dim), (self.v_head_dim, p.v_head_dim))
-        if any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims):
+        if (
+            (_width(self.dtype), _width(self.kv_dtype)) != (p.dtype.itemsize, p.kv_dtype.itemsize)
+            or (not self.decode and self.causal and not self.kv_range and self.square != p.sizes_equal)
+            or any(not b or max(a / b, b / a) > NEAR_HEAD_DIM for a, b in dims)
+        ):
             return inf
-        far = 0.75 * sum(_octaves(a, b) for a, b in dims)
-        far += _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
-        far += 0.25 * _octaves(self.kv_heads, p.kv_heads)
-        far += 0.25 * _octaves(self.page_size, p.page_size) if self.page_size else 0.0
-        far += 0.1 * _octaves(self.window + 1, p.window[0] + 1) if self.window >= 0 and p.window[0] >= 0 else 0.0
-        return far + 0.5 * (not self.decode and self.causal != p.causal) + 0.25 * (self.sinks != p.sinks)
+        return (
+            0.75 * sum(_octaves(a, b) for a, b in dims)
+            + _octaves(self.group_size, p.group_size) * (1.0 if self.decode else 0.5)
+            + 0.25 * (_octaves(self.kv_heads, p.kv_heads) + _octaves(self.page_size, p.page_size))
+            + 0.1 * _octaves(self.window + 1, p.window[0] + 1)
+            + 0.5 * (not self.decode and self.causal != p.causal)
+            + 0.25 * (self.sinks != p.sinks)
+        )
 
     @property
     def group_size(self) -> int:
@@ -85,9 +86,8 @@ class Shape:
     def place(self, p: Problem) -> Sizes:
         """The sizes of this shape with the work of `p`.
 
-        Heads and head dims count as requests, so that the work is the same: key heads in a decode step, query heads in a prefill.
-        Over pages, where many keys may meet few queries, the query heads of a group count as queries. Less than one request is one
-        with less work.
+        Heads and head dims count as requests: key heads in a decode step, query heads in a prefill. Over pages, where many keys may meet
+        few queries, the query heads of a group count as queries. Less than one request is one with less work.
         """
         batch, queries, ratio = sizes_of(p)
         paged = self.page_size > 0 and not self.decode
@@ -129,10 +129,7 @@ def decodes(p: Problem) -> bool:
 
 
 def sizes_of(p: Problem) -> Sizes:
-    """From the hints: requests, new tokens of each on average, keys per new token of the longest.
-
-    Requests count as smaller copies of the longest one.
-    """
+    """From the hints: requests, their mean number of new tokens, and keys per new token of the longest, which the others resemble."""
     batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.batch, p.tokens, p.queries, p.context))
     return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
 

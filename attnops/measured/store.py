@@ -1,14 +1,12 @@
 """The table in force, the places of tables, and writing one.
 
 The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a sibling
-of its architecture, whose times are scaled. A target that is only named ("sm90" on a laptop) has no GPU of its own: it gets a shipped
-table of its arch as it is, without this machine's own times.
+of its architecture, whose times are scaled. A named target ("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as it is.
 A file that cannot be read, or that was made on another GPU, is ignored; `doctor` says so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
@@ -33,10 +31,7 @@ LARGEST_BYTES = 10_000_000
 
 @dataclass(frozen=True)
 class InForce:
-    """The table that is read for a target, and its file; None and None without a table.
-
-    ignored: files at the place of a table that are not used, each with the reason.
-    """
+    """The table for a target, and its file; None without a table. ignored: files at a table's place that are not used, and why."""
 
     table: Table | None = None
     path: Path | None = None
@@ -48,21 +43,14 @@ class InForce:
         return self.path is not None and self.path.parent == SHIPPED
 
 
+@functools.cache
 def in_force(target: Target) -> InForce:
     """The table for `target`. Read once a process; `forget` has it read again."""
-    return _in_force(target.device, target.gpu, str(target), target.assume is not None)
-
-
-@functools.cache
-def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
+    gpu = cpu_name() if target.device == "cpu" and target.assume is None else target.gpu
     ignored: list[tuple[Path, str]] = []
-    if not gpu and device == "cpu":
-        if named:
-            return InForce()
-        gpu = cpu_name()
     siblings: list[tuple[Table, Path]] = []
     # The tables that ship are of GPUs.
-    for path in ([path_for(gpu)] if gpu else []) + (sorted(SHIPPED.glob("*.json")) if device == "cuda" else []):
+    for path in ([path_for(gpu)] if gpu else []) + (sorted(SHIPPED.glob("*.json")) if target.device == "cuda" else []):
         try:
             table = from_json(read_text(path))
         except FileNotFoundError:
@@ -74,7 +62,7 @@ def _in_force(device: str, gpu: str, target: str, named: bool) -> InForce:
             return InForce(table, path, tuple(ignored))
         if path.parent != SHIPPED:
             ignored.append((path, str(BadTable("gpu", repr(table.gpu), repr(gpu)))))
-        elif device == "cuda" and table.target == target:
+        elif table.target == str(target):
             siblings.append((table, path))
     if not siblings:
         return InForce(ignored=tuple(ignored))
@@ -96,15 +84,14 @@ def read_text(path: Path) -> str:
 
 def forget() -> None:
     """Read tables again at the next selection, and forget selections by the old ones."""
-    _in_force.cache_clear()
+    in_force.cache_clear()
     renew()
 
 
 def digests() -> tuple[str, ...]:
     """The digests of every table that a choice on this machine may depend on, for cache keys."""
-    targets = [Target(), *([pretended()] if pretended() else [])]
-    if torch.cuda.is_available():
-        targets += [Target.of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    targets = [Target(), pretended(), *(Target.of(torch.device("cuda", i)) for i in devices)]
     return tuple(table.digest if (table := in_force(t).table) else "none" for t in targets if t is not None)
 
 
@@ -137,7 +124,6 @@ def save(table: Table, path: Path) -> None:
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        Path(name).unlink(missing_ok=True)
         raise
     forget()

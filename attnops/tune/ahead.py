@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -40,20 +39,15 @@ def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], w
     return {name: TimeoutError(f"not done after {limit_s} s") if f in late else f.exception() or f.result() for f, name in futures.items()}
 
 
-def compile_ahead(
-    grid: str, device: torch.device, ops: Sequence[str] = (), kernels: Sequence[str] = COMPILED, workers: int = 8, limit_s: float = 60.0
-) -> float:
-    """Compile for every sweep of `grid` on `device`. Returns seconds. Variants that fail or come too late compile when they are timed.
+def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: Sequence[str], workers: int, limit_s: float) -> int:
+    """Compile `kernels` for every sweep of `grid`. Returns the number of calls made: 0 if none of `kernels` is installed.
 
-    No process starts if none of `kernels` is installed.
+    Variants that fail or come too late compile when they are timed.
     """
-    start, target = time.monotonic(), Target.of(device)
-    names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(target)))
-    if not names:
-        return 0.0
-    sweeps = sweeps_of(grid, ops)
-    side_by_side({at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}, workers, limit_s)
-    return time.monotonic() - start
+    names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
+    sweeps = sweeps_of(grid, ops) if names else ()
+    jobs = {at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}
+    return sum(made for made in side_by_side(jobs, workers, limit_s).values() if isinstance(made, int))
 
 
 def kinds(sweep: Sweep) -> Iterator[Sizes]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attnops.errors import one_line as one_line
 from attnops.inputs import Call
 from attnops.kernel import Capture, Kernel
 
@@ -20,11 +21,10 @@ Times = dict[str, dict[str, float]]
 Clock = Callable[[Kernel, Call, Run], float]
 """Microseconds of a run, which calls the kernel on the call and has run once. Raises the kernel's errors."""
 
-SPIN_CYCLES = int(8e6)
-"""The device spins for about 4 ms, while the host launches a measurement."""
-
-BEFORE = 6
-"""Calls that `do_bench` makes before its warm-up."""
+# The device spins for about 4 ms, while the host launches a measurement. `do_bench` makes six calls before its warm-up.
+SPIN_CYCLES, BEFORE = int(8e6), 6
+REP_MS = 3
+"""Milliseconds of one measurement, cache clearing included."""
 
 SHORTEST_S = 0.0005
 """Shorter calls are repeated until a measured interval is this long."""
@@ -37,12 +37,6 @@ class Timed:
     call: Run
     before: Run | None = None
     per: int = 1
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def spread(us: Sequence[float]) -> dict[str, float]:
@@ -79,14 +73,11 @@ def steps_us(steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0, i
         return time.perf_counter() - start
 
     calls = {n: inner or (1 if s.before else max(1, round(SHORTEST_S / max(seconds(s, 1), 1e-7)))) for n, s in steps.items()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
+    taken: list[list[float]] = []
     began = time.perf_counter()
-    for done in range(rounds):
-        if done >= 3 and (time.perf_counter() - began) * (done + 1) / done > cap_s:
-            break
-        for name, step in steps.items():
-            taken[name].append(seconds(step, calls[name]) / calls[name] / step.per * 1e6)
-    return {name: spread(us) for name, us in taken.items()}
+    while len(taken) < min(rounds, 3) or (len(taken) < rounds and (time.perf_counter() - began) * (1 + 1 / len(taken)) <= cap_s):
+        taken.append([seconds(step, calls[name]) / calls[name] / step.per * 1e6 for name, step in steps.items()])
+    return {name: spread(us) for name, us in zip(steps, zip(*taken, strict=True), strict=True)}
 
 
 def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait: bool = True) -> Times:
@@ -113,14 +104,10 @@ class GraphClock:
     """Times replays of a CUDA graph of one call, with a cold L2 cache; a call that cannot be captured is launched.
 
     Every time includes `launch_us`, the start of a graph.
-
-    Args:
-        device: CUDA device.
-        rep_ms: milliseconds of one measurement, cache clearing included.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", rep_ms: int = 3) -> None:
-        self.device, self.rep_ms = torch.device(device), rep_ms
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
         self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self._uncapturable: set[tuple[str, str]] = set()
         # A memory pool is freed with its last graph, so the clock keeps one graph.
@@ -158,7 +145,7 @@ class GraphClock:
                 torch.cuda._sleep(SPIN_CYCLES)
             run()
 
-        times: Any = do_bench(launch if graph is None else graph.replay, warmup=0, rep=self.rep_ms, return_mode="all")
+        times: Any = do_bench(launch if graph is None else graph.replay, warmup=0, rep=REP_MS, return_mode="all")
         return [1e3 * ms for ms in times]
 
     def _graph(self, run: Run) -> torch.cuda.CUDAGraph | None:
@@ -200,10 +187,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, quick: bool = False) -> d
     x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source, target = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     # In a CUDA graph `copy_` is a copy node, which is slower than a kernel on an H200.
-    runs: dict[str, Run] = {"pass": lambda: torch.neg(source, out=target), "product": lambda: x @ y}
+    runs: dict[str, Run] = {"bandwidth_tb_s": lambda: torch.neg(source, out=target), "matmul_tflop_s": lambda: x @ y}
     for run in runs.values():
         run()
-    us = {name: found["median_us"] for name, found in kernels_us(device, {n: Timed(run) for n, run in runs.items()}).items()}
-    return {
-        "bandwidth_tb_s": round(2 * nbytes / us["pass"] / 1e6, 4), "matmul_tflop_s": round(2 * side**3 / us["product"] / 1e6, 4),
-    }  # fmt: skip
+    found, work = kernels_us(device, {n: Timed(run) for n, run in runs.items()}), (2 * nbytes, 2 * side**3)
+    return {name: round(done / found[name]["median_us"] / 1e6, 4) for name, done in zip(runs, work, strict=True)}

@@ -31,7 +31,7 @@ ENOUGH = 0.5
 
 @dataclass
 class Report:
-    """Counts of a measurement. seconds: in all. late: points left out for lack of time or memory. broken: kernels that raised."""
+    """Counts. late: points left out for lack of time or memory. broken: by kernel that raised, the error."""
 
     points: int = 0
     timings: int = 0
@@ -46,7 +46,7 @@ def measure(
     device: torch.device,
     budget_s: float = 150.0,
     progress: Callable[[str, int, int], None] = lambda op, done, total: None,
-    keep: Callable[[Table], None] = lambda table: None,
+    keep: Callable[[Table], object] = lambda table: None,
 ) -> tuple[Table, Report]:
     """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
@@ -58,12 +58,11 @@ def measure(
         progress: called with (op, points done, points in all).
         keep: called with the table so far after every shape.
     """
-    start, report, pool = time.monotonic(), Report(), Pool(device)
+    start, report, pool, grids = time.monotonic(), Report(), Pool(device), list[Grid]()
     began, total, done = _timed_s(stopwatch), sum(p.allowed for p in sweeps), 0
     if device.type == "cuda" and sweeps:
         with contextlib.suppress(torch.OutOfMemoryError):  # the pool then grows as far as it can
             pool.reserve(torch.bfloat16, int(LARGEST_BYTES * 1.1 / 2))
-    grids: list[Grid] = []
 
     def table() -> Table:
         report.seconds = round(time.monotonic() - start, 1)
@@ -106,11 +105,8 @@ def _measure(
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, start, done, cut = sweep.points(), _timed_s(stopwatch), 0, 0
-    for index, at in enumerate(points):
-        if not sweep.allows(at):
-            continue
-        done += 1
+    points, start, cut = sweep.points(), _timed_s(stopwatch), 0
+    for done, (index, at) in enumerate(((index, at) for index, at in enumerate(points) if sweep.allows(at)), 1):
         step(done)
         if _timed_s(stopwatch) - start > share_s or time.monotonic() > end:
             report.late, cut = report.late + 1, cut + 1
@@ -147,7 +143,7 @@ def _measure(
 
 
 def _rounded(us: float) -> float:
-    """Three digits, and no fractions of long times: tables stay small, and timings vary by more."""
+    """Three digits, and no fractions of long times: timings vary by more."""
     return float(round(us)) if us >= 100 else float(f"{us:.3g}")
 
 

@@ -7,32 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnops.errors import InvalidInput
-from attnops.measured import Grid, Shape, Sizes
-
-Axis = tuple[float, ...]
+from attnops.measured import Shape, Sizes
+from attnops.measured.grid import Axes, Axis
 
 LARGEST_BYTES = 5e9
 LARGEST_FLOPS = 1e13
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Axes):
     """A shape and the sizes it is timed at: every combination except the largest."""
-
-    shape: Shape
-    batch: Axis
-    queries: Axis
-    ratio: Axis
 
     def allows(self, at: Sizes) -> bool:
         """Is a call of these sizes timed?"""
-        work = self.shape.work(at)
         held = replace(self.shape, window=-1).work(at).bytes  # a window reads a small part of the cache
-        return held <= LARGEST_BYTES and work.flops <= LARGEST_FLOPS
-
-    def points(self) -> list[Sizes]:
-        """Every combination, in the order of a Grid."""
-        return Grid(self.shape, self.batch, self.queries, self.ratio, {}).points()
+        return held <= LARGEST_BYTES and self.shape.work(at).flops <= LARGEST_FLOPS
 
     @property
     def allowed(self) -> int:
@@ -75,6 +64,7 @@ SMALL: dict[str, Any] = {"q_heads": 12, "kv_heads": 2}
 ONE_KEY_HEAD: dict[str, Any] = {"q_heads": 8, "kv_heads": 1}
 DEEPSEEK: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+F32: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32"}
 
 
 def _decode(shape: Shape, batch: Axis = COARSE[0], ratio: Axis = COARSE[1]) -> Sweep:
@@ -93,56 +83,42 @@ def _prefill(shape: Shape, batch: Axis = FEW, queries: Axis = PROMPTS) -> Sweep:
 FULL = (
     _decode(PAGED, *FINE),
     _extend(PAGED, SOME, EACH_MANY),
-    _decode(MLA, *FINE),
-    _decode(replace(MLA, q_heads=16), *FINE),
-    _prefill(DENSE, queries=LONG_PROMPTS),
-    _prefill(PACKED, queries=LONG_PROMPTS),
+    *(_decode(replace(MLA, q_heads=n), *FINE) for n in (128, 16)),
+    *(_prefill(shape, queries=LONG_PROMPTS) for shape in (DENSE, PACKED)),
     _decode(replace(DENSE, kv_range=True)),
     _prefill(replace(DENSE, kv_range=True, square=False)),
     _decode(replace(PAGED, page_size=64), *USUAL),
     _extend(replace(PAGED, page_size=64), FEW),
-    _decode(replace(PAGED, q_heads=64), *USUAL),
-    _decode(replace(PAGED, **MHA), *USUAL),
-    _decode(replace(PAGED, **ONE_KEY_HEAD), *USUAL),
-    _decode(replace(PAGED, q_heads=4, kv_heads=1), *USUAL),
+    *(_decode(replace(PAGED, **heads), *USUAL) for heads in ({"q_heads": 64}, MHA, ONE_KEY_HEAD, {"q_heads": 4, "kv_heads": 1})),
     _decode(replace(PAGED, q_heads=32, kv_heads=2), *USUAL),
-    _decode(replace(PAGED, page_size=1), *USUAL),
-    _decode(replace(PAGED, page_size=128), *USUAL),
+    *(_decode(replace(PAGED, page_size=n), *USUAL) for n in (1, 128)),
     _extend(replace(PAGED, q_heads=64)),
     _extend(replace(PAGED, **MHA)),
     _extend(replace(PAGED, **SMALL), FEW),
     _extend(replace(PAGED, **ONE_KEY_HEAD), FEW, STRIDES),
-    _decode(replace(MLA, q_heads=32), *USUAL),
-    _decode(replace(MLA, q_heads=64), *USUAL),
-    _decode(replace(MLA, page_size=16)),
-    _decode(replace(MLA, q_heads=16, page_size=16)),
-    _extend(MLA, FEW, VERIFY),
-    _extend(replace(MLA, q_heads=16), FEW, VERIFY),
+    *(_decode(replace(MLA, q_heads=n), *USUAL) for n in (32, 64)),
+    *(_decode(replace(MLA, q_heads=n, page_size=16)) for n in (128, 16)),
+    *(_extend(replace(MLA, q_heads=n), FEW, VERIFY) for n in (128, 16)),
     _decode(DENSE),
-    _prefill(replace(DENSE, **MHA)),
-    _prefill(replace(DENSE, **ONE_KEY_HEAD)),
-    _prefill(replace(DENSE, **SMALL)),
+    *(_prefill(replace(DENSE, **heads)) for heads in (MHA, ONE_KEY_HEAD, SMALL)),
     _prefill(replace(PACKED, **ONE_KEY_HEAD)),
     Sweep(replace(DENSE, square=False), FEW, (64.0, 256.0, 1024.0), (2.0, 8.0, 32.0)),
     _prefill(replace(DENSE, **D64)),
     _prefill(replace(DENSE, **D64, causal=False), SOME),
     _prefill(replace(DENSE, causal=False)),
     _prefill(replace(PACKED, **D64)),
-    _decode(replace(PAGED, **D64), *USUAL),
-    _decode(replace(PAGED, **D64_4), *USUAL),
-    _decode(replace(PAGED, **D64_MHA), *USUAL),
+    *(_decode(replace(PAGED, **heads), *USUAL) for heads in (D64, D64_4, D64_MHA)),
     _extend(replace(PAGED, **D64), SOME),
     _extend(replace(PAGED, **D64_MHA), FEW, STRIDES),
-    _decode(replace(PAGED, **MHA, page_size=1)),
-    _decode(replace(PAGED, **D64_4, page_size=1)),
-    _prefill(replace(PACKED, **DEEPSEEK)),
-    _prefill(replace(DENSE, **DEEPSEEK)),
+    *(_decode(replace(PAGED, **heads, page_size=1)) for heads in (MHA, D64_4)),
+    *(_prefill(replace(shape, **DEEPSEEK)) for shape in (PACKED, DENSE)),
     _decode(replace(PAGED, **D64, window=127, sinks=True)),
     _extend(replace(PAGED, **D64, window=127, sinks=True), FEW, STRIDES),
-    _decode(replace(DENSE, **D64, kv_range=True, sinks=True)),
-    _prefill(replace(DENSE, **D64, kv_range=True, square=False, sinks=True)),
-    _decode(replace(DENSE, **D64, kv_range=True, window=127, sinks=True)),
-    _prefill(replace(DENSE, **D64, kv_range=True, square=False, window=127, sinks=True)),
+    *(
+        sweep(replace(DENSE, **D64, kv_range=True, square=False, window=window, sinks=True))
+        for window in (-1, 127)
+        for sweep in (_decode, _prefill)
+    ),
     _decode(replace(PAGED, **FP8)),
     _decode(replace(PAGED, **D256)),
     _prefill(replace(DENSE, **D256)),
@@ -155,17 +131,17 @@ def _thinned(axis: Axis, most: int) -> Axis:
 
 
 BRIEF = tuple(Sweep(p.shape, _thinned(p.batch, 5), _thinned(p.queries, 5), _thinned(p.ratio, 4)) for p in FULL)
+_TINY: dict[str, Any] = {**F32, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+_LATENT = _TINY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4}
 TINY = (
-    Sweep(Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True), (1.0, 2.0), (8.0, 16.0), ONE),
-    Sweep(Shape("varlen_attention", "float32", "float32", 4, 2, 16, 16), (1.0, 2.0), (8.0, 16.0), ONE),
-    Sweep(Shape("paged_attention", "float32", "float32", 4, 2, 16, 16, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
-    Sweep(Shape("mla_attention", "float32", "float32", 4, 1, 20, 16, 4, page_size=4, decode=True), (1.0, 2.0), ONE, (8.0, 16.0)),
+    *(_prefill(replace(shape, **_TINY), (1.0, 2.0), (8.0, 16.0)) for shape in (DENSE, PACKED)),
+    *(_decode(replace(s, **heads, page_size=4), (1.0, 2.0), (8.0, 16.0)) for s, heads in ((PAGED, _TINY), (MLA, _LATENT))),
 )
 CPU = (
-    Sweep(Shape("attention", "float32", "float32", square=True), (1.0, 4.0), (64.0, 256.0), ONE),
-    Sweep(Shape("attention", "float32", "float32", kv_range=True, decode=True), (1.0, 4.0), ONE, (256.0, 1024.0)),
-    Sweep(Shape("varlen_attention", "float32", "float32"), (1.0, 4.0), (64.0, 256.0), ONE),
-    Sweep(Shape("paged_attention", "float32", "float32", page_size=16, decode=True), (1.0, 8.0), ONE, (256.0, 1024.0)),
+    _prefill(replace(DENSE, **F32), (1.0, 4.0), (64.0, 256.0)),
+    _decode(replace(DENSE, **F32, kv_range=True), (1.0, 4.0), (256.0, 1024.0)),
+    _prefill(replace(PACKED, **F32), (1.0, 4.0), (64.0, 256.0)),
+    _decode(replace(PAGED, **F32), (1.0, 8.0), (256.0, 1024.0)),
 )
 GRIDS: dict[str, tuple[Sweep, ...]] = {"full": FULL, "brief": BRIEF, "cpu": CPU, "tiny": TINY}
 

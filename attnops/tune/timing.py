@@ -8,14 +8,15 @@ import importlib
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from attnops.errors import one_line
 from attnops.inputs import Call, equip_as_used, planned
 from attnops.kernel import Kernel, kernels_of
 from attnops.ops import OPS
-from attnops.tune.clock import Clock, Run, one_line, synchronize
+from attnops.tune.clock import Clock, Run, synchronize
 
 SLOW_FIRST_CALL_S = 0.5
 """A first call that takes longer has compiled."""
@@ -67,16 +68,8 @@ def _compiled(op: str, queries: str) -> Callable[..., Any]:
     return torch.compile(run, fullgraph=True, dynamic=True)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The time of one kernel at one size.
-
-    Args:
-        us: device microseconds; None without a time.
-        reason: why there is no time.
-        broken: the kernel raised.
-        given_up: the Stopwatch did not start it.
-    """
+class Timing(NamedTuple):
+    """Device microseconds of one kernel at one size; None with the reason. broken: the kernel raised. given_up: it was not started."""
 
     us: float | None
     reason: str = ""
@@ -109,8 +102,8 @@ class Stopwatch:
     spent_s: dict[str, float] = field(default_factory=dict)
     starting_s: float = 0.0
     unplanned: dict[str, str] = field(default_factory=dict)
-    _slow: dict[tuple[str, Hashable], int] = field(default_factory=dict)
-    _starts: dict[str, list[bool]] = field(default_factory=dict)
+    _kinds: dict[str, dict[Hashable, tuple[bool, int]]] = field(default_factory=dict)
+    """By kernel and kind: was its first call slow, and how many of its last ones in a row."""
 
     def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
         """The kernels that can answer `call`, each with the call as layers make it, and the host microseconds of a host plan.
@@ -118,12 +111,11 @@ class Stopwatch:
         Device plans are made here, untimed, because layers share one a step. Raises torch.OutOfMemoryError.
         """
         out: list[tuple[Kernel, Call, float | None]] = []
-        problem = call.problem
         for kernel in kernels_of(call.op).values():
             # The cost of plain torch lowered in place depends on the fusions of Inductor.
             if kernel.fused or (self.names and kernel.name not in self.names):
                 continue
-            reasons = {r.field for r in kernel.refusals(problem)}
+            reasons = {r.field for r in kernel.refusals(call.problem)}
             try:
                 if not reasons:
                     out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
@@ -158,18 +150,14 @@ class Stopwatch:
             return Timing(None, one_line(error), broken=True)
 
     def _given_up(self, name: str, kind: Hashable) -> bool:
-        spent = self.spent_s.get(name, 0.0)
-        if spent <= self.first_calls_s:
-            return False
-        if (name, kind) in self._slow:
-            return self._slow[name, kind] >= 2
-        starts = self._starts[name]
-        return 2 * sum(starts) >= len(starts) or spent > 3 * self.first_calls_s
+        spent, kinds = self.spent_s.get(name, 0.0), self._kinds.get(name, {})
+        if spent <= self.first_calls_s or kind in kinds:
+            return spent > self.first_calls_s and kinds[kind][1] >= 2
+        return 2 * sum(started_slow for started_slow, _ in kinds.values()) >= len(kinds) or spent > 3 * self.first_calls_s
 
     def _account(self, name: str, kind: Hashable, first_s: float) -> None:
-        slow = first_s > SLOW_FIRST_CALL_S
-        if (name, kind) not in self._slow:
-            self._starts.setdefault(name, []).append(slow)
-        self._slow[name, kind] = self._slow.get((name, kind), 0) + 1 if slow else 0
+        slow, kinds = first_s > SLOW_FIRST_CALL_S, self._kinds.setdefault(name, {})
+        started_slow, in_a_row = kinds.get(kind, (slow, 0))
+        kinds[kind] = started_slow, in_a_row + 1 if slow else 0
         if slow:
             self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
