@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from attnops.cache import LatentCache, PrefixChunk
 from attnops.errors import AttnopsError, NoGradient, UnknownKernel
 from attnops.kernel import kernels_of
-from attnops.nn import LatentAttention, LatentDims, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
+from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import gathered
 from tests.lowering.models import compiled_code, kernel_calls
@@ -239,7 +239,7 @@ def test_quantised_pages(dtype):
 
     def run(tokens, batch, absorb, latents):
         return attend_latents(
-            DIMS, q[:tokens, :, :NOPE], q[:tokens, :, NOPE:], latents[:tokens, :DC], latents[:tokens, DC:], module.kv_b_proj,
+            DIMS, NewTokens(q[:tokens, :, :NOPE], q[:tokens, :, NOPE:], latents[:tokens, :DC], latents[:tokens, DC:]), module.kv_b_proj,
             cache.latent_pages[0], batch, scale=0.2, kv_scale=scale, absorb_up_to=absorb,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ def test_a_cascade_looks_at_the_shared_pages_once_and_knows_no_window():
     q = torch.randn(2, H, NOPE + ROPE)
     with torch.no_grad():
         weights = absorbed_weights(module.kv_b_proj, NOPE, V, torch.zeros(1, DC))
-        rest = (q[..., :NOPE], q[..., NOPE:], *weights, cache.latent_pages[0])
+        rest = (q[..., :NOPE], q[..., NOPE:], weights, cache.latent_pages[0])
         for more in ({"softcap": 2.0}, {"window_left": 3}):
             plain = attend_absorbed(DIMS, *rest, dataclasses.replace(batch, shared=None), scale=0.2, **more)
             close(attend_absorbed(DIMS, *rest, batch, scale=0.2, **more), plain, 1e-5)
@@ -474,12 +474,14 @@ def functional(which=attend_latents, **change):
             "k_pe": torch.randn(3, ROPE), "kv_b": nn.Linear(DC, H * (NOPE + V), bias=False), "latent_pages": cache.latent_pages[0],
             "batch": batch, "scale": 0.2, "w_uk": torch.randn(H, NOPE, DC), "w_uv": torch.randn(H, V, DC),
         }  # fmt: skip
-        if which is attend_absorbed:
-            del given["latent"], given["k_pe"], given["kv_b"]
-        else:
-            del given["w_uk"], given["w_uv"]
         change_batch = change.pop("of_batch", {})
         given |= {"batch": dataclasses.replace(batch, **change_batch)} | change
+        new, weights = NewTokens(*map(given.pop, NewTokens._fields)), (given.pop("w_uk"), given.pop("w_uv"))
+        if which is attend_absorbed:
+            del given["kv_b"]
+            given |= {"q_nope": new.q_nope, "q_pe": new.q_pe, "weights": weights}
+        else:
+            given["new"] = new
         with torch.no_grad():
             which(**given)
 

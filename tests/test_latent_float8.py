@@ -6,7 +6,7 @@ import torch
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import InvalidInput
-from attnops.nn import LatentAttention, LatentDims, RotaryEmbedding, attend_float8
+from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_float8
 from attnops.ops import mla_attention, rope_quantize_latent
 
 E, H, NOPE, DR, V, DC = 24, 4, 16, 8, 12, 32
@@ -127,11 +127,11 @@ PARTS = {
 def test_bad_parts(name):
     change, text = PARTS[name]
     cache = cache_for()
-    parts = {"q_nope": torch.randn(1, H, NOPE), "q_pe": torch.randn(1, H, DR), "latent": torch.randn(1, DC), "k_pe": torch.randn(1, DR)}
-    parts |= {"dims": LatentDims(NOPE, DR, DC, V), "kv_b": layer().kv_b_proj, "cos_sin": torch.zeros(1, DR)}
+    new = NewTokens(torch.randn(1, H, NOPE), torch.randn(1, H, DR), torch.randn(1, DC), torch.randn(1, DR))
+    parts = {"dims": LatentDims(NOPE, DR, DC, V), "new": new, "kv_b": layer().kv_b_proj, "rope": RotaryEmbedding(DR)}
     parts |= {"positions": torch.zeros(1).int(), "latent_pages": cache.latent_pages[0], "batch": cache.batch([cache.alloc()], 1)}
     with pytest.raises(InvalidInput, match=text), torch.no_grad():
-        attend_float8(**parts | change, scale=0.2, q_scale=0.1, kv_scale=0.1)
+        attend_float8(**parts | change, scale=0.2, scales=(0.1, 0.1))
 
 
 def test_without_rope_there_is_nothing_to_fuse():

@@ -177,10 +177,9 @@ def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> 
     # Autocast would compute the products in another dtype than that of the pages.
     off = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
     with off:
-        w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0])
+        w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, w_uk.to(pages.dtype), w_uv.to(pages.dtype), pages, step.batch, scale=scale,
-            window_left=window_left, softcap=asked.softcap, kernel=kernel,
+            dims, q_nope, q_pe, (w_uk, w_uv), pages, step.batch, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

@@ -5,6 +5,7 @@ from attnops.nn.absorb import absorbed_weights as absorbed_weights
 from attnops.nn.attention import Attention as Attention
 from attnops.nn.latent import (
     LatentDims as LatentDims,
+    NewTokens as NewTokens,
     attend_absorbed as attend_absorbed,
     attend_expanded as attend_expanded,
     attend_float8 as attend_float8,

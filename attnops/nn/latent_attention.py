@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
-from attnops.nn.latent import LatentDims, attend_float8, attend_latents, scale_tensor, unfold
+from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, scale_tensor, unfold
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import attention, varlen_attention
 from attnops.ops.latent_form import kernel_for
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         usual = self.head_dim**-0.5 * (1.0 if rope is None else rope.softmax_scale())
         self.scale = usual if scale is None else check.number("scale", scale, -3e38, 3e38)
-        if absorb != "auto" and (not isinstance(absorb, int) or isinstance(absorb, bool) or absorb < 0):
+        if absorb != "auto" and (type(absorb) is not int or absorb < 0):
             fail(InvalidInput, "absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
         self.absorb_up_to = absorb if isinstance(absorb, int) else None
         self.kernel = kernel
@@ -134,56 +134,43 @@ class LatentAttention(nn.Module):
             paged={"latent_pages": latent_pages, "kv_scale": kv_scale, "float8_scales": float8_scales},
         )  # fmt: skip
         hidden = check.hidden_states(hidden, self.hidden_size, dense)
-        if batch is not None:
+        at = check.positions_of(hidden, positions, cu_seqlens, batch)
+        if batch is not None and latent_pages is not None:
             check.absent("with batch", mask=mask)
             check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-        at = check.positions_of(hidden, positions, cu_seqlens, batch)
-        if float8_scales is not None and batch is not None and latent_pages is not None:
-            self._check_float8(latent_pages, kv_scale, float8_scales)
-            if batch.prefix is None:
-                return self._out(self._attend_float8(hidden, at, latent_pages, batch, float8_scales))
-            kv_scale = scale_tensor(float8_scales[1], hidden)
-        q_nope, q_pe, latent, k_pe = self._project(hidden, at)
-        if batch is not None:
-            assert latent_pages is not None
-            attended = attend_latents(
-                self.dims, q_nope, q_pe, latent, k_pe, self.kv_b_proj, latent_pages, batch, scale=self.scale, kv_scale=kv_scale,
+            if float8_scales is not None:
+                rope = self._rope_of_float8(latent_pages, kv_scale, float8_scales)
+                if batch.prefix is None:
+                    new = self._project(hidden, None)
+                    return self._out(attend_float8(
+                        self.dims, new, self.kv_b_proj, rope, at, latent_pages, batch, scale=self.scale, scales=float8_scales,
+                        kernel=self.kernel,
+                    ))  # fmt: skip
+                kv_scale = scale_tensor(float8_scales[1], hidden)
+            return self._out(attend_latents(
+                self.dims, self._project(hidden, at), self.kv_b_proj, latent_pages, batch, scale=self.scale, kv_scale=kv_scale,
                 absorb_up_to=self.absorb_up_to, kernel=self.kernel,
-            )  # fmt: skip
-        else:
-            query = torch.cat([q_nope, q_pe], -1)
-            key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
-            if cu_seqlens is not None:
-                most = check.longest("max_seqlen", max_seqlen, "cu_seqlens")
-                attended = varlen_attention(
-                    query, key, value, cu_seqlens, cu_seqlens, max_seqlen_q=most, max_seqlen_k=most, scale=self.scale, causal=True,
-                    mask=mask, kernel=kernel_for("varlen_attention", self.kernel),
-                )  # fmt: skip
-            else:
-                attended = attention(
-                    query, key, value, scale=self.scale, causal=True, mask=mask, kv_start=kv_start, kv_end=kv_end,
-                    kernel=kernel_for("attention", self.kernel),
-                )  # fmt: skip
-        return self._out(attended)
+            ))  # fmt: skip
+        q_nope, q_pe, latent, k_pe = self._project(hidden, at)
+        query = torch.cat([q_nope, q_pe], -1)
+        key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
+        if cu_seqlens is None:
+            return self._out(attention(
+                query, key, value, scale=self.scale, causal=True, mask=mask, kv_start=kv_start, kv_end=kv_end,
+                kernel=kernel_for("attention", self.kernel),
+            ))  # fmt: skip
+        most = check.longest("max_seqlen", max_seqlen, "cu_seqlens")
+        return self._out(varlen_attention(
+            query, key, value, cu_seqlens, cu_seqlens, max_seqlen_q=most, max_seqlen_k=most, scale=self.scale, causal=True, mask=mask,
+            kernel=kernel_for("varlen_attention", self.kernel),
+        ))  # fmt: skip
 
     def _out(self, attended: Tensor) -> Tensor:
         out: Tensor = self.o_proj(attended.flatten(-2))
         return out
 
-    def _attend_float8(
-        self, hidden: Tensor, positions: Tensor, latent_pages: Tensor, batch: PagedBatch, scales: tuple[float, float]
-    ) -> Tensor:
-        q_nope, q_pe, latent, k_pe = self._project(hidden, None)
-        assert self.rope is not None
-        # A table of this step's positions only, the same in all layers.
-        table = torch.cat(self.rope.cos_sin(positions, hidden), -1).float()
-        return attend_float8(
-            self.dims, q_nope, q_pe, latent, k_pe, self.kv_b_proj, table, torch.arange(table.shape[0], device=table.device), latent_pages,
-            batch, scale=self.scale, q_scale=scales[0], kv_scale=scales[1], interleaved=self.rope.interleaved, kernel=self.kernel,
-        )  # fmt: skip
-
-    def _project(self, hidden: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query `[..., T, H, nope]` and `[..., T, H, Dr]`, latent `[..., T, Dc]` and key `[..., T, Dr]`, rotated if positions are given."""
+    def _project(self, hidden: Tensor, positions: Tensor | None) -> NewTokens:
+        """The tokens of `hidden` `[..., T, E]`, with all leading dims; rotated if positions are given."""
         d = self.dims
         both = self.kv_a_proj_with_mqa(hidden)
         if self.q_lora_rank is None:
@@ -191,17 +178,16 @@ class LatentAttention(nn.Module):
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         # A shard of the layer has fewer heads than the layer.
-        query = query.view(*hidden.shape[:-1], query.shape[-1] // self.head_dim, self.head_dim)
-        q_nope, q_pe = query.split([d.nope, d.rope], -1)
+        q_nope, q_pe = query.unflatten(-1, (-1, self.head_dim)).split([d.nope, d.rope], -1)
         latent, k_pe = both.split([d.latent, d.rope], -1)
         # Autocast norms in float32 and the ops take one dtype.
         latent = self.kv_a_layernorm(latent).to(both.dtype)
         if self.rope is not None and positions is not None:
             q_pe, turned = self.rope(q_pe, k_pe[..., None, :], positions)
             k_pe = turned[..., 0, :]
-        return q_nope, q_pe, latent, k_pe
+        return NewTokens(q_nope, q_pe, latent, k_pe)
 
-    def _check_float8(self, latent_pages: Tensor, kv_scale: Tensor | None, scales: tuple[float, float]) -> None:
+    def _rope_of_float8(self, latent_pages: Tensor, kv_scale: Tensor | None, scales: tuple[float, float]) -> RotaryEmbedding:
         check.absent("with float8_scales", kv_scale=kv_scale)
         # A tensor would become a number where the op is called, which waits for the device.
         pair = isinstance(scales, tuple) and len(scales) == 2
@@ -211,6 +197,7 @@ class LatentAttention(nn.Module):
             fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
         if self.rope is None:
             fail(InvalidInput, "float8_scales", scales, "None: this layer has no rope to fuse with")
+        return self.rope
 
     def extra_repr(self) -> str:
         d = self.dims
