@@ -8,12 +8,10 @@
 
 A descriptor can say "keys from a to b", so each row of a 2-D mask must be one run of ones. The host checks the mask itself, and waits for
 the device. Where it must not wait, the mask is dense: under a tracer, and in one-token steps on CUDA under `auto`. One-token steps inside
-`generate()` of a patched model need no check: the prompt's mask was checked, and generate appends ones only (attnops.hf.generation).
-Outside of it, `mask="compact"` waits at one-token steps too.
+`generate()` of a patched model need no check: generate appends ones only to the prompt's mask (attnops.hf.generation).
 
 A cache of pages gets a descriptor in every mode: pages hold a row's tokens without its padding, so that a mask may say only how much
-padding a row begins with. Holes, padding on the right, a mask shorter than the text, another padding than before, and more tokens than
-the cache has room for are errors. Where the host must not wait, the device asserts instead.
+padding a row begins with; any other mask is an error. Where the host must not wait, the device asserts instead.
 
 Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager: the mean of all values), and with right
 padding a padded query sees padded keys in a descriptor. Only generate() from a right-padded prompt, of which transformers itself warns,
@@ -41,8 +39,7 @@ from attnops.problem import pretended
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_FAR = ("cuda",)
-"""Device types that run behind the host: a read of their data waits, and a mask costs more than lengths."""
+_FAR = ("cuda",)  # device types that run behind the host: a read of their data waits, and a mask costs more than lengths
 
 _RUN = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
@@ -50,13 +47,12 @@ _SAME = "the padding of the first step, in every step: pages hold the tokens tha
 
 
 class Request(NamedTuple):
-    """One request for a mask. Query i is at position i + q_offset, key j at j + kv_offset.
+    """One request for a mask, as transformers makes it. Query i is at position i + q_offset, key j at j + kv_offset.
 
-    q_offset: an int, or a tensor `[]` for a static cache.
-    kv_offset: an int, or a tensor for a cache of pages, see PagedLayer.get_mask_sizes.
+    q_offset: an int, or a tensor `[]` for a static cache. kv_offset: an int, or a tensor for pages, see PagedLayer.get_mask_sizes.
     padding: bool `[B, positions]`, or None.
-    rule, window, causal_skip, bidirectional_skip, use_vmap, config: transformers' mask_function, local_size, allow_is_causal_skip,
-        allow_is_bidirectional_skip, use_vmap and config. A causal skip lets None stand for a plain causal mask.
+    rule, window: transformers' mask_function and local_size.
+    causal_skip, bidirectional_skip: may None stand for a plain causal or bidirectional mask?
     """
 
     batch: int
@@ -100,15 +96,14 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
         )  # fmt: skip
         if isinstance(kv_offset, Tensor) and kv_offset.dim() > 0:
             return _of_pages(request)
-        if mode == "compact" or (mode == "auto" and far(request.device)):
-            pattern = pattern_of(request)
-            if pattern is not None:
-                exact, mask = _compact(request, pattern)
-                if exact:
-                    return mask
+        compact = mode == "compact" or (mode == "auto" and far(request.device))
+        if compact and (pattern := pattern_of(request)) is not None:
+            exact, mask = _compact(request, pattern)
+            if exact:
+                return mask
         low: Any = kv_offset
         skips = mode not in ("explicit", "additive") and allow_is_causal_skip
-        if skips and torch.compiler.is_compiling() and _says_nothing(request):
+        if skips and torch.compiler.is_compiling() and _plainly_causal(request):
             return None
         skip = not _must_not_wait(request)
         return (eager_mask if mode == "additive" else sdpa_mask)(
@@ -120,17 +115,13 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
     return attnops_mask
 
 
-def _says_nothing(request: Request) -> bool:
-    """Do the sizes alone show that it is plainly causal? transformers writes every mask out while a compiler traces."""
+def _plainly_causal(request: Request) -> bool:
+    """Do the sizes alone show a plain causal mask? transformers writes every mask out while a compiler traces."""
     if request.padding is not None or isinstance(request.q_offset, Tensor):
         return False
-    end = request.q_offset + request.queries == request.kv_offset + request.keys
-    known = statically_known_true
-    inside = request.window is None or known(request.keys < request.window)
-    return inside and known(end) and (known(request.queries == request.keys) or known(request.queries == 1))
-
-
-# Patterns -------------------------------------------------------------------------------------------------------------
+    known, queries, keys = statically_known_true, request.queries, request.keys
+    inside = request.window is None or known(keys < request.window)
+    return inside and known(request.q_offset + queries == request.kv_offset + keys) and (known(queries == keys) or known(queries == 1))
 
 
 def pattern_of(request: Request) -> Pattern | None:
@@ -160,9 +151,6 @@ def pattern_of(request: Request) -> Pattern | None:
 def _cells(function: Any) -> dict[str, Any]:
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)) if names else {}
-
-
-# The descriptor -------------------------------------------------------------------------------------------------------
 
 
 def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
@@ -198,11 +186,7 @@ def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
     start = (first - low).clamp(min=0)
     # In a row without any key `start` is past the end, which would give kernels a negative length.
     start = torch.minimum(start, end) if isinstance(end, Tensor) else start.clamp(max=end)
-    return True, _build(request, pattern, start, end, low)
-
-
-def _build(request: Request, pattern: Pattern, start: descriptor.Number, end: descriptor.Number, kv_offset: int) -> Tensor:
-    return descriptor.build(pattern, request.batch, start, end, request.q_offset, kv_offset, request.device)
+    return True, descriptor.build(pattern, request.batch, start, end, request.q_offset, low, request.device)
 
 
 def _first(seen: Tensor, columns: Tensor) -> Tensor:
@@ -218,11 +202,10 @@ def _unpadded(request: Request, pattern: Pattern) -> Tensor | None:
     end = request.q_offset + queries - low
     unbounded = pattern.window == 0 or (isinstance(keys, int) and keys <= pattern.window)
     if request.causal_skip and unbounded and not isinstance(request.q_offset, Tensor):
-        if end == keys and (queries == keys or queries == 1):
+        first = queries != 1 and request.q_offset == 0 and low == 0  # of an empty static cache: the attention function cuts the keys
+        if first or (end == keys and (queries == keys or queries == 1)):
             return None
-        if queries != 1 and request.q_offset == 0 and low == 0:
-            return None  # the first tokens of an empty static cache: the attention function cuts the keys
-    return _build(request, pattern, 0, end, low)
+    return descriptor.build(pattern, request.batch, 0, end, request.q_offset, low, request.device)
 
 
 def _look(request: Request, pattern: Pattern, count: Tensor, first: Tensor, past: Tensor, high: int | Tensor) -> Verdict:
@@ -233,8 +216,7 @@ def _look(request: Request, pattern: Pattern, count: Tensor, first: Tensor, past
     if pattern.causal and (request.queries == 1 or isinstance(high, Tensor)):
         run = run & ((past == high) | empty)
     grows = run & ((past == request.padding.shape[1]) | empty)
-    flags = torch.stack([run.all(), (count == high - request.kv_offset).all(), grows.all()]).tolist()
-    return Verdict(*flags)
+    return Verdict(*torch.stack([run.all(), (count == high - request.kv_offset).all(), grows.all()]).tolist())
 
 
 def far(device: torch.device) -> bool:
@@ -253,19 +235,17 @@ def tracing(padding: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(padding, FakeTensor) or capturing(padding)
 
 
-# Pages ----------------------------------------------------------------------------------------------------------------
-
-
 def _of_pages(request: Request) -> Tensor:
-    # transformers forbids the skip in one-token steps of every cache that can be compiled. It edits no sliding pattern of one
-    # token over a cache: packed texts have no cache, and blocks of an image come with the prompt.
+    # transformers forbids the skip in one-token steps of every cache that can be compiled, but edits no sliding pattern there: packed
+    # texts have no cache, and blocks of an image come with the prompt.
     skip = request.causal_skip or (request.queries == 1 and request.window is not None)
     pattern = pattern_of(request._replace(causal_skip=skip))
     if pattern is None or not pattern.causal:
         fail(InvalidInput, "mask_function", "another pattern", "causal, or a causal window, for a cache of pages")
     known = request.kv_offset
     start = _left_padding(request, known) if known.dim() == 1 else known[:, 0]
-    return _build(request, pattern, start, request.q_offset + request.queries, 0)
+    end = request.q_offset + request.queries
+    return descriptor.build(pattern, request.batch, start, end, request.q_offset, 0, request.device)
 
 
 def _left_padding(request: Request, known: Tensor) -> Tensor:

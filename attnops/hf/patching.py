@@ -23,7 +23,7 @@ from attnops.hf.match import Match, match, routed
 from attnops.hf.methods import Method
 from attnops.hf.paged import PagedMode, give_back
 from attnops.hf.proof import prove
-from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of
+from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of, switch
 
 _HANDLE = "_attnops"
 _OPTIONS = "_attnops_options"
@@ -54,8 +54,7 @@ class Patched:
     def _apply(self) -> None:
         if self._paged is not None:
             self._paged.apply()
-        for config, _ in self._switched:
-            config._attn_implementation_internal = self.implementation
+        switch((config for config, _ in self._switched), self.implementation)
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
         self._owner.__dict__[_HANDLE] = self
@@ -150,14 +149,12 @@ class Patched:
     @property
     def graphs(self) -> Graphed | None:
         """The graphs of decode steps, whose `report()` lists the captures; None before the first."""
-        found = None if self._paged is None else self._paged._decoder
-        return None if found is None else found.graphed
+        return None if self._paged is None or self._paged._decoder is None else self._paged._decoder.graphed
 
     @property
     def plain_steps(self) -> int:
         """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
-        found = None if self._paged is None else self._paged._decoder
-        return 0 if found is None else found.plain_steps
+        return 0 if self._paged is None or self._paged._decoder is None else self._paged._decoder.plain_steps
 
     def verify(
         self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
@@ -176,23 +173,17 @@ class Patched:
             fail(PatchError, "verify: the model is not patched any more")
         if input_ids is not None:
             inputs["input_ids"] = input_ids
-        with evaluating(self.model), torch.no_grad():
-            try:
-                name, ours = output_of(self.model, inputs)
-                ours = ours.clone()
-                self._set("eager")
-                _, eager = output_of(self.model, inputs)
-            finally:
-                self._set(self.implementation)
+        configs = [config for config, _ in self._switched]
+        with evaluating(self.model, configs), torch.no_grad():
+            name, ours = output_of(self.model, inputs)
+            ours = ours.clone()
+            switch(configs, "eager")
+            _, eager = output_of(self.model, inputs)
         visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
-        figures = replace(compare(ours, eager, visible, name, tolerance), dtype=str(eager.dtype).removeprefix("torch."))
+        figures = compare(ours, eager, visible, name, tolerance)
         if strict and not figures.passed:
             fail(PatchError, f"verify {figures}")
         return figures
-
-    def _set(self, name: str) -> None:
-        for config, _ in self._switched:
-            config._attn_implementation_internal = name
 
 
 def _here(result: T | None) -> T:
@@ -288,35 +279,33 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
     """The options that the model is served with, and how they were tried. Raises PatchError: none will do."""
     if not found.unrouted:
         return replace(asked, mask="explicit") if found.explicit and asked.mask != "additive" else asked, ""
-    proof = prove(owner, found, asked)
-    if proof.mode is None:
-        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {proof.text}")
-    if asked.cache == "paged" and proof.mode == "additive":
+    mode, how = prove(owner, found, asked)
+    if mode is None:
+        fail(PatchError, f"patch: {type(owner).__name__} is not served: transformers does not route it through sdpa, and {how}")
+    if asked.cache == "paged" and mode == "additive":
         why = "which needs the additive masks of eager attention, and pages take none"
         fail(PatchError, f'patch: cache="paged" got {type(owner).__name__}, {why}; want cache="hf"')
     trusted = all(routed(type(site.module)) for site in found.sites if site.reason is None)
-    return replace(asked, mask=proof.mode, proven=proof.mode != "additive" and not trusted), proof.text
+    return replace(asked, mask=mode, proven=mode != "additive" and not trusted), how
 
 
 def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:
     rows = []
     for site in found.sites:
         phases = paged.phases(site.module) if paged is not None else paged_models.phases(site.module, False, 0)
-        status = PATCHED if site.reason is None else f"skipped: {site.reason}"
-        rows.append(Row(site.path, type(site.module).__name__, status, phases if site.reason is None else ""))
-    notes = ["in training mode, layers with attention dropout above 0 are computed in plain torch"]
-    if options.mask == "additive":
-        notes.append("masks are added to scores, as in eager attention, and are never left out")
-    elif found.explicit:
-        notes.append(f"masks are always written out: {found.explicit}")
-    if proof:
-        notes.append(f"transformers does not route it through sdpa; {proof}")
-    if found.shared:
-        notes.append(f"{found.shared} modules outside this model hold the same config object and switch with it")
-    if options.cache == "paged":
-        notes.append("generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for")
-    if paged is not None and paged.blocks:
-        notes.append("generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways")
-    if paged is not None and paged.decode.mode != "hf":
-        notes.append(f"its steps after the prompt run in CUDA graphs ({paged.decode.mode})")
-    return Report(type(model).__name__, name, options.kernel, options.mask, tuple(rows), tuple(notes), options.cache)
+        told = (PATCHED, phases) if site.reason is None else (f"skipped: {site.reason}", "")
+        rows.append(Row(site.path, type(site.module).__name__, *told))
+    additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
+    known = {
+        "in training mode, layers with attention dropout above 0 are computed in plain torch": True,
+        "masks are added to scores, as in eager attention, and are never left out": additive,
+        f"masks are always written out: {found.explicit}": found.explicit and not additive,
+        f"transformers does not route it through sdpa; {proof}": proof,
+        f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
+        "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
+        "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
+            paged is not None and paged.blocks,
+        f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
+    }  # fmt: skip
+    notes = tuple(note for note, holds in known.items() if holds)
+    return Report(type(model).__name__, name, options.kernel, options.mask, tuple(rows), notes, options.cache)

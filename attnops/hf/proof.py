@@ -1,123 +1,121 @@
-"""Tries a model before it is patched, where transformers does not route it through sdpa.
+"""Tries a model before it is patched, on a small twin of it, where transformers does not route it through sdpa.
 
 A class with `_supports_sdpa = False` may rely on the arguments of eager attention: additive masks in every call, and an `is_causal`
 that is never read. Such a model is served with ordinary masks only if its class supports flash or flex attention, and a
-small twin gives eager's numbers with them. Else it is given additive masks, once that was tried, too.
+small twin with random weights gives eager's numbers with them. Else it is given additive masks, once that was tried, too.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from attnops.hf import twin
 from attnops.hf.interface import Options, implementation
 from attnops.hf.mask import Mode
 from attnops.hf.match import Match, match
-from attnops.hf.report import TOLERANCES, compare, evaluating, outputs_of
+from attnops.hf.report import TOLERANCES, compare, evaluating, outputs_of, switch
 from attnops.problem import pretend
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
 
+MOST_WEIGHTS = 100_000_000
+"""A model of no more is tried as it is. A twin of more is not built."""
+
+BATCH, LENGTH = 3, 12
+
+_LAYERS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_spatial_layers", "num_temporal_layers", "num_auxiliary_layers",
+)  # fmt: skip
+_HEADS = (
+    "o_groups", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads", "n_head",
+)  # fmt: skip
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim")
+_INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 class Subject(NamedTuple):
-    """A model to try on. configs: those to switch, with the implementation they name. feed: inputs it takes."""
+    """A model to try on. configs: those to switch. feed: inputs it takes."""
 
     model: Any
-    configs: tuple[tuple[Any, Any], ...]
+    configs: list[Any]
     feed: dict[str, Tensor]
 
 
-class Proof(NamedTuple):
-    """mode: the masks that gave eager's numbers; None: no masks did. text: how it was tried, or why it failed."""
-
-    mode: Mode | None
-    text: str
-
-
-def prove(model: Any, found: Match, asked: Options) -> Proof:
-    """Try masks on a twin of `model`, or on itself where no twin can be built."""
+def prove(model: Any, found: Match, asked: Options) -> tuple[Mode | None, str]:
+    """(the masks that gave eager's numbers or None, how they were tried): on a twin, or on `model` itself where none can be built."""
     flexible = all(getattr(cls, "_supports_flash_attn", False) or getattr(cls, "_supports_flex_attn", False) for cls in found.unrouted)
-    modes: list[Mode] = ["additive"]
     # A class that computes with masks knows eager's.
-    if flexible and asked.mask != "additive" and not found.explicit:
-        modes.insert(0, asked.mask)
+    ordinary = flexible and asked.mask != "additive" and not found.explicit
     why: list[str] = []
     with unset_fake_temporarily(), pretend(None), torch.no_grad():
         subject, name = next(_subjects(model), (None, ""))
         if subject is None:
-            return Proof(None, f"no small twin of {type(model).__name__} runs, nor does it with the inputs known here: it was not tried")
+            return None, f"no small twin of {type(model).__name__} runs, nor does it with the inputs known here: it was not tried"
+        modes: tuple[Mode, ...] = (asked.mask, "additive") if ordinary else ("additive",)
         for mode in modes:
             failed = _fails(subject, mode)
             if failed is None:
-                return Proof(mode, f"{', '.join(cls.__name__ for cls in found.unrouted)}: tried on {name}, with and without padding")
+                return mode, f"{', '.join(cls.__name__ for cls in found.unrouted)}: tried on {name}, with and without padding"
             why.append(f"with {mode} masks it {failed}")
-    return Proof(None, f"{name} of {type(model).__name__} was tried: " + "; ".join(why))
+    return None, f"{name} of {type(model).__name__} was tried: " + "; ".join(why)
 
 
 def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
     """The models that run, a twin or the model itself, with inputs that they take."""
-    for one, name in ((one, name) for ones, name in ((twin.twins(model), "a small twin"), ([model], "a short run")) for one in ones):
+    for one, name in ((one, name) for ones, name in ((twins(model), "a small twin"), ([model], "a short run")) for one in ones):
         if any(p.is_meta or isinstance(p, FakeTensor) for p in one.parameters()):
             continue
-        configs = tuple((config, config._attn_implementation_internal) for config in match(one).configs)
-        for feed in twin.feeds(one):
-            with _as_it_was(one, configs), suppress(Exception):  # a class may raise anything at inputs that it does not like
-                if _outputs(one, configs, "eager", feed, False):
-                    yield Subject(one, configs, feed), name
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, configs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """In eval mode within the block; modes and attention implementations are put back."""
-    with evaluating(model):
-        try:
-            yield
-        finally:
-            for config, before in configs:
-                config._attn_implementation_internal = before
+        configs = match(one).configs
+        for feed in _feeds(one):
+            subject = Subject(one, configs, feed)
+            with evaluating(one, configs), suppress(Exception):  # a class may raise anything at inputs that it does not like
+                if _outputs(subject, "eager", feed, False):
+                    yield subject, name
 
 
 def _fails(subject: Subject, mode: Mode) -> str | None:
-    model, configs, feed = subject
     tried: tuple[Mode, ...] = ("dense", "compact") if mode == "auto" else (mode,)
-    with _as_it_was(model, configs):
+    with evaluating(subject.model, subject.configs):
         for one in tried:
             name = implementation(Options(mask=one, proven=True))
-            for name_of_run, inputs, visible in _runs(model, feed):
-                steps = name_of_run == "steps"
+            for run, inputs, visible in _runs(subject):
                 try:
-                    eager = _outputs(model, configs, "eager", inputs, steps)
+                    eager = _outputs(subject, "eager", inputs, run == "steps")
                 except Exception:  # nor does it run without attnops
                     continue
                 try:
-                    ours = _outputs(model, configs, name, inputs, steps)
+                    ours = _outputs(subject, name, inputs, run == "steps")
                 except Exception as error:
-                    return f"raised {type(error).__name__} ({one}, {name_of_run}): {' '.join(str(error).split())[:160]}"
+                    return f"raised {type(error).__name__} ({one}, {run}): {' '.join(str(error).split())[:160]}"
                 for key, want in eager.items():
                     limit = _TOLERANCE.get(want.dtype, 1e-4)
                     counts = next((m for m in visible if m.shape == want.shape[:2]), None)
                     figures = compare(ours[key], want, counts, key, limit)
                     if not figures.max_rel <= limit:
-                        return f"differs from eager ({one}, {name_of_run}): {key} is off by {figures.max_rel:.1e}"
+                        return f"differs from eager ({one}, {run}): {key} is off by {figures.max_rel:.1e}"
     return None
 
 
-def _runs(model: nn.Module, feed: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tensor, ...]]]:
+def _runs(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tensor, ...]]]:
     """(name, inputs, masks of positions that count): without padding, with padding on both sides, and in two steps over a cache."""
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters, feed = _parameters(subject.model), subject.feed
     yield "no padding", feed, ()
-    masks = {}
+    masks: dict[str, Tensor] = {}
     for name in ("input_ids", "input_features", "decoder_input_ids"):
         mask = "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
         if mask in parameters and name in feed and mask not in masks:
-            masks[mask] = _padding(feed[name])
+            masks[mask] = torch.ones(feed[name].shape[:2], dtype=torch.int64, device=feed[name].device)
+            masks[mask][0, :3] = masks[mask][1, -2:] = 0
     if masks:
         yield "padding", {**feed, **masks}, tuple(masks.values())
     if "past_key_values" in parameters and "use_cache" in parameters and set(feed) == {"input_ids"} and masks:
@@ -126,16 +124,13 @@ def _runs(model: nn.Module, feed: dict[str, Tensor]) -> Iterator[tuple[str, dict
         yield "steps", {**feed, "attention_mask": left}, ()
 
 
-def _padding(tokens: Tensor) -> Tensor:
-    mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    mask[0, :3] = 0
-    mask[1, -2:] = 0
-    return mask
+def _parameters(model: Any) -> Any:
+    return inspect.signature(type(model).forward).parameters
 
 
-def _outputs(model: Any, configs: Sequence[tuple[Any, Any]], name: str, inputs: dict[str, Tensor], steps: bool) -> dict[str, Tensor]:
-    for config, _ in configs:
-        config._attn_implementation_internal = name
+def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool) -> dict[str, Tensor]:
+    model = subject.model
+    switch(subject.configs, name)
     first = next(model.parameters())
     given = {key: x.to(first.device, first.dtype if x.is_floating_point() else x.dtype) for key, x in inputs.items()}
     # Some models draw at random, in eval mode, too.
@@ -148,3 +143,161 @@ def _outputs(model: Any, configs: Sequence[tuple[Any, Any]], name: str, inputs: 
         if getattr(begun, "past_key_values", None) is None:
             return {}
         return outputs_of(model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=begun.past_key_values, use_cache=True))
+
+
+# Twins ----------------------------------------------------------------------------------------------------------------
+
+
+def twins(model: Any) -> Iterator[Any]:
+    """float32 CPU models in eval mode, of `model`'s class, with eager attention: the smallest first, and none that the class refuses."""
+    for narrow, shallow in ((True, True), (False, True), (False, False)):
+        config = _smaller(model.config, narrow, shallow)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                with torch.device("meta"):
+                    weights = sum(p.numel() for p in type(model)(copy.deepcopy(config)).parameters())
+                if weights > MOST_WEIGHTS:
+                    continue
+                with torch.device("cpu"):
+                    built = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+            except Exception:  # a class may raise anything at a config that it does not like
+                continue
+        yield built.eval()
+
+
+def _smaller(config: Any, narrow: bool, shallow: bool) -> Any:
+    config = copy.deepcopy(config)
+    for part in _parts(config):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+        for name in ("initializer_range", "init_std"):
+            # With random weights of the usual spread the output hardly depends on attention.
+            if getattr(part, name, None) is not None:
+                setattr(part, name, 0.2)
+        if shallow:
+            _fewer_layers(part)
+            # Shorter than the inputs, so that it is tried.
+            _at_most(part, ("sliding_window",), LENGTH // 2)
+        if narrow:
+            _narrower(part)
+    return config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
+
+
+def _fewer_layers(config: Any) -> None:
+    for name in _LAYERS:
+        count = getattr(config, name, None)
+        if not isinstance(count, int) or count <= 2:
+            continue
+        kinds = getattr(config, "layer_types", None)
+        own = kinds if isinstance(kinds, (list, tuple)) and len(kinds) == count else [None] * count
+        kept = sorted({0, 1, *(i for i, kind in enumerate(own) if kind not in own[:i])})
+        for each, values in list(vars(config).items()):
+            if isinstance(values, (list, tuple)) and len(values) == count:
+                setattr(config, each, type(values)(values[i] for i in kept))
+        setattr(config, name, len(kept))
+
+
+def _narrower(config: Any) -> None:
+    heads, widths = _numbers(config, _HEADS), _numbers(config, _WIDTHS)
+    common = math.gcd(*heads.values(), *widths.values()) if heads and widths else 1
+    factor = max(f for f in range(1, common + 1) if common % f == 0 and (f == 1 or min(heads.values()) // f >= 2))
+    for name, n in {**heads, **widths}.items():
+        setattr(config, name, n // factor)
+    _at_most(config, _INNER, 128)
+    _at_most(config, _EXPERTS, max(8, int(getattr(config, "num_experts_per_tok", None) or 1)))
+    words = getattr(config, "vocab_size", None)
+    if isinstance(words, int) and words > 1024:
+        _at_most(config, tuple(name for name in vars(config) if name.endswith("_token_id")), 1023)
+        config.vocab_size = 1024
+
+
+def _numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
+    """Those above 1 that the config has, each under the one name it is kept by."""
+    own = {getattr(config, "attribute_map", {}).get(name, name) for name in names}
+    return {name: n for name in sorted(own) if isinstance(n := getattr(config, name, None), int) and n > 1}
+
+
+def _at_most(config: Any, names: tuple[str, ...], most: int) -> None:
+    for name, n in _numbers(config, names).items():
+        setattr(config, name, min(n, most))
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def _feeds(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs that the model may take, the fewest first."""
+    parameters, config = _parameters(model), model.config
+    decodes = getattr(config, "is_encoder_decoder", False)
+    names = [name for name in parameters if decodes or not name.startswith("decoder_")]
+    known = {name: _random(config, *_FLOATS[name]) if name in _FLOATS else _OTHERS[name](config) for name in names if name in _KNOWN}
+    text = ("input_ids", "decoder_input_ids", "future_values", "future_time_features")
+    few = {name: value for name, value in known.items() if parameters[name].default is inspect.Parameter.empty or name in text}
+    main = {name: value for name, value in known.items() if name in (*text[1:], model.main_input_name)}
+    yield from filter(None, (few, main, known))
+
+
+Size = int | tuple[str, int]
+"""A number, or the name that a config has for it and the number where it has none."""
+
+
+def _size(config: Any, size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    found = [int(value) for part in _parts(config) if isinstance(value := getattr(part, size[0], None), int)]
+    return found[0] if found else size[1]
+
+
+def _random(config: Any, *sizes: Size) -> Tensor:
+    return torch.randn((BATCH, *(_size(config, size) for size in sizes)), generator=torch.Generator().manual_seed(0))
+
+
+def _words(config: Any) -> Tensor:
+    most = min(_size(config.get_text_config(), ("vocab_size", 100)), 100)
+    return torch.randint(3, most, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def _features(config: Any) -> Tensor:
+    bands = _size(config, ("input_feat_per_channel", _size(config, ("num_mel_bins", 80))))
+    images = any(hasattr(part, "spec_size") for part in _parts(config))
+    return _random(config, 1, 64, bands) if images else _random(config, 40, bands)
+
+
+def _past(config: Any, *more: Size) -> Tensor:
+    lags = getattr(config, "lags_sequence", None) or [0]
+    return _random(config, _size(config, ("context_length", LENGTH)) + int(max(lags)), *more)
+
+
+def _past_values(config: Any) -> Tensor:
+    size = _size(config, ("input_size", _size(config, ("num_input_channels", 1))))
+    return _past(config, size) if size > 1 else _past(config)
+
+
+_IMAGE = (("num_channels", 3), ("image_size", 64), ("image_size", 64))
+_AHEAD, _TIMES = ("prediction_length", LENGTH), ("num_time_features", 0)
+
+# By the name of a model's argument, without the batch.
+_FLOATS: dict[str, tuple[Size, ...]] = {
+    "pixel_values": _IMAGE, "pixel_values_videos": (("num_frames", 4), *_IMAGE), "future_values": (_AHEAD,),
+    "future_time_features": (_AHEAD, _TIMES), "static_real_features": (("num_static_real_features", 0),),
+    "states": (LENGTH, ("state_dim", 1)), "actions": (LENGTH, ("act_dim", 1)), "rewards": (LENGTH, 1), "returns_to_go": (LENGTH, 1),
+}  # fmt: skip
+_OTHERS: dict[str, Callable[[Any], Tensor]] = {
+    "input_ids": _words,
+    "decoder_input_ids": _words,
+    "input_features": _features,
+    "past_values": _past_values,
+    "past_observed_mask": lambda config: torch.ones_like(_past_values(config)),
+    "past_time_features": lambda config: _past(config, _TIMES),
+    "static_categorical_features": lambda config: _random(config, ("num_static_categorical_features", 0)).zero_().long(),
+    "timesteps": lambda config: torch.arange(LENGTH).expand(BATCH, LENGTH),
+}
+_KNOWN = _FLOATS.keys() | _OTHERS.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,12 +17,7 @@ PATCHED = "patched"
 
 @dataclass(frozen=True)
 class Row:
-    """One attention module.
-
-    path, cls: its name in the model, and its class.
-    status: "patched" or "skipped: reason".
-    phases: how it attends in each phase, if there are several ways.
-    """
+    """One attention module: its name in the model, its class, "patched" or "skipped: reason", and how it attends in its phases."""
 
     path: str
     cls: str
@@ -118,28 +113,28 @@ class Verification:
 # Of the largest logit. Rounding differs at every layer, so this is tens of units in the last place, not one.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-_MAIN = ("logits", "last_hidden_state")
-
 
 def compare(ours: Tensor, eager: Tensor, visible: Tensor | None, name: str, tolerance: float | None) -> Verification:
     """The figures of two outputs `[B, S, ...]`. visible: 2-D mask `[B, S]` of the positions that count."""
+    dtype = str(eager.dtype).removeprefix("torch.")
     limit = TOLERANCES.get(eager.dtype, TOLERANCES[torch.float32]) if tolerance is None else tolerance
     finite = bool(torch.isfinite(ours).all())
     if visible is not None and visible.dim() == 2 and visible.shape == eager.shape[:2]:
         seen = visible.to(eager.device).bool()
         ours, eager = ours[seen], eager[seen]
     ours, eager = ours.double(), eager.double()
-    off = float((ours - eager).abs().max()) if eager.numel() else 0.0
-    top = float(eager.abs().max()) if eager.numel() else 0.0
-    same = float((ours.argmax(-1) == eager.argmax(-1)).double().mean()) if eager.numel() else 1.0
-    return Verification(name, "", eager[..., 0].numel(), off, off / top if top else off, limit, same, finite)
+    off, top, same = 0.0, 0.0, 1.0
+    if eager.numel():
+        off, top = float((ours - eager).abs().max()), float(eager.abs().max())
+        same = float((ours.argmax(-1) == eager.argmax(-1)).double().mean())
+    return Verification(name, dtype, eager[..., 0].numel(), off, off / top if top else off, limit, same, finite)
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
     """The floating-point tensors `[B, ...]` of a model's output by name, the main one first."""
     items = result.items() if isinstance(result, dict) else ()
     found = {name: x for name, x in items if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1}
-    return {name: found[name] for name in sorted(found, key=lambda name: _MAIN.index(name) if name in _MAIN else len(_MAIN))}
+    return {name: found[name] for name in (*(name for name in ("logits", "last_hidden_state") if name in found), *found)}
 
 
 def output_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Tensor]:
@@ -150,13 +145,22 @@ def output_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, Tensor]:
     fail(PatchError, f"verify: got {type(result).__name__}, want an output with a tensor, as logits or last_hidden_state")
 
 
+def switch(configs: Iterable[Any], name: str) -> None:
+    """Let models of these configs attend by the implementation of this name."""
+    for config in configs:
+        config._attn_implementation_internal = name
+
+
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in eval mode; the mode of each module is restored."""
+def evaluating(model: nn.Module, configs: Iterable[Any] = ()) -> Iterator[None]:
+    """Within the block the model is in eval mode. The mode of each module and the attention of the configs are restored."""
     modes = [(module, module.training) for module in model.modules()]
+    before = [(config, config._attn_implementation_internal) for config in configs]
     model.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+        for config, name in before:
+            switch((config,), name)

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import proof, tiny, twin
+from attnops.hf import proof, tiny
 from attnops.hf.match import match
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 
@@ -131,7 +131,7 @@ def test_a_model_that_fails_is_refused(monkeypatch):
 
 
 def test_a_model_whose_twin_cannot_be_built_runs_itself(monkeypatch):
-    monkeypatch.setattr(twin, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(proof, "MOST_WEIGHTS", 0)
     model = build("splinter").train()
     with attnops.patch(model) as handle:
         assert any("a short run" in note for note in handle.report().notes)
@@ -149,7 +149,7 @@ def test_a_large_model_has_a_small_twin(config, cls):
 
 
 def test_no_trial_for_a_model_of_sdpa(monkeypatch):
-    monkeypatch.setattr(twin, "twins", lambda model: pytest.fail("tried"))
+    monkeypatch.setattr(proof, "twins", lambda model: pytest.fail("tried"))
     model = tiny.model("llama")
     assert not match(model).unrouted
     assert attnops.patch(model).active
