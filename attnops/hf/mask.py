@@ -75,21 +75,11 @@ def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
     """A function for `AttentionMaskInterface.register`."""
 
     def attnops_mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: Any = 0,
-        kv_offset: Any = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
-        use_vmap: bool = False,
-        config: Any = None,
-        device: torch.device | str = "cpu",
-        **others: Any,
-    ) -> Tensor | None:
+        batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+        mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None, local_size: int | None = None,
+        allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, config: Any = None,
+        device: torch.device | str = "cpu", **others: Any,
+    ) -> Tensor | None:  # fmt: skip
         request = Request(
             batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device), mode, mask_function, local_size,
             allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, config,

@@ -29,11 +29,10 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     Of a plain torch.nn.Linear they are views of the weight, without a copy, and follow every later change of the weight.
     Of any other module (an adapter around the Linear, a quantised or parametrised weight, one that a hook brings from elsewhere) they
     are the module's outputs for the unit vectors. Compiled code computes them at every call, at the price of unfolding Dc tokens.
-    Eager calls without gradients keep it on the module, outside its state_dict, for as long as the parameters and buffers are the same
-    tensors of the same versions and the plain attributes of all submodules and of their classes (scales, switches, names of adapters)
-    are as they were; a module with hooks, a forward of its own instance or other attributes is asked anew each time. A write through
-    `.data` into the same memory changes no version and is not seen, and a CUDA graph captured from eager code replays the weights of its
-    capture.
+    Eager calls without gradients keep them on the module, outside its state_dict, while its parameters and buffers have the same versions
+    and the plain attributes of all submodules and of their classes are as they were; a module with hooks, a forward of its own instance or
+    other attributes is asked anew each time. A write through `.data` changes no version and is not seen, and a CUDA graph captured from
+    eager code replays the weights of its capture.
 
     Args:
         kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
@@ -44,10 +43,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
         InvalidInput: kv_b has a bias, or its rows are not whole heads.
     """
     # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
-    linear = (
-        type(kv_b) is nn.Linear and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and "forward" not in vars(kv_b)
-        and not kv_b._forward_hooks and not kv_b._forward_pre_hooks
-    )  # fmt: skip
+    linear = type(kv_b) is nn.Linear and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
     # A tensor: wrappers keep flags and words of this name.
     if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
         fail(InvalidInput, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
@@ -65,6 +61,11 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     return heads[:, :nope], heads[:, nope:]
 
 
+def changed(module: nn.Module) -> bool:
+    """Has it hooks, or a forward of its own instance?"""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
 def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
     """`[rows, Dc]`."""
     out: Tensor = kv_b(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device))
@@ -74,10 +75,9 @@ def _effective(kv_b: nn.Module, like: Tensor) -> Tensor:
 class _Held:
     """An effective weight and its sources. A copy of the module, or its pickle, begins without one."""
 
-    def __init__(self) -> None:
-        self.key: Any = None
-        self.tensors: list[weakref.ref[Tensor]] = []
-        self.weight: Tensor | None = None
+    key: Any = None
+    tensors: tuple[weakref.ref[Tensor], ...] = ()
+    weight: Tensor | None = None
 
     def __reduce__(self) -> Any:
         return _Held, ()
@@ -99,12 +99,12 @@ def _kept(kv_b: nn.Module, like: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         weight = _effective(kv_b, like).contiguous()
     if type(weight) is Tensor:  # not one of a fake mode
-        held.key, held.tensors, held.weight = key, [weakref.ref(t) for t in tensors], weight
+        held.key, held.tensors, held.weight = key, tuple(map(weakref.ref, tensors)), weight
     return weight
 
 
 class _Unknown(Exception):
-    """The module depends on something that cannot be compared."""
+    """The module depends on a value that cannot be compared."""
 
 
 def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
@@ -116,8 +116,8 @@ def _state(kv_b: nn.Module, tensors: list[Tensor]) -> Any:
         own = {n: x for n, x in vars(module).items() if n not in INTERNAL and n != HELD}
         parts = (own, module._parameters, module._buffers)
         # Of its class: switches and numbers, and its forward, which may be replaced for all instances.
-        kinds = [vars(base) for base in type(module).__mro__ if base not in BASES]
-        shared = [(n, type(x), x) for kind in kinds for n, x in kind.items() if n == "forward" or (n[:2] != "__" and isinstance(x, SIMPLE))]
+        of_class = [(n, x) for base in type(module).__mro__ if base not in BASES for n, x in vars(base).items()]
+        shared = [(n, type(x), x) for n, x in of_class if n == "forward" or (n[:2] != "__" and isinstance(x, SIMPLE))]
         state.append((type(module), module.training, shared, *(_frozen(part, tensors) for part in parts)))
     return state
 

@@ -13,8 +13,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.errors import InvalidInput, fail
 from attnops.ops import token_rows
 
-Given = Mapping[str, object]
-"""Arguments by name."""
+Given = Mapping[str, object]  # arguments by name
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
@@ -58,8 +57,7 @@ def absent(why: str, **given: object) -> None:
     """Raise InvalidInput unless all of `given` are None."""
     for field, value in given.items():
         if value is not None:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            fail(InvalidInput, field, got, f"None {why}")
+            fail(InvalidInput, field, f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value, f"None {why}")
 
 
 def kind_of_call(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Given, packed: Given, paged: Given) -> bool:

@@ -35,22 +35,11 @@ class Attention(nn.Module):
     sinks: nn.Parameter | None
 
     def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        *,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        attention_chunk: int = 0,
-        sinks: bool = False,
-        kernel: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_heads: int, num_kv_heads: int | None = None,
+        *, head_dim: int, v_head_dim: int | None = None, scale: float | None = None, causal: bool = True,
+        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, attention_chunk: int = 0, sinks: bool = False, kernel: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads = check.size("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else check.size("num_kv_heads", num_kv_heads)
@@ -67,24 +56,12 @@ class Attention(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None = None,
-        kv_start: Tensor | None = None,
-        kv_end: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        batch: PagedBatch | None = None,
-        k_pages: Tensor | None = None,
-        v_pages: Tensor | None = None,
-        k_scale: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor,
+        *, mask: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        batch: PagedBatch | None = None, k_pages: Tensor | None = None, v_pages: Tensor | None = None, k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Dense: query `[B, S, Hq, D]`, key `[B, K, Hkv, D]`, value `[B, K, Hkv, Dv]`; optional kv_start, kv_end: int `[B]`, keys outside

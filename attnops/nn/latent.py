@@ -42,19 +42,9 @@ class NewTokens(NamedTuple):
 
 
 def attend_absorbed(
-    dims: LatentDims,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    weights: tuple[Tensor, Tensor],
-    latent_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    kv_scale: Tensor | None = None,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    kernel: str | None = None,
-) -> Tensor:
+    dims: LatentDims, q_nope: Tensor, q_pe: Tensor, weights: tuple[Tensor, Tensor], latent_pages: Tensor, batch: PagedBatch,
+    *, scale: float, kv_scale: Tensor | None = None, window_left: int = -1, softcap: float = 0.0, kernel: str | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, H, v]`: the new tokens attend causally to all tokens of their requests in the pages, themselves included. No gradient.
 
     With `batch.shared`, no window and no deterministic policy, it is a cascade: all tokens attend to the shared pages as one request, so
@@ -106,16 +96,9 @@ def _attend_pages(attend: Callable[..., Tensor], query: Tensor, batch: PagedBatc
 
 
 def attend_expanded(
-    dims: LatentDims,
-    new: NewTokens,
-    kv_b: nn.Module,
-    latent_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    kv_scale: Tensor | None = None,
-    kernel: str | None = None,
-) -> Tensor:
+    dims: LatentDims, new: NewTokens, kv_b: nn.Module, latent_pages: Tensor, batch: PagedBatch,
+    *, scale: float, kv_scale: Tensor | None = None, kernel: str | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, H, v]`: the new tokens attend to each other directly, and to the cached tokens of their requests through the pages.
 
     `batch.prefix` lists the cached tokens in chunks. Each chunk is gathered, unfolded, attended to and merged with the result so far, so
@@ -145,13 +128,13 @@ def attend_expanded(
     if batch.prefix is None:
         fail(InvalidInput, "batch.prefix", None, "chunks, or (): asked of the cache with prefix_tokens=")
     heads, cu = q_nope.shape[1], batch.cu_seqlens_q
-    attend = partial(
+    attend: Callable[..., Any] = partial(
         varlen_attention, torch.cat([q_nope, q_pe], -1), max_seqlen_q=batch.max_seqlen_q, scale=scale, padded=batch.padded, kernel=kernel
     )
     own = (*unfold(dims, heads, latent, k_pe, kv_b), cu, cu)
     if not batch.prefix:
-        alone: Tensor = attend(*own, max_seqlen_k=batch.max_seqlen_q, causal=True)
-        return alone
+        out: Tensor = attend(*own, max_seqlen_k=batch.max_seqlen_q, causal=True)
+        return out
     out, lse = attend(*own, max_seqlen_k=batch.max_seqlen_q, causal=True, return_lse=True)
     for chunk in batch.prefix:
         cached = unfold(dims, heads, *gathered(dims, latent_pages, chunk, kv_scale, q_nope.dtype), kv_b)
@@ -161,17 +144,9 @@ def attend_expanded(
 
 
 def attend_latents(
-    dims: LatentDims,
-    new: NewTokens,
-    kv_b: nn.Module,
-    latent_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    kv_scale: Tensor | None = None,
-    absorb_up_to: int | None = None,
-    kernel: str | None = None,
-) -> Tensor:
+    dims: LatentDims, new: NewTokens, kv_b: nn.Module, latent_pages: Tensor, batch: PagedBatch,
+    *, scale: float, kv_scale: Tensor | None = None, absorb_up_to: int | None = None, kernel: str | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, H, v]`: write the new tokens into their pages, then attend, absorbed or expanded as fits the batch.
 
     Attention is absorbed where the batch does not describe its cached tokens (a decode step), and where no request brings more than
@@ -205,18 +180,9 @@ def attend_latents(
 
 
 def attend_float8(
-    dims: LatentDims,
-    new: NewTokens,
-    kv_b: nn.Module,
-    rope: RotaryEmbedding,
-    positions: Tensor,
-    latent_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    scales: tuple[float, float],
-    kernel: str | None = None,
-) -> Tensor:
+    dims: LatentDims, new: NewTokens, kv_b: nn.Module, rope: RotaryEmbedding, positions: Tensor, latent_pages: Tensor, batch: PagedBatch,
+    *, scale: float, scales: tuple[float, float], kernel: str | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, H, v]`: rotate and quantise the new tokens, write them into their pages, attend absorbed. No gradient.
 
     One op between the product with W_UK and the write rotates, quantises and joins the parts: rotated numbers are never rounded to the

@@ -43,24 +43,11 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        q_lora_rank: int | None = None,
-        kv_lora_rank: int = 512,
-        qk_nope_head_dim: int = 128,
-        qk_rope_head_dim: int = 64,
-        v_head_dim: int = 128,
-        rope: RotaryEmbedding | None = None,
-        norm_eps: float = 1e-6,
-        bias: bool = False,
-        scale: float | None = None,
-        absorb: str | int = "auto",
-        kernel: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, num_heads: int,
+        *, q_lora_rank: int | None = None, kv_lora_rank: int = 512, qk_nope_head_dim: int = 128, qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128, rope: RotaryEmbedding | None = None, norm_eps: float = 1e-6, bias: bool = False, scale: float | None = None,
+        absorb: str | int = "auto", kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = check.size("hidden_size", hidden_size)
         self.num_heads = check.size("num_heads", num_heads)
@@ -92,20 +79,11 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias, **made)
 
     def forward(
-        self,
-        hidden: Tensor,
-        *,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        kv_start: Tensor | None = None,
-        kv_end: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        batch: PagedBatch | None = None,
-        latent_pages: Tensor | None = None,
-        kv_scale: Tensor | None = None,
-        float8_scales: tuple[float, float] | None = None,
-    ) -> Tensor:
+        self, hidden: Tensor,
+        *, positions: Tensor | None = None, mask: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, batch: PagedBatch | None = None,
+        latent_pages: Tensor | None = None, kv_scale: Tensor | None = None, float8_scales: tuple[float, float] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend, causally.
 
         Args:

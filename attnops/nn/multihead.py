@@ -18,31 +18,21 @@ MASKS = "bool (True: not to be seen) or float (added to the logits)"
 class MultiheadAttention(nn.MultiheadAttention):
     """Drop-in for torch.nn.MultiheadAttention: same arguments, parameters, state_dict keys and results.
 
-    Where it differs: with need_weights=False and no dropout the attention is `attnops.attention`, under any kernel (`kernel=`
-    forces one). With need_weights=True, or dropout in training, it is plain torch, because kernels give no weights and have no
-    dropout. A query that may see no key gives 0 (and weights 0) where torch gives NaN. There is no separate inference path: layers of
-    torch.nn call this module in eval mode, too. Nested tensors of the strided layout, which torch.nn.TransformerEncoder makes of padded
-    batches, go through `attnops.varlen_attention`. Constructor and calls raise InvalidInput for arguments that torch refuses.
+    With need_weights=False and no dropout the attention is `attnops.attention` (`kernel=` forces a kernel). With need_weights=True, or
+    dropout in training, it is plain torch, because kernels give no weights and have no dropout. A query that may see no key gives 0 (and
+    weights 0) where torch gives NaN. Layers of torch.nn call this module in eval mode, too. Nested tensors of the strided layout, which
+    torch.nn.TransformerEncoder makes of padded batches, go through `attnops.varlen_attention`. Constructor and calls raise InvalidInput
+    for arguments that torch refuses.
 
     Masks follow torch: a bool True hides the key, while in `attnops.attention` True shows it.
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        kernel: str | None = None,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        *, kernel: str | None = None,
+    ) -> None:  # fmt: skip
         check.size("embed_dim", embed_dim)
         if embed_dim % check.size("num_heads", num_heads):
             fail(InvalidInput, "num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
@@ -60,16 +50,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend; L queries, S keys, N requests, E = embed_dim.
 
         Args:
@@ -118,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
         """As `forward`, of requests of different lengths: a nested tensor like the query."""
-        kinds = [x.layout if x.is_nested else "plain" for x in (query, key, value)]
+        alike, kinds = query is key and key is value, [x.layout if x.is_nested else "plain" for x in (query, key, value)]
         if kinds != [torch.strided] * 3:
             fail(InvalidInput, "query, key, value", kinds, "all nested and strided; attnops.varlen_attention takes other ragged requests")
         extra = need_weights or self.bias_k is not None or self.add_zero_attn or (self.dropout > 0 and self.training)
@@ -128,7 +111,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         rows, row_lengths = zip(*((x.unbind(), [row.shape[0] for row in x.unbind()]) for x in (query, key, value)), strict=True)
         if row_lengths[1] != row_lengths[2] or len(row_lengths[0]) != len(row_lengths[1]):
             fail(InvalidInput, "key, value", row_lengths[1:], "as many requests as the query has, and as many values as keys")
-        alike = query is key and key is value
         projected = self._project(torch.cat(rows[0]), torch.cat(rows[1]), torch.cat(rows[2]), alike)
         q, k, v = (x.view(-1, self.num_heads, self.head_dim) for x in projected)
         ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=q.device) for each in row_lengths[:2]]
@@ -161,15 +143,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Both masks as one, `[N or 1, H or 1, L or 1, S]`, as `attnops.attention` takes it. query `[N, L, E]`, key `[N, S, E]`."""
         batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         if padding is not None:
-            _mask_like("key_padding_mask", padding, (batch, keys))
-            padding = padding[:, None, None]
+            padding = _mask_like("key_padding_mask", padding, (batch, keys))[:, None, None]
         if attn is not None:
-            if isinstance(attn, Tensor) and attn.dim() == 3:
-                _mask_like("attn_mask", attn, (batch * self.num_heads, queries, keys))
-                attn = attn.reshape(batch, self.num_heads, queries, keys)
-            else:
-                _mask_like("attn_mask", attn, (queries, keys))
-                attn = attn[None, None]
+            heads = (batch * self.num_heads,) if isinstance(attn, Tensor) and attn.dim() == 3 else ()
+            attn = _mask_like("attn_mask", attn, (*heads, queries, keys))
+            attn = attn.reshape(batch if heads else 1, self.num_heads if heads else 1, queries, keys)
         if padding is None or attn is None:
             one = attn if padding is None else padding
             return one if one is None or one.dtype != torch.bool else ~one
@@ -200,25 +178,24 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(`[N, L, H, D]`, weights `[N, H, L, S]`) in torch operators."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        logits = q * self.head_dim**-0.5 @ k.transpose(2, 3)
-        if mask is not None:
-            added = _additive(~mask, logits.dtype) if mask.dtype == torch.bool else mask
-            logits = logits + added
-            blind = (added == float("-inf")).all(-1, keepdim=True)
-            weights = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-        else:
+        logits = q.transpose(1, 2) * self.head_dim**-0.5 @ k.permute(0, 2, 3, 1)
+        if mask is None:
             weights = logits.softmax(-1)
+        else:
+            added = _additive(~mask, logits.dtype) if mask.dtype == torch.bool else mask
+            blind = (added == float("-inf")).all(-1, keepdim=True)
+            weights = (logits + added).masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
         weights = F.dropout(weights, self.dropout, self.training)
-        return (weights @ v).transpose(1, 2), weights
+        return (weights @ v.transpose(1, 2)).transpose(1, 2), weights
 
 
-def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     check.tensor(field, mask, f"{list(shape)}, {MASKS}", len(shape))
     if mask.dtype != torch.bool and not mask.is_floating_point():
         fail(InvalidInput, f"{field}.dtype", mask.dtype, MASKS)
     if mask.shape != torch.Size(shape):
         fail(InvalidInput, field, f"shape {tuple(mask.shape)}", f"{list(shape)}")
+    return mask
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,15 +5,15 @@ them as one weight. The parameters stay the same objects, with the same names an
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnops.nn.absorb import PLAIN
+from attnops.nn.absorb import PLAIN, changed
 
 ALIGNED = 16
 """Bytes. A matrix product is slower on a weight that begins elsewhere, and Inductor copies one."""
@@ -24,12 +24,9 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Linears with contiguous weights.
+    """Linears with contiguous weights, by name in the order of their memory.
 
-    linears: their names, in the order of their memory.
-    rows: of each weight.
-    nbytes: of weights and biases together.
-    moved: False: they were contiguous before.
+    rows: of each weight. nbytes: of weights and biases together. moved: False: they were contiguous before.
     """
 
     linears: tuple[str, ...]
@@ -54,27 +51,25 @@ class Packed:
     def holds(self) -> bool:
         """Are all groups still contiguous? `model.to(dtype)`, an assigned weight, `load_state_dict(assign=True)` and another module in
         place of a linear end it."""
-        modules = self._modules()
-        return all(len(row) == len(g.linears) and _contiguous(row) for g in self.groups for row in _rows(g, modules))
+        return all(len(row) == len(group.linears) and _contiguous(row) for group, row in self._rows())
 
     def unpack(self) -> None:
         """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
-        modules = self._modules()
-        for group in self.groups:
-            for tensor in (tensor for row in _rows(group, modules) for tensor in row):
+        for _, row in self._rows():
+            for tensor in row:
                 if tensor.untyped_storage().nbytes() > tensor.nbytes:
                     with torch.inference_mode(False), torch.no_grad():
                         tensor.data = tensor.data.clone()
 
-    def _modules(self) -> dict[str, nn.Module]:
-        return dict(self.model.named_modules(remove_duplicate=False))
-
-
-def _rows(group: PackedGroup, modules: dict[str, nn.Module]) -> list[list[Tensor]]:
-    """Weights, and biases if any, of those linears that are still there."""
-    found = [modules.get(name) for name in group.linears]
-    weights, biases = ([t for m in found if isinstance(t := getattr(m, name, None), Tensor)] for name in ("weight", "bias"))
-    return [weights, biases] if biases else [weights]
+    def _rows(self) -> Iterator[tuple[PackedGroup, list[Tensor]]]:
+        """The weights of each group, and the biases if any, of those linears that are still there."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for group in self.groups:
+            found = [modules.get(name) for name in group.linears]
+            for name in ("weight", "bias"):
+                row = [t for m in found if isinstance(t := getattr(m, name, None), Tensor)]
+                if row or name == "weight":
+                    yield group, row
 
 
 def pack_linears(model: nn.Module) -> Packed:
@@ -89,12 +84,8 @@ def pack_linears(model: nn.Module) -> Packed:
     hooks or a forward of their own, tied ones, those on meta or in shared memory, and those whose bytes are no multiple of 16.
 
     Call it before a CUDA graph is captured, which would go on reading the old memory.
-
-    Returns:
-        Packed, with the groups, the skipped linears, and `unpack()`.
     """
-    taken = _Taken(model)
-    skipped: dict[str, str] = {}
+    taken, skipped = _Taken(model), dict[str, str]()
     with torch.inference_mode(False), torch.no_grad():
         found = (_pack(m, taken, skipped) for path, module in model.named_modules() for m in _alike(module, path, taken, skipped))
         groups = tuple(group for group in found if group is not None)
@@ -102,25 +93,15 @@ def pack_linears(model: nn.Module) -> Packed:
 
 
 class _Taken:
-    """The tensors of a model by storage, and how often each is registered."""
+    """How often each tensor of a model is registered, and the tensors in each storage before any of them moves."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self.names = Counter(id(tensor) for _, tensor in named)
-        self.by_storage: dict[Any, set[int]] = {}
-        for _, tensor in named:
+        tensors = [t for _, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))]
+        self.times = Counter(map(id, tensors))
+        self.by_storage: dict[Any, set[int]] = defaultdict(set)
+        for tensor in tensors:
             if type(tensor) in PLAIN and not tensor.is_meta:
-                self.by_storage.setdefault(_storage(tensor), set()).add(id(tensor))
-
-    def others(self, tensor: Tensor, known: Sequence[Tensor]) -> bool:
-        """Does its storage hold tensors that are not among `known`?"""
-        return bool(self.by_storage[_storage(tensor)] - {id(t) for t in known})
-
-    def move(self, tensor: Tensor, to: Tensor) -> None:
-        """Give `tensor` the memory of `to`."""
-        self.by_storage[_storage(tensor)].discard(id(tensor))
-        tensor.data = to
-        self.by_storage.setdefault(_storage(tensor), set()).add(id(tensor))
+                self.by_storage[_storage(tensor)].add(id(tensor))
 
 
 def _storage(tensor: Tensor) -> tuple[str, int]:
@@ -131,25 +112,25 @@ def _parameters(linear: nn.Linear) -> list[Tensor]:
     return [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
 
 
-def _alike(module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str]) -> Iterator[dict[str, nn.Linear]]:
-    found: dict[Any, dict[str, nn.Linear]] = {}
+def _alike(module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str]) -> Iterable[dict[str, nn.Linear]]:
+    found: dict[Any, dict[str, nn.Linear]] = defaultdict(dict)
     for name, child in () if isinstance(module, CONTAINERS) else module.named_children():
         if not isinstance(child, nn.Linear):
             continue
         full = f"{path}.{name}" if path else name
         if why := _against(child, taken):
             skipped[full] = why
-            continue
-        key = (child.in_features, *((t.dtype, t.device) for t in _parameters(child)))
-        found.setdefault(key, {})[full] = child
-    yield from found.values()
+        else:
+            key = (child.in_features, *((t.dtype, t.device) for t in _parameters(child)))
+            found[key][full] = child
+    return found.values()
 
 
 def _against(linear: nn.Linear, taken: _Taken) -> str:
     """The reason why it may not be moved; "": it may."""
     if type(linear) is not nn.Linear:
         return f"it is a {type(linear).__name__}"
-    if "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks:
+    if changed(linear):
         return "it has hooks, or a forward of its own"
     for tensor in _parameters(linear):
         if type(tensor) not in PLAIN:
@@ -158,7 +139,7 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
             return "it is on meta" if tensor.is_meta else "it was made in inference mode"
         if not tensor.is_contiguous() or tensor.numel() == 0:
             return "it is not contiguous, or empty"
-        if taken.names[id(tensor)] > 1:
+        if taken.times[id(tensor)] > 1:
             return "it is tied"
         if tensor.device.type == "cpu" and tensor.is_shared():
             return "its memory is shared with other processes"
@@ -168,23 +149,22 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
 
 
 def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> PackedGroup | None:
-    alone: dict[str, nn.Linear] = {}
-    every = [t for linear in members.values() for t in _parameters(linear)]
+    alone: dict[str, list[Tensor]] = {}
+    every = {id(t) for linear in members.values() for t in _parameters(linear)}
     for name, linear in members.items():
-        before = [t for other in alone.values() for t in _parameters(other)]
-        if any(taken.others(t, every) or any(_overlap(t, b) for b in before) for t in _parameters(linear)):
+        own, before = _parameters(linear), [t for other in alone.values() for t in other]
+        if any(taken.by_storage[_storage(t)] - every or any(_overlap(t, b) for b in before) for t in own):
             skipped[name] = "its memory holds something else, too"
         else:
-            alone[name] = linear
+            alone[name] = own
     if len(alone) < 2:
         return None
-    rows = [list(row) for row in zip(*(_parameters(linear) for linear in alone.values()), strict=True)]
+    rows = [list(row) for row in zip(*alone.values(), strict=True)]
     moved = not all(map(_contiguous, rows))
     for row in rows if moved else ():
         memory = row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False)
         for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
-            part.copy_(tensor.data)
-            taken.move(tensor, part)
+            tensor.data = part.copy_(tensor.data)
     return PackedGroup(tuple(alone), tuple(len(t) for t in rows[0]), sum(t.nbytes for row in rows for t in row), moved)
 
 
@@ -193,6 +173,5 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _contiguous(row: Sequence[Tensor]) -> bool:
-    return all(
-        _storage(a) == _storage(b) and a.dtype == b.dtype and a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(row)
-    )
+    pairs = itertools.pairwise(row)
+    return all((_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairs)

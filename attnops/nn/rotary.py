@@ -26,10 +26,10 @@ def rope_of(rope: RotaryEmbedding | None, field: str, head_dim: int) -> RotaryEm
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding, https://arxiv.org/abs/2104.09864, equation 34.
 
-    Pair i of a head is turned by `position * f(i)`, where f(i) is `theta ** (-2 i / head_dim)`; with scaling "linear" it is divided by
-    `factor` (https://arxiv.org/abs/2306.15595). "yarn" (https://arxiv.org/abs/2309.00071, section 3.2) divides the slow pairs by
-    `factor`, leaves the fast ones and goes from the one to the other along a straight line. There is no buffer: angles are computed in
-    float32 (float64 for float64 queries) from Python numbers, so that a cast of the module to a lower precision does not touch them.
+    Pair i of a head is turned by `position * theta ** (-2 i / head_dim)`; scaling "linear" divides that by `factor`
+    (https://arxiv.org/abs/2306.15595). "yarn" (https://arxiv.org/abs/2309.00071, section 3.2) divides the slow pairs by `factor`, leaves
+    the fast ones and goes from the one to the other along a straight line. There is no buffer: angles are computed in float32 (float64
+    for float64 queries) from Python numbers, so that a cast of the module to a lower precision does not touch them.
 
     Args:
         head_dim: D, even.
@@ -50,21 +50,11 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        theta: float = 10000.0,
-        *,
-        scaling: str = "none",
-        factor: float = 1.0,
-        interleaved: bool = False,
-        original_max_position: int | None = None,
-        beta_fast: float = 32.0,
-        beta_slow: float = 1.0,
-        mscale: float | None = None,
-        mscale_all_dim: float | None = None,
-        attention_factor: float | None = None,
-        truncate: bool = True,
-    ) -> None:
+        self, head_dim: int, theta: float = 10000.0,
+        *, scaling: str = "none", factor: float = 1.0, interleaved: bool = False, original_max_position: int | None = None,
+        beta_fast: float = 32.0, beta_slow: float = 1.0, mscale: float | None = None, mscale_all_dim: float | None = None,
+        attention_factor: float | None = None, truncate: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.head_dim = check.size("head_dim", head_dim)
         if head_dim % 2:
@@ -91,9 +81,10 @@ class RotaryEmbedding(nn.Module):
             for field, value in (("mscale", mscale), ("mscale_all_dim", mscale_all_dim), ("attention_factor", attention_factor)):
                 if value is not None:
                     check.number(field, value, 0.0)
-            both = self._m(mscale) / self._m(mscale_all_dim) if mscale and mscale_all_dim else self._m(1.0)
+            m = [0.1 * (x or 0.0) * math.log(self.factor) + 1.0 for x in (mscale, mscale_all_dim, 1.0)]
+            both = m[0] / m[1] if mscale and mscale_all_dim else m[2]
             self.attention_factor = both if attention_factor is None else float(attention_factor)
-            self._softmax_scale = self._m(mscale_all_dim) ** 2 if mscale_all_dim else 1.0
+            self._softmax_scale = m[1] ** 2 if mscale_all_dim else 1.0
         else:
             check.absent(
                 "unless scaling is 'yarn'", original_max_position=original_max_position, mscale=mscale, mscale_all_dim=mscale_all_dim,
@@ -122,14 +113,11 @@ class RotaryEmbedding(nn.Module):
         pairs = torch.arange(0, self.head_dim, 2, device=like.device, dtype=wide)
         turns = self.theta ** (-pairs / self.head_dim)
         at = positions.to(wide)[..., None]
-        if self.scaling == "linear":
-            angles = at / self.factor * turns
-        elif self.scaling == "yarn":
+        if self.scaling == "yarn":
             low, high = self._ramp
             slow = ((pairs / 2 - low) / (high - low)).clamp(0, 1)
-            angles = at * (turns / self.factor * slow + turns * (1 - slow))
-        else:
-            angles = at * turns
+            turns = turns / self.factor * slow + turns * (1 - slow)
+        angles = (at / self.factor if self.scaling == "linear" else at) * turns
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.attention_factor == 1.0 else (cos * self.attention_factor, sin * self.attention_factor)
 
@@ -141,17 +129,12 @@ class RotaryEmbedding(nn.Module):
         scaled = () if self.scaling == "none" else (f"scaling={self.scaling!r}, factor={self.factor}",)
         return check.shown(f"{self.head_dim}", f"theta={self.theta}", *scaled, interleaved=(self.interleaved, False))
 
-    def _m(self, mscale: float | None) -> float:
-        return 0.1 * (mscale or 0.0) * math.log(self.factor) + 1.0
-
     def _bounds(self, known: int, fast: float, slow: float, truncate: bool) -> tuple[float, float]:
         """The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN solved for the dimension."""
 
         def pair(turns: float) -> float:
             return self.head_dim * math.log(known / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = pair(fast), pair(slow)
-        if truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
-        return (float(low), float(high) if high != low else high + 0.001)
+        low, high = (math.floor(pair(fast)), math.ceil(pair(slow))) if truncate else (pair(fast), pair(slow))
+        low, high = float(max(low, 0)), float(min(high, self.head_dim - 1))
+        return low, high if high != low else high + 0.001

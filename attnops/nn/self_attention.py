@@ -34,26 +34,11 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        *,
-        qk_norm: bool = False,
-        norm_eps: float = 1e-6,
-        rope: RotaryEmbedding | None = None,
-        bias: bool = False,
-        out_bias: bool = False,
-        scale: float | None = None,
-        causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        sinks: bool = False,
-        kernel: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
+        *, qk_norm: bool = False, norm_eps: float = 1e-6, rope: RotaryEmbedding | None = None, bias: bool = False, out_bias: bool = False,
+        scale: float | None = None, causal: bool = True, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: bool = False,
+        kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = check.size("hidden_size", hidden_size)
         check.size("num_heads", num_heads)
@@ -75,21 +60,11 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps, **made) if qk_norm else None for _ in range(2))
 
     def forward(
-        self,
-        hidden: Tensor,
-        *,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        kv_start: Tensor | None = None,
-        kv_end: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        batch: PagedBatch | None = None,
-        k_pages: Tensor | None = None,
-        v_pages: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, hidden: Tensor,
+        *, positions: Tensor | None = None, mask: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, batch: PagedBatch | None = None, k_pages: Tensor | None = None,
+        v_pages: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Args:
