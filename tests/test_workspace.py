@@ -9,7 +9,7 @@ from attnops import kernel as registry_module
 from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import Kernel, Registry, one_of
-from attnops.kernels.shared import workspace as _workspace
+from attnops.kernels.shared import memory as _workspace
 from attnops.ops import OPS
 from attnops.select import choose, parse_policy, select, workspace_bytes
 from attnops.testing import CASES, check_kernel, equip, refusals

@@ -274,7 +274,7 @@ def test_a_compiled_model_on_one_plan_a_step(mode, found, monkeypatch):
     ids = [[cache.alloc() for _ in range(3)] for cache in caches]
     compiled = torch.compile(model, mode=mode, fullgraph=True)
     planned_by, run_by = Counter(), Counter()
-    from attnops.kernels.flashinfer import plan_batch as maker
+    from attnops.kernels.flashinfer import attention as maker
 
     real_plan, real_run = maker._call_planner, fi.run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl.flashmla_schedule import split
+from attnops.kernels.sgl.flashmla import split
 from attnops.ops import decode_rows, mla_attention
 from attnops.testing import Source, check_kernel, latent, planned, refusals
 from attnops.testing.builders import Pages

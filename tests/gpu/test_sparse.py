@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla_schedule, flashmla_sparse, wheel
+from attnops.kernels.sgl import flashmla, flashmla_sparse, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target
 from attnops.reference.latent_format import pack, unpack
@@ -28,7 +28,7 @@ def installed_wheel() -> None:
     if target.arch not in (90, 100):
         pytest.skip(f"FlashMLA has no sparse kernel for {target}")
     for op in ("sparse_prefill_fwd", "sparse_decode_fwd"):
-        wheel.load(op, flashmla_schedule.LIBRARY)
+        wheel.load(op, flashmla.LIBRARY)
 
 
 def made(tokens: int, slots: int, topk: int, heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,9 +10,8 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import package as _flashinfer_pkg
-from attnops.kernels.shared import rows as _rows
-from attnops.kernels.shared.decode import side_by_side
+from attnops.kernels.flashinfer import modules as _flashinfer_pkg, rope as _rows
+from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
 from attnops.problem import Extent, Target, pretend
 from attnops.reference.rope_quantize import rotate

@@ -9,8 +9,8 @@ import torch
 from attnops.errors import InvalidInput, NoKernel
 from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla, flashmla_schedule, wheel
-from attnops.kernels.shared import decode
+from attnops.kernels.sgl import flashmla, wheel
+from attnops.kernels.shared import tokens
 from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend, problem_of
@@ -111,8 +111,8 @@ def test_parts_that_the_compiler_joins_are_joined_once(monkeypatch):
     call, model, apart = batch(), Layers(joined=False), []
 
     def spied(q_nope, q_pe):
-        apart.append(q_pe is not None and not decode.side_by_side(q_nope, q_pe))
-        return decode.whole(q_nope, q_pe)
+        apart.append(q_pe is not None and not tokens.side_by_side(q_nope, q_pe))
+        return tokens.whole(q_nope, q_pe)
 
     monkeypatch.setattr(flashmla, "whole", spied)
     given = {n: call.arguments[n] for n in ("latent_pages", "page_table", "seq_lens", "cu_seqlens_q")} | {"plan": PLANS["schedule"](call)}
@@ -190,7 +190,7 @@ def test_where_the_schedule_lies(heads, parts, room, float8):
     words = 8 * (room + float8) + 4 + 1
     assert plan.shape[0] == plain.shape[0] + words and torch.equal(plan[words:], plain)
     lens = torch.tensor([69, 70, 130, int(float8)], dtype=torch.int32)
-    tiles, splits = flashmla_schedule.split(plan[:words], 4, heads)
+    tiles, splits = flashmla.split(plan[:words], 4, heads)
     assert tiles.shape == (parts, 8) and {x.untyped_storage().data_ptr() for x in (tiles, splits)} == {plan.untyped_storage().data_ptr()}
     standin.follows(lens, tiles, splits, float8)
     assert not tiles[:, 5 if float8 else 7 :].any() and not plan[8 * parts : words - 5].any(), "what nobody writes is 0"
@@ -226,9 +226,9 @@ def test_a_schedule_for_others_is_refused():
 
 def test_kernels_that_read_rows_pass_over_a_schedule():
     call = batch((2, 0, 1), (70, 9, 130), padding=1)
-    want = decode.batch_by_token(call.record)
+    want = tokens.batch_by_token(call.record)
     for plan in (rows(call), scheduled(call), rows(call, q_heads=16, float8=True)):
-        got = decode.batch_by_token(call.with_(plan=plan).record)
+        got = tokens.batch_by_token(call.with_(plan=plan).record)
         assert all(map(torch.equal, got[:2], want[:2]))
 
 
@@ -318,7 +318,7 @@ def test_measured_times_are_those_with_a_plan():
     us = {kind: costs(replace(bare, plan=kind), [KERNELS[n] for n in times], table) for kind in ("none", "host", "device")}
     assert us["host"] == us["device"] and us["none"]["reference"] == us["host"]["reference"]
     more = us["none"]["flashmla"].us - us["host"]["flashmla"].us
-    assert more == pytest.approx(flashmla_schedule.cost_us(bare)) and more > 10
+    assert more == pytest.approx(flashmla.rows_us(bare)) and more > 10
 
 
 def test_it_is_timed_with_its_plan():
@@ -333,12 +333,12 @@ def test_it_is_timed_with_its_plan():
 
 def test_parts_that_lie_side_by_side():
     query = torch.randn(3, 4, 600)[..., :576]
-    assert decode.side_by_side(query[..., :512], query[..., 512:])
-    assert decode.whole(query[..., :512], query[..., 512:]).data_ptr() == query.data_ptr()
+    assert tokens.side_by_side(query[..., :512], query[..., 512:])
+    assert tokens.whole(query[..., :512], query[..., 512:]).data_ptr() == query.data_ptr()
     other = torch.randn(3, 4, 576)
     for a, b in ((query[..., :512], other[..., 512:]), (query[..., 64:], query[..., :64]), (query[..., :512], query[..., 511:575])):
-        assert not decode.side_by_side(a, b)
-        torch.testing.assert_close(decode.whole(a, b), torch.cat([a, b], -1))
+        assert not tokens.side_by_side(a, b)
+        torch.testing.assert_close(tokens.whole(a, b), torch.cat([a, b], -1))
 
 
 def test_tune_times_it_compiled_with_its_bound_known():

@@ -10,9 +10,9 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 from attnops.errors import NoKernel
 from attnops.kernel import Package, kernels_of
-from attnops.kernels.sgl import cutlass_mla, flashmla_schedule, wheel
-from attnops.kernels.sgl.flashmla_schedule import LIBRARY
-from attnops.kernels.shared.workspace import COUNTERS, total
+from attnops.kernels.sgl import cutlass_mla, flashmla, wheel
+from attnops.kernels.sgl.flashmla import LIBRARY
+from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
@@ -155,7 +155,7 @@ def test_opcheck(name):
 def test_opcheck_of_the_core(name, scheduled):
     call = decode_for(name)
     t = call.arguments
-    schedule = flashmla_schedule.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
+    schedule = flashmla.written(t["seq_lens"], t["q_nope"].shape[1], name == "flashmla_fp8") if scheduled else None
     scales = (t["q_scale"], t["kv_scale"]) if name == "flashmla_fp8" else ()
     args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, t["scale"], *scales)
     with pretend(TARGETS[name]):

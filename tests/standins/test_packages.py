@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import package as _flashinfer_pkg
+from attnops.kernels.flashinfer import modules as _flashinfer_pkg
 from attnops.kernels.sgl import wheel
 from attnops.problem import Target
 

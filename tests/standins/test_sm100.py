@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 import attnops
 from attnops.cache import LatentCache
 from attnops.errors import NoKernel, PageSizeConflict
-from attnops.kernels.flashinfer import package as _flashinfer_pkg, trtllm_mla
+from attnops.kernels.flashinfer import modules as _flashinfer_pkg, trtllm
 from attnops.kernels.sgl import cutlass_mla, wheel
 from attnops.nn import LatentAttention, PagedBatch, RotaryEmbedding
 from attnops.ops import mla_attention
@@ -194,7 +194,7 @@ def test_rows_of_the_table_are_whole_tiles(way):
     """So that the kernel pads no table in any layer, though 200 tokens are no whole number of tiles."""
     cache = cache_for(way, scratch(way))
     assert cache.page_size == way.page and cache.page_table.shape[1] * way.page == 256
-    module, widths = (cutlass_mla if way.kernel == "cutlass_mla" else trtllm_mla), []
+    module, widths = (cutlass_mla if way.kernel == "cutlass_mla" else trtllm), []
     pad = module.pad
 
     def seen(table, by):

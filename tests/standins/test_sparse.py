@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.errors import InvalidInput, NoGradient, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import flashmla_schedule, flashmla_sparse, wheel
+from attnops.kernels.sgl import flashmla, flashmla_sparse, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
 from attnops.testing import CASES, Call, Source, check_kernel, sparse
@@ -76,9 +76,9 @@ def test_schemas_are_the_wheels():
 
 @pytest.mark.parametrize("schema", [schemas.SPARSE_DECODE, schemas.SPARSE_PREFILL])
 def test_an_installed_wheel_holds_these_schemas(schema):
-    path = wheel.library(flashmla_schedule.LIBRARY)
+    path = wheel.library(flashmla.LIBRARY)
     if path is None:
-        pytest.skip(f"no sgl_kernel with {flashmla_schedule.LIBRARY}")
+        pytest.skip(f"no sgl_kernel with {flashmla.LIBRARY}")
     assert schema.encode() in path.read_bytes()
 
 

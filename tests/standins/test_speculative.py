@@ -16,7 +16,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from attnops.cache import PagedBatch, Planner
 from attnops.graphs import Buckets, breakable
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import package
+from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import wheel
 from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
@@ -60,7 +60,7 @@ def ready(name: str) -> Iterator[None]:
         if name == "trtllm_mla":
             stack.enter_context(flashinfer_trtllm_mla.installed())
             # A GPU of few multiprocessors wants little scratch.
-            stack.enter_context(patch.object(package, "SMS", 16))
+            stack.enter_context(patch.object(trtllm, "SMS", 16))
             stack.enter_context(patch.object(flashinfer_trtllm_mla, "SM_COUNT", 16))
         if name == "fa3":
             stack.enter_context(sgl_kernel_fa3.installed())

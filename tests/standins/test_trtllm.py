@@ -14,8 +14,8 @@ import attnops
 from attnops.cache import PagedCache
 from attnops.errors import InvalidInput, NoKernel
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import package, trtllm, xqa
-from attnops.kernels.shared import workspace as _workspace
+from attnops.kernels.flashinfer import modules, trtllm
+from attnops.kernels.shared import memory as _workspace
 from attnops.ops import OPS
 from attnops.problem import Extent, Target, pretend
 from attnops.select import choose, select, workspace_bytes
@@ -203,7 +203,7 @@ def test_a_workspace_that_does_not_serve_is_named(name):
     kernel, call = PAGED[name], DECODE["page_16"]()
     with pretend(TARGETS[name]):
         size = kernel.workspace_bytes(call.problem)
-        short = _workspace.total(xqa.scratch_bytes(4, 64) if name == "xqa" else package.split_bytes(64))
+        short = _workspace.total(trtllm.scratch_bytes(4, 64) if name == "xqa" else trtllm.split_bytes(64))
         assert short == size
         with pytest.raises(InvalidInput, match=rf"^workspace: got None, want >= {size} bytes"):
             kernel.run(call.record)
@@ -280,7 +280,7 @@ def test_a_cache_brings_it_to_a_layer():
 
     with pretend(TARGETS["xqa"]), torch.no_grad():
         asked = attnops.explain(step(0), target=TARGETS["xqa"], quiet=True)
-        assert asked.workspace_bytes == _workspace.total(xqa.scratch_bytes(4, 64))
+        assert asked.workspace_bytes == _workspace.total(trtllm.scratch_bytes(4, 64))
         with pytest.raises(NoKernel, match="workspace=0 bytes"):
             step(0)()
         call = step(asked.workspace_bytes)
@@ -390,10 +390,10 @@ def test_a_kernel_that_reads_unused_slots_is_caught():
 
 
 def test_a_host_without_a_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(package.shutil, "which", lambda name: None)
-    monkeypatch.setattr(package, "CUDA", "/nowhere")
-    assert "flashinfer without nvcc and ninja" in str(package.no_compiler(Target("cuda", 90)))
-    assert package.no_compiler(TARGETS["xqa"]) is None, "the probe looks for no package that the target assumes"
+    monkeypatch.setattr(modules.shutil, "which", lambda name: None)
+    monkeypatch.setattr(modules, "CUDA", "/nowhere")
+    assert "flashinfer without nvcc and ninja" in str(modules.no_compiler(Target("cuda", 90)))
+    assert modules.no_compiler(TARGETS["xqa"]) is None, "the probe looks for no package that the target assumes"
 
 
 # The truth about the foreign functions --------------------------------------------------------------------------------

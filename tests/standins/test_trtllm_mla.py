@@ -9,8 +9,8 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.kernel import kernels_of
-from attnops.kernels.flashinfer import trtllm_mla
-from attnops.kernels.shared import workspace as _workspace
+from attnops.kernels.flashinfer import trtllm
+from attnops.kernels.shared import memory as _workspace
 from attnops.ops import decode_rows, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes
@@ -106,7 +106,7 @@ def test_a_plan_says_the_same(calls):
 def test_the_callers_workspace(calls):
     given = call(f=replace(DEEPSEEK, lse=True))
     size = workspace_bytes(given.problem, "kernel=trtllm_mla")
-    assert size == trtllm_mla.workspace_bytes(given.problem) > _workspace.COUNTERS
+    assert size == trtllm.workspace_bytes(given.problem) > _workspace.COUNTERS
     workspace = torch.zeros(size, dtype=torch.uint8)
     for _ in range(2):
         assert check_kernel(KERNEL, given.with_(workspace=workspace)).worst <= 0.125
@@ -156,7 +156,7 @@ def test_refusals(point):
 )
 def test_the_function_refuses_the_same(calls, change, text):
     given = call(page=64 if change else 128, f=replace(DEEPSEEK, **change))
-    given = given.with_(workspace=torch.zeros(trtllm_mla.workspace_bytes(given.problem), dtype=torch.uint8))
+    given = given.with_(workspace=torch.zeros(trtllm.workspace_bytes(given.problem), dtype=torch.uint8))
     with pytest.raises(ValueError, match=text):
         KERNEL.run(given.record)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnops.kernel import Kernel, Need, Tolerance, arch, one_of, register
 from attnops.kernels.flash_attn4.fa4_op import PACKAGES, forward
-from attnops.kernels.shared.flash import packed_lse, past, see_nothing, with_sinks, zeroed
+from attnops.kernels.shared.tokens import packed_lse, past, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
 from attnops.reference.attention import compact, no_lse, result_dtype

@@ -32,7 +32,7 @@ def parse(text: str) -> Module:
 
 
 def timed(module: Module) -> float:
-    """Build the module if need be and load it. Returns the seconds that took."""
+    """The seconds that it took to load the module, built if need be."""
     start = time.perf_counter()
     load_paged(module)
     return time.perf_counter() - start

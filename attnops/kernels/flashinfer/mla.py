@@ -22,20 +22,18 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, one_of, register
-from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, sm_count
-from attnops.kernels.flashinfer.package import CACHED, HALVES, PACKAGE, gapless
-from attnops.kernels.shared.decode import blank
+from attnops.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, register
+from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, PACKAGE, gapless, sm_count
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
+from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, blank
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops.mla import MlaAttention
-    from attnops.ops.plan import PlanMlaAttention
+    from attnops.ops import mla, plan
 
 MAKER = "attnops.ops.plan_mla_attention"
-LATENT, ROPE, TILE = 512, 64, 64
+TILE = 64
 MOST_WORKS = 16384
 """Pieces of work that a plan has room for (scheduler.cuh, MLAPlan); it does not look whether they fit."""
 
@@ -84,11 +82,11 @@ def works(s: Shape, starts: Tensor, keys: Tensor, sms: int) -> int:
     return int((tiles * ((keys + part - 1) // part).clamp(min=1)).sum())
 
 
-def plan_mla_attention(path: int, call: PlanMlaAttention) -> None:
-    """See `attnops.ops.plan_mla_attention`."""
+def plan_mla_attention(path: int, call: plan.PlanMlaAttention) -> None:
+    """Without tokens or pages, no kernel reads a plan, and it is zeros."""
     table, dtype = call.page_table, getattr(torch, call.dtype)
     if call.num_tokens == 0 or table.numel() == 0:
-        call.plan.zero_()  # without tokens or pages, no kernel reads a plan
+        call.plan.zero_()
         return
     s = Shape(call.num_tokens, table.shape[1], call.q_heads, call.page_size, dtype, call.causal and call.max_seqlen_q > 1)
     sms = sm_count(table.device)
@@ -105,12 +103,12 @@ def plan_mla_attention(path: int, call: PlanMlaAttention) -> None:
     write_header(call.plan, path, call.num_pages, s, list(info))
 
 
-def mla_attention(path: int, call: MlaAttention) -> None:
-    """See `attnops.ops.mla_attention`. The kernel writes every row of `output` and `lse`: padding has rows of its own in the plan."""
-    q_nope, q_pe, latents, table, kv_scale = call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.kv_scale
-    output, lse = call.output, call.lse
+def mla_attention(path: int, call: mla.MlaAttention) -> None:
+    """The kernel writes every row of `output` and `lse`: padding has rows of its own in the plan."""
     if blank(call):
         return
+    q_nope, q_pe, latents, table, kv_scale = call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.kv_scale
+    output, lse = call.output, call.lse
     s = Shape(q_nope.shape[0], table.shape[1], q_nope.shape[1], latents.shape[1], q_nope.dtype, call.causal and call.max_seqlen_q > 1)
     info = read_header(call, MAKER, s, path, NAMES, latents.shape[0])
     assert call.workspace is not None  # `read_header` looked
@@ -151,8 +149,7 @@ def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
 
 
 NEEDS: tuple[Need, ...] = (
-    one_of("v_head_dim", LATENT),
-    one_of("rope_dim", ROPE),
+    *LATENTS,
     # A causal tile that ends amid a query's heads drops that query's last key where it begins a tile of keys (floor against ceil).
     demand(
         "q_heads",
@@ -171,17 +168,16 @@ TAKES = frozenset({"kv_scale", "causal", "lse", "holes"})
 FA2_US = phases(Roofline(18.4, 0.61, 0.41, 0.0032, 8300), Roofline(8.0, 0.44, 0.35, 0.085, 240))
 FA3_US = phases(Roofline(17.1, 1.2, 0.89, 0.0012, 31_000), Roofline(7.4, 0.54, 0.83, 0.07, 230))
 for _path, _where, _cost_us, _about in (
-    (FA2, arch(80, 86, 87, 89, 90, 100, 103, 120, 121), FA2_US, "FlashInfer: MLA of SM80 and later, planned by the host"),
-    (FA3, arch(90), FA3_US, "FlashInfer: MLA on SM90, planned by the host"),
+    (FA2, arch(80, 86, 87, 89, 90, 100, 103, 120, 121), FA2_US, "of SM80 and later"),
+    (FA3, arch(90), FA3_US, "on SM90"),
 ):
     # NEVER: as in `flashinfer`, for Inductor's recorder of CUDA graphs would copy the plan.
     _kernel = functools.partial(
-        Kernel, f"flashinfer_mla_{NAMES[_path]}", dtypes=HALVES, kv_dtypes=CACHED, packages=(PACKAGE,), capture=Capture.NEVER,
-        about=_about,
+        Kernel, f"flashinfer_mla_{NAMES[_path]}", dtypes=HALVES, kv_dtypes=(*HALVES, torch.float8_e4m3fn), packages=(PACKAGE,),
+        capture=Capture.NEVER, about=f"FlashInfer: MLA {_about}, planned by the host",
     )  # fmt: skip
     _us: Callable[[Problem], float] = functools.partial(lambda path, p: 700.0 + path, _path)
     _plan = functools.partial(plan_mla_attention, _path)
     register(_kernel("plan_mla_attention", _plan, needs=(_where, *NEEDS), cost_us=_us, plan=Plan(sizes=plan_sizes)))
-    _needs = (_where, *NEEDS, host_plan(MAKER), one_of("last_dim_contiguous", True))
-    _run, _tolerance = functools.partial(mla_attention, _path), Tolerance(rounded_sums=_path == FA2)
-    register(_kernel("mla_attention", _run, takes=TAKES, needs=_needs, cost_us=_cost_us, tolerance=_tolerance))
+    _run, _needs = functools.partial(mla_attention, _path), (_where, *NEEDS, host_plan(MAKER))
+    register(_kernel("mla_attention", _run, takes=TAKES, needs=_needs, cost_us=_cost_us, tolerance=Tolerance(rounded_sums=_path == FA2)))

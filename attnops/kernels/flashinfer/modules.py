@@ -1,4 +1,7 @@
-"""The numbers of a FlashInfer call: which of its kernels the call takes, how much scratch that wants, and its JIT modules.
+"""The FlashInfer package: what it needs to be there, and the numbers and JIT modules of its attention.
+
+Importing it makes a folder for what it compiles and asks every GPU for its capability, which initialises CUDA. So it is imported at the
+first call of a kernel, when a CUDA tensor is at hand. It compiles each module at its first use, with nvcc: once, before any capture.
 
 FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless, so those are used. Plans are made in
 its CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only the workspace's contents change.
@@ -7,23 +10,65 @@ its CUDA-graph mode: for the same sizes every plan has the same ints, hence the 
 from __future__ import annotations
 
 import functools
+import importlib
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.kernel import deterministic
+from attnops.kernel import Package, deterministic
 from attnops.kernels.shared.plan import padded
+from attnops.problem import Refusal, Target
 
 if TYPE_CHECKING:
-    from attnops.ops.paged import PagedAttention
-    from attnops.ops.plan import PlanPagedAttention
+    from attnops.ops import paged, plan
+
+PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2")
+CUDA = "/usr/local/cuda/bin"
+HALVES = (torch.float16, torch.bfloat16)
+I32 = torch.int32
 
 DECODE, FA2, FA3 = 1, 2, 3
 """Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group as rows, warp groups of SM90."""
 NAMES = {DECODE: "decode", FA2: "fa2", FA3: "fa3"}
 NHD = 0
-I32 = torch.int32
+
+
+def missing(target: Target) -> Refusal | None:
+    """A probe: tvm_ffi, which the package imports, may be absent."""
+    if target.assume is not None or find_spec("tvm_ffi") is not None:
+        return None
+    return Refusal("package", "tvm_ffi missing", "pip install apache-tvm-ffi")
+
+
+def no_compiler(target: Target) -> Refusal | None:
+    """A probe: FlashInfer builds its modules with nvcc and ninja at first use, unless a package of built ones is there."""
+    if target.assume is not None or find_spec("flashinfer_jit_cache") is not None:
+        return None
+    absent = [name for name in ("nvcc", "ninja") if shutil.which(name) is None and not Path(CUDA, name).exists()]
+    want = f"nvcc and ninja on PATH (or nvcc in {CUDA}), or flashinfer-jit-cache"
+    return Refusal("package", f"flashinfer without {' and '.join(absent)}", want) if absent else None
+
+
+@functools.cache
+def module(name: str) -> Any:
+    """`flashinfer.<name>`. Raises OSError, which names the variable to set, where its folder cannot be made."""
+    try:
+        return importlib.import_module(f"flashinfer.{name}")
+    except OSError as error:
+        hint = "flashinfer writes below $FLASHINFER_WORKSPACE_BASE, or the home folder, and cannot"
+        raise OSError(f"{hint}: {error}") from error
+
+
+def gapless(x: Tensor) -> Tensor:
+    """`x`, or a contiguous tensor to write in its place."""
+    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# The numbers of a call ------------------------------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
@@ -50,25 +95,22 @@ class Shape(NamedTuple):
     deterministic: bool
 
     @classmethod
-    def of_layer(cls, call: PagedAttention) -> Shape:
+    def of_layer(cls, call: paged.PagedAttention) -> Shape:
         """Of a layer's call."""
-        tokens, q_heads, head_dim = call.query.shape
-        _, page_size, kv_heads, v_head_dim = call.v_pages.shape
-        (requests, pages), decode = call.page_table.shape, call.max_seqlen_q <= 1
-        return cls(
-            tokens, requests, pages, q_heads, kv_heads, head_dim, v_head_dim, page_size, call.query.dtype, decode,
-            call.causal and not decode, call.window_left, call.softcap > 0, call.sinks is not None, deterministic(call.policy),
-        )  # fmt: skip
+        (tokens, q_heads, head_dim), (_, page_size, kv_heads, v_head_dim) = call.query.shape, call.v_pages.shape
+        numbers = (q_heads, kv_heads, head_dim, v_head_dim, page_size, call.query.dtype)
+        return cls._over_pages(call, tokens, numbers, call.softcap > 0, call.sinks is not None)
 
     @classmethod
-    def of_plan(cls, call: PlanPagedAttention) -> Shape:
+    def of_plan(cls, call: plan.PlanPagedAttention) -> Shape:
         """Of the plan op's call."""
-        (requests, pages), decode = call.page_table.shape, call.max_seqlen_q <= 1
-        return cls(
-            call.num_tokens, requests, pages, call.q_heads, call.kv_heads, call.head_dim, call.v_head_dim, call.page_size,
-            getattr(torch, call.dtype), decode, call.causal and not decode, call.window_left, call.softcap, call.sinks,
-            deterministic(call.policy),
-        )  # fmt: skip
+        numbers = (call.q_heads, call.kv_heads, call.head_dim, call.v_head_dim, call.page_size, getattr(torch, call.dtype))
+        return cls._over_pages(call, call.num_tokens, numbers, call.softcap, call.sinks)
+
+    @classmethod
+    def _over_pages(cls, call: Any, tokens: int, numbers: tuple[int, int, int, int, int, torch.dtype], softcap: bool, sinks: bool) -> Shape:
+        (requests, pages), decode, steady = call.page_table.shape, call.max_seqlen_q <= 1, deterministic(call.policy)
+        return cls(tokens, requests, pages, *numbers, decode, call.causal and not decode, call.window_left, softcap, sinks, steady)
 
     @property
     def group(self) -> int:
@@ -79,6 +121,19 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         """Requests as FlashInfer sees them: the tokens when decoding, else the requests and one more that owns the padding."""
         return self.num_tokens if self.decode else self.requests + 1
+
+    @property
+    def total_rows(self) -> int:
+        """The rows that FA2's planner is given. Deterministic: so many that its tile is the same for any batch."""
+        return max(self.num_tokens, self.rows + 128) if self.deterministic else self.num_tokens
+
+    @property
+    def tile_q(self) -> int:
+        """FlashInfer's FA2DetermineCtaTileQ for the plans made here (utils.cuh; on SM80 and later)."""
+        rows = self.group * (1 if self.decode and not self.deterministic else max(self.total_rows - self.rows + 1, 1))
+        if rows > 64 and self.v_head_dim < 256:
+            return 128
+        return 64 if rows > 16 else 16
 
 
 def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
@@ -97,31 +152,15 @@ def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
     return FA3 if fa3 else FA2
 
 
-# The workspace --------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; off CUDA, where only stand-ins run, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def tile_q(s: Shape) -> int:
-    """FlashInfer's FA2DetermineCtaTileQ for the plans made here (utils.cuh; on SM80 and later)."""
-    rows = s.group * (1 if s.decode and not s.deterministic else max(total_rows(s) - s.rows + 1, 1))
-    if rows > 64 and s.v_head_dim < 256:
-        return 128
-    return 64 if rows > 16 else 16
-
-
-def total_rows(s: Shape) -> int:
-    """The rows that FA2's planner is given. Deterministic: so many that its tile is the same for any batch."""
-    return max(s.num_tokens, s.rows + 128) if s.deterministic else s.num_tokens
-
-
 def whole_keys(s: Shape, sms: int) -> bool:
     """FA2 shall not split the keys: the tiles fill the GPU as they are, or the order of summation must not depend on the batch."""
-    tiles = s.rows * -(-s.group // tile_q(s)) if s.decode else -(-s.num_tokens * s.group // tile_q(s)) + s.rows - 1
+    tiles = s.rows * -(-s.group // s.tile_q) if s.decode else -(-s.num_tokens * s.group // s.tile_q) + s.rows - 1
     return s.deterministic or tiles >= 2 * sms // s.kv_heads
 
 
@@ -133,9 +172,9 @@ def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
     if path == FA3:
         works = -(-s.num_tokens // 128) + s.rows
         return 28 * max(works, min(works, 4096) * s.q_heads) + 4 * sms + 1024, 16
-    tiles = max(2 * sms // s.kv_heads, -(-total_rows(s) * s.group // 16) + s.rows * -(-s.group // 16))
-    partial = 0 if whole_keys(s, sms) else -(-2 * sms // s.kv_heads * max(tile_q(s), 64) // s.group) + s.rows
-    return 13 * tiles + 4 * (s.rows + total_rows(s)) + 1024, partial * s.q_heads * (s.v_head_dim + 1) * 4 + 512
+    tiles = max(2 * sms // s.kv_heads, -(-s.total_rows * s.group // 16) + s.rows * -(-s.group // 16))
+    partial = 0 if whole_keys(s, sms) else -(-2 * sms // s.kv_heads * max(s.tile_q, 64) // s.group) + s.rows
+    return 13 * tiles + 4 * (s.rows + s.total_rows) + 1024, partial * s.q_heads * (s.v_head_dim + 1) * 4 + 512
 
 
 class Places(NamedTuple):

@@ -14,29 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnops.errors import InvalidInput
 from attnops.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
-from attnops.kernels.flashinfer import package
-from attnops.kernels.shared.rows import aligned, countable
+from attnops.kernels.flashinfer import modules as fi
+from attnops.kernels.shared.memory import aligned
 from attnops.problem import Problem, Refusal
 from attnops.reference.rope_quantize import STORED
 
 if TYPE_CHECKING:
-    from attnops.ops.rope_quantize import RopeQuantizeLatent
+    from attnops.ops import rope_quantize
 
-ARCHS = tuple(a for a in package.ARCHS if a >= 89)
+ARCHS = (89, 90, 100, 103, 110, 120, 121)
 """Those that round to float8 themselves."""
 
-ROPE_UNIT = 32
-"""A thread holds 16 numbers of a rotated part, none of them from both of its halves."""
-
-DIM_UNIT = 16
-"""Bytes that are stored at once: rows of float8 start at multiples of it."""
-
-GRID_Y = 65535
+GRID_Y, OFFSETS = 65535, 2**32
 
 
-def rope_quantize_latent(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
-    """See `attnops.ops.rope_quantize_latent`."""
+def rope_quantize_latent(call: rope_quantize.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
     q_nope, q_pe, latent, k_pe = call.q_nope, call.q_pe, call.latent, call.k_pe
     tokens, heads, dims = q_nope.shape
     both = dims + q_pe.shape[2]
@@ -46,8 +40,9 @@ def rope_quantize_latent(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
         return query, row
     table = call.cos_sin.contiguous()
     aligned(q_nope=q_nope, q_pe=q_pe, latent=latent, k_pe=k_pe, cos_sin=table)
-    countable(q_nope=q_nope)
-    package.module("rope").mla_rope_quantize_fp8(
+    if q_nope.numel() >= OFFSETS:
+        raise InvalidInput("q_nope", f"{q_nope.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits")
+    fi.module("rope").mla_rope_quantize_fp8(
         q_pe, k_pe, q_nope, latent, table, call.positions.contiguous(), is_neox=not call.interleaved, quantize_dtype=STORED,
         quant_scale_q=1.0 / call.q_scale, quant_scale_kv=1.0 / call.kv_scale, q_rope_out=query[..., dims:], k_rope_out=row[:, dims:],
         q_nope_out=query[..., :dims], k_nope_out=row[:, :dims],
@@ -67,25 +62,17 @@ def _cost_us(p: Problem) -> float:
     return 5.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
+NEEDS = (
+    arch(*ARCHS),
+    multiple_of("rope_dim", 32),  # a thread holds 16 numbers of a rotated part, none of them from both of its halves
+    multiple_of("v_head_dim", 16),  # bytes that are stored at once
+    one_of("last_dim_contiguous", True),
+    _blocks,
+)
 register(
     Kernel(
-        "flashinfer_rope",
-        "rope_quantize_latent",
-        rope_quantize_latent,
-        takes=frozenset({"interleaved"}),
-        dtypes=package.HALVES,
-        kv_dtypes=(STORED,),
-        needs=(
-            arch(*ARCHS),
-            multiple_of("rope_dim", ROPE_UNIT),
-            multiple_of("v_head_dim", DIM_UNIT),
-            one_of("last_dim_contiguous", True),
-            _blocks,
-        ),
-        packages=(package.PACKAGE,),
-        probe=package.missing,
-        cost_us=_cost_us,
-        invariant=Invariant(),
+        "flashinfer_rope", "rope_quantize_latent", rope_quantize_latent, takes=frozenset({"interleaved"}), dtypes=fi.HALVES,
+        kv_dtypes=(STORED,), needs=NEEDS, packages=(fi.PACKAGE,), probe=fi.missing, cost_us=_cost_us, invariant=Invariant(),
         about="FlashInfer's RoPE and quantisation for MLA",
     )
-)
+)  # fmt: skip

@@ -7,6 +7,7 @@ SM100 device.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,28 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnops.kernel import Kernel, Plan, arch, at_most, extent_at_most, one_of, register
+from attnops.kernel import Kernel, Plan, arch, at_most, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.shared.decode import batch_by_token, blank, rows
-from attnops.kernels.shared.workspace import COUNTERS
+from attnops.kernels.shared.memory import COUNTERS
+from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, batch_by_token, blank, rows
 from attnops.measured import Roofline
 from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops.mla import MlaAttention
+    from attnops.ops import mla
 
 LIBRARY = "sm100/common_ops.*"
-TILE, HEADS, LATENT, ROPE = 128, 128, 512, 64
+TILE, HEADS = 128, 128
 
 # The persistent scheduler hangs when told to split, and left to choose (-1) the kernel gave wrong results and broke under CUDA
 # graphs: NVIDIA/cutlass#2274, sgl-project/sglang#6101 and #7184.
 KV_SPLITS = 1
 
-MOST_QUERIES = 8
-"""Of one request. Every token is a row of its own and reads all keys of its request."""
 
-
-def mla_attention(call: MlaAttention) -> None:
+def mla_attention(call: mla.MlaAttention) -> None:
     """plan: from `decode_rows`, or None to make it here.
 
     workspace: where it has `workspace_size` bytes behind the counters that kernels share, those are used; otherwise they are made here,
@@ -43,7 +41,6 @@ def mla_attention(call: MlaAttention) -> None:
     """
     if blank(call):
         return
-    wheel.load("cutlass_mla_decode", LIBRARY)
     query, pages, plan, workspace = call.q_nope, call.latent_pages, call.plan, call.workspace
     (tokens, heads, _), page = query.shape, pages.shape[1]
     tables, lengths, _ = batch_by_token(call)
@@ -53,7 +50,7 @@ def mla_attention(call: MlaAttention) -> None:
     scratch = query.new_empty(size, dtype=torch.uint8) if given is None or given.numel() < size else given
     padded = query.new_empty((tokens, HEADS, LATENT))
     # A request without keys is given one, so that the kernel has no empty loop; its results are dropped.
-    torch.ops.sgl_kernel.cutlass_mla_decode(
+    wheel.op("cutlass_mla_decode", LIBRARY)(
         padded, _pad_heads(query), _pad_heads(call.q_pe), pages, lengths.clamp(min=1), tables, scratch, call.scale, KV_SPLITS
     )
     call.output.copy_(padded[:, :heads].masked_fill((lengths == 0)[:, None, None], 0.0))
@@ -61,8 +58,7 @@ def mla_attention(call: MlaAttention) -> None:
 
 def workspace_size(keys: int, tokens: int) -> int:
     """Bytes of scratch for `tokens` queries over page tables of `keys` keys on device 0. Its function asks the device."""
-    wheel.load("cutlass_mla_decode", LIBRARY)
-    return int(torch.ops.sgl_kernel.cutlass_mla_get_workspace_size(keys, tokens, 0, KV_SPLITS))
+    return int(wheel.op("cutlass_mla_get_workspace_size", LIBRARY)(keys, tokens, 0, KV_SPLITS))
 
 
 def _pad_heads(query: Tensor) -> Tensor:
@@ -82,27 +78,11 @@ def _cost_us(p: Problem) -> float:
     return HARDWARE(replace(p, q_heads=HEADS))
 
 
+NEEDS = (arch(100), *BY_TOKEN, at_most("q_heads", HEADS), one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128), one_of("pages_packed", True))
 register(
     Kernel(
-        "cutlass_mla",
-        "mla_attention",
-        mla_attention,
-        takes=frozenset({"causal"}),
-        dtypes=(torch.float16, torch.bfloat16),
-        needs=(
-            arch(100),
-            at_most("q_heads", HEADS),
-            one_of("v_head_dim", LATENT),
-            one_of("rope_dim", ROPE),
-            one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128),
-            extent_at_most("queries", MOST_QUERIES),
-            one_of("last_dim_contiguous", True),
-            one_of("pages_packed", True),
-        ),
-        packages=(wheel.package(below=wheel.DROPPED, holds="cutlass_mla_decode"),),
-        probe=lambda target: wheel.lacks(target, LIBRARY),
-        cost_us=_cost_us,
-        plan=Plan(device=rows),
-        about="CUTLASS MLA decode (sgl_kernel)",
+        "cutlass_mla", "mla_attention", mla_attention, takes=frozenset({"causal"}), dtypes=(torch.float16, torch.bfloat16), needs=NEEDS,
+        packages=(wheel.package(below=wheel.DROPPED, holds="cutlass_mla_decode"),), cost_us=_cost_us, plan=Plan(device=rows),
+        probe=functools.partial(wheel.lacks, pattern=LIBRARY), about="CUTLASS MLA decode (sgl_kernel)",
     )
-)
+)  # fmt: skip

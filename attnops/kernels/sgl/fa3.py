@@ -18,7 +18,7 @@ from torch import Tensor
 from attnops.kernel import Invariant, Kernel, arch, deterministic, one_of, register
 from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, steady_tiles
 from attnops.kernels.sgl.fa3_op import PACKAGE, forward, left_padding, longest_query, missing
-from attnops.kernels.shared.flash import packed_lse, past, with_sinks, zeroed
+from attnops.kernels.shared.tokens import packed_lse, past, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype

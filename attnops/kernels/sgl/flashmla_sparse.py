@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Invariant, Kernel, arch, at_most, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.sgl.flashmla_schedule import LIBRARY, PACKAGE, missing
-from attnops.kernels.shared.decode import whole
+from attnops.kernels.sgl.flashmla import LIBRARY, PACKAGE, missing
+from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, see_nothing, whole
 from attnops.problem import Problem, Refusal
 
 if TYPE_CHECKING:
-    from attnops.ops.sparse import SparseMlaAttention
+    from attnops.ops import sparse
 
-LATENT, ROPE = 512, 64
 HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
@@ -38,15 +38,15 @@ MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
 
 
-def sparse_mla_attention(call: SparseMlaAttention) -> None:
+def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
     """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes."""
     pages, indices, sinks, scale, output, lse = call.latent_pages, call.indices, call.sinks, call.scale, call.output, call.lse
     if not (output.numel() and indices.numel() and pages.numel()):
-        output.zero_()
-        if lse is not None:
-            lse.copy_(sinks) if sinks is not None else lse.fill_(float("-inf"))
+        see_nothing(output, lse)
+        if lse is not None and sinks is not None:
+            lse.copy_(sinks)
         return
-    if pages.data_ptr() % 16:
+    if pages.data_ptr() % PACK:
         raise InvalidInput("latent_pages.data_ptr()", pages.data_ptr(), "a multiple of 16: rows are loaded 16 bytes at a time")
     tokens, have, _ = call.q_nope.shape
     heads = next(h for h in HEADS if h >= have)
@@ -63,19 +63,17 @@ def sparse_mla_attention(call: SparseMlaAttention) -> None:
         # Every token is a request of one query. The lse of no key is +inf, and sinks are not in it.
         q, lists, length = query[rows], indices[rows], None if call.topk_length is None else call.topk_length[rows]
         if quantised:
-            wheel.load("sparse_decode_fwd", LIBRARY)
             # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
             lists = _lists(lists, length, pages, PACKED_TILE, call.holes)
-            out, z, _, _ = torch.ops.sgl_kernel.sparse_decode_fwd(
+            out, z, _, _ = wheel.op("sparse_decode_fwd", LIBRARY)(
                 q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
             )
             out, z = out[:, 0], z[:, :, 0]
         else:
-            wheel.load("sparse_prefill_fwd", LIBRARY)
             lists = _lists(lists, None, pages, PLAIN_TILE, call.holes)
             length = None if length is None else length.contiguous()
-            keys = pages.flatten(0, 1)[:, None]
-            out, _, z = torch.ops.sgl_kernel.sparse_prefill_fwd(q, keys, lists[:, None], scale, LATENT, sinks, length)
+            given = (q, pages.flatten(0, 1)[:, None], lists[:, None], scale, LATENT, sinks, length)
+            out, _, z = wheel.op("sparse_prefill_fwd", LIBRARY)(*given)
         output[rows].copy_(out[:, :have])
         if lse is not None:
             _write_lse(lse[rows], z[:, :have] if quantised else z[:, :have] * math.log(PREFILL_LSE_BASE), logits)
@@ -146,24 +144,9 @@ def _unsplit(p: Problem) -> Refusal | None:
 
 register(
     Kernel(
-        "flashmla",
-        "sparse_mla_attention",
-        sparse_mla_attention,
-        takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
-        dtypes=(torch.bfloat16,),
-        kv_dtypes=(torch.bfloat16, torch.uint8),
-        needs=(
-            arch(90, 100),
-            at_most("q_heads", HEADS[-1]),
-            one_of("v_head_dim", LATENT),
-            one_of("rope_dim", ROPE),
-            one_of("last_dim_contiguous", True),
-            one_of("pages_packed", True),
-        ),
-        packages=(PACKAGE,),
-        probe=missing,
-        cost_us=_cost_us,
-        invariant=Invariant((_unsplit,)),
-        about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
+        "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
+        dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
+        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_packed", True)), packages=(PACKAGE,), probe=missing,
+        cost_us=_cost_us, invariant=Invariant((_unsplit,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
-)
+)  # fmt: skip

@@ -8,6 +8,7 @@ that requests are packed), past its end where B * max_seqlen_q > T. So a call ho
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -16,20 +17,20 @@ from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, arch, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.shared.rows import aligned
+from attnops.kernels.shared.memory import aligned
+from attnops.kernels.shared.tokens import see_nothing
 from attnops.problem import Problem, Target
 from attnops.reference.packed import unpad
 from attnops.reference.vertical_slash import BLOCK
 
 if TYPE_CHECKING:
-    from attnops.ops.vertical_slash import VerticalSlashAttention, VerticalSlashIndexes
+    from attnops.ops import vertical_slash
 
 ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)
 ATTENTION_ARCHS = (80, 86, 87, 89, 90)  # some of the sources that the wheel may be built from turn others away
-HEAD_DIM = 128
 
 
-def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def vertical_slash_indexes(call: vertical_slash.VerticalSlashIndexes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """With counts it is the op `..._mergehead`."""
     vertical, slash = call.vertical, call.slash
     shape = (*vertical.shape[:2], -(-call.max_seqlen_q // BLOCK))
@@ -38,14 +39,13 @@ def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, 
     out = tuple(torch.zeros(size, dtype=torch.int32, device=vertical.device) for size in sizes)
     if out[0].numel():
         name = "convert_vertical_slash_indexes" + ("" if call.vertical_counts is None else "_mergehead")
-        wheel.load(name, wheel.common_ops(Target.of(vertical.device)))
         given = (call.q_lens, call.k_lens, vertical, slash, call.vertical_counts, call.slash_counts)
         tensors = (x.contiguous() for x in given if x is not None)
-        getattr(torch.ops.sgl_kernel, name)(*out, *tensors, call.max_seqlen_q, BLOCK, BLOCK, True)
+        wheel.op(name, wheel.common_ops(Target.of(vertical.device)))(*out, *tensors, call.max_seqlen_q, BLOCK, BLOCK, True)
     return out[0], out[1], out[2], out[3]
 
 
-def vertical_slash_attention(call: VerticalSlashAttention) -> None:
+def vertical_slash_attention(call: vertical_slash.VerticalSlashAttention) -> None:
     """The kernel writes into `output` itself.
 
     One launch where all requests are of one length, else about as many as the longest request is longer than the mean.
@@ -55,9 +55,9 @@ def vertical_slash_attention(call: VerticalSlashAttention) -> None:
     tokens, batch = query.shape[0], call.block_count.shape[0]
     runs = query.numel() and key.numel() and call.block_count.numel() and call.max_seqlen_k
     if call.padded or not runs:
-        output.zero_()  # how many rows are of no request only the device knows
+        see_nothing(output, None if runs else lse)  # how many rows are of no request only the device knows
     if runs:
-        wheel.load("varlen_fwd_sparse", wheel.common_ops(Target.of(query.device)))
+        varlen_fwd = wheel.op("varlen_fwd_sparse", wheel.common_ops(Target.of(query.device)))
         # Its lse has room for `tokens` rows a head, and each request takes `longest` of them.
         longest = min(call.max_seqlen_q, tokens)
         fit, rows = tokens // longest, -(-longest // BLOCK)
@@ -67,7 +67,7 @@ def vertical_slash_attention(call: VerticalSlashAttention) -> None:
         aligned(query=query, key=key, value=value, output=out)
         for b in range(0, batch, fit):
             some, ends = slice(b, b + fit), slice(b, b + fit + 1)
-            _, raw = torch.ops.sgl_kernel.varlen_fwd_sparse(
+            _, raw = varlen_fwd(
                 query, key, value, *(x[some] for x in index), out, starts_q[ends], starts_k[ends], None, None, longest,
                 call.max_seqlen_k, 0.0, call.scale, False, True, 0.0, False, None,
             )  # fmt: skip
@@ -75,9 +75,7 @@ def vertical_slash_attention(call: VerticalSlashAttention) -> None:
             parts.append(raw.view(-1)[: math.prod(written)].view(written))
         if out is not output:
             output.copy_(out)
-    if lse is not None and not parts:
-        lse.fill_(float("-inf"))
-    elif lse is not None:
+    if lse is not None and parts:
         packed = unpad(torch.cat(parts).transpose(1, 2), call.cu_seqlens_q, tokens, float("-inf"))
         lse.copy_(packed.masked_fill_(packed == float("inf"), float("-inf")))
 
@@ -93,31 +91,21 @@ def _attention_us(p: Problem) -> float:
     return 15.0 + 0.1 * flops / 3e8
 
 
-DTYPES = (torch.float16, torch.bfloat16)
-DENSE = tuple(one_of(n, HEAD_DIM) for n in ("head_dim", "v_head_dim"))
-for _run, _takes, _dtypes, _needs, _us, _about in (
-    (
-        vertical_slash_indexes, {"vertical_counts", "slash_counts"}, (torch.int32,), (arch(*ARCHS),), _index_us,
-        "convert_vertical_slash_indexes (sgl_kernel)",
-    ),
-    (
-        vertical_slash_attention, {"lse"}, DTYPES, (arch(*ATTENTION_ARCHS), *DENSE, one_of("last_dim_contiguous", True)), _attention_us,
-        "FlashAttention-2 over vertical-slash indexes (sgl_kernel)",
-    ),
-):  # fmt: skip
-    register(
-        Kernel(
-            "sgl_sparse",
-            _run.__name__,
-            _run,
-            takes=frozenset(_takes),
-            dtypes=_dtypes,
-            needs=_needs,
-            packages=(wheel.package(below=wheel.DROPPED, holds="vertical-slash attention"),),
-            probe=wheel.lacks_common_ops,
-            cost_us=_us,
-            # One block of threads a row of the index, whatever else is in the batch.
-            invariant=Invariant(),
-            about=_about,
-        )
+DENSE = (*(one_of(n, 128) for n in ("head_dim", "v_head_dim")), one_of("last_dim_contiguous", True))
+# Invariant: one block of threads a row of the index, whatever else is in the batch.
+_sparse = functools.partial(
+    Kernel, "sgl_sparse", packages=(wheel.package(below=wheel.DROPPED, holds="vertical-slash attention"),), invariant=Invariant(),
+    probe=lambda target: wheel.lacks(target, wheel.common_ops(target)),
+)  # fmt: skip
+register(
+    _sparse(
+        "vertical_slash_indexes", vertical_slash_indexes, takes=frozenset({"vertical_counts", "slash_counts"}), dtypes=(torch.int32,),
+        needs=(arch(*ARCHS),), cost_us=_index_us, about="convert_vertical_slash_indexes (sgl_kernel)",
     )
+)  # fmt: skip
+register(
+    _sparse(
+        "vertical_slash_attention", vertical_slash_attention, takes=frozenset({"lse"}), dtypes=(torch.float16, torch.bfloat16),
+        needs=(arch(*ATTENTION_ARCHS), *DENSE), cost_us=_attention_us, about="FlashAttention-2 over vertical-slash indexes (sgl_kernel)",
+    )
+)  # fmt: skip

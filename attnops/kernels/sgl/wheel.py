@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,11 +59,6 @@ def common_ops(target: Target) -> str:
     return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
 
 
-def lacks_common_ops(target: Target) -> Refusal | None:
-    """The probe of kernels in `common_ops`."""
-    return lacks(target, common_ops(target))
-
-
 def library(pattern: str) -> Path | None:
     """The wheel's file that matches the glob `pattern`, or None."""
     try:
@@ -74,10 +70,16 @@ def library(pattern: str) -> Path | None:
 
 
 def lacks(target: Target, pattern: str) -> Refusal | None:
-    """A refusal where the installed wheel has no such library. A target that assumes its packages has it."""
+    """A probe: the wheel may be installed without this library (a CPU build, a wheel cut down)."""
     if target.assume is not None or library(pattern) is not None:
         return None
     return Refusal("package", f"sgl_kernel without {pattern}", f"a wheel that holds {pattern}")
+
+
+def op(name: str, pattern: str) -> Any:
+    """`torch.ops.sgl_kernel.<name>`, loaded by `load`."""
+    load(name, pattern)
+    return getattr(torch.ops.sgl_kernel, name)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnops.call import changed
 from attnops.kernel import demand, deterministic, device
-from attnops.kernels.shared.flash import past
+from attnops.kernels.shared.tokens import past
 from attnops.measured import Roofline
 from attnops.package import _installed
 from attnops.problem import Problem

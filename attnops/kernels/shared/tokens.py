@@ -1,18 +1,21 @@
-"""Helpers of kernels that take every query token as a row of its own: the batch by token, and a query in one piece."""
+"""Helpers of kernels over tokens: the batch by token, a query in one piece, values of padding rows, and results without keys."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernels.shared.flash import see_nothing
+from attnops.kernel import Need, extent_at_most, one_of
 from attnops.reference.data import rows_schedule_words
 
-if TYPE_CHECKING:
-    from attnops.ops.mla import MlaAttention
+LATENT, ROPE = 512, 64
+LATENTS: tuple[Need, ...] = (one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), one_of("last_dim_contiguous", True))
+"""The needs of kernels that are compiled for latents of 512 + 64."""
+BY_TOKEN: tuple[Need, ...] = (*LATENTS, extent_at_most("queries", 8))
+"""The needs of those that take every query token as a row of its own, which reads all keys of its request."""
 
 
 def batch_by_token(call: Any, schedules: tuple[bool, ...] = (False, True)) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -28,13 +31,12 @@ def batch_by_token(call: Any, schedules: tuple[bool, ...] = (False, True)) -> tu
         made = torch.ops.attnops.decode_rows.default(page_table, call.seq_lens, call.cu_seqlens_q, num_tokens=tokens, causal=call.causal)
         return made[tokens:].view(tokens, width), made[:tokens], None
     lengths = (0, *(rows_schedule_words(tokens, q_heads, float8) for float8 in schedules))
-    which = next((i for i, length in enumerate(lengths) if plan.dim() == 1 and plan.shape[0] == rows + length), None)
-    if which is None:
+    start = next((length for length in lengths if plan.dim() == 1 and plan.shape[0] == rows + length), None)
+    if start is None:
         want = " or ".join(f"[{rows + length}]" for length in lengths)
         what = f"what decode_rows returned for this batch, without or with a schedule for {q_heads} heads"
         raise InvalidInput("plan", f"int32 {tuple(plan.shape)}", f"{want}: {what}")
-    start = lengths[which]
-    return plan[start + tokens :].view(tokens, width), plan[start : start + tokens], plan[:start] if which else None
+    return plan[start + tokens :].view(tokens, width), plan[start : start + tokens], plan[:start] if start else None
 
 
 def rows(
@@ -42,18 +44,12 @@ def rows(
 ) -> Tensor:
     """The device plan of a call with these arguments, with a schedule for its heads or without."""
     heads, float8 = (q_nope.shape[1], q_nope.dtype == torch.float8_e4m3fn) if schedule else (0, False)
-    out: Tensor = torch.ops.attnops.decode_rows.default(
+    return torch.ops.attnops.decode_rows.default(  # type: ignore[no-any-return]
         page_table, seq_lens, cu_seqlens_q, num_tokens=q_nope.shape[0], causal=causal, q_heads=heads, float8=float8
     )
-    return out
 
 
-def blank(call: MlaAttention) -> bool:
-    """Has the call no query or no key? Its results are then written: 0, and -inf for lse."""
-    if call.output.numel() and call.page_table.numel() and call.latent_pages.numel():
-        return False
-    see_nothing(call.output, call.lse)
-    return True
+# Queries of latents ---------------------------------------------------------------------------------------------------
 
 
 def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
@@ -84,3 +80,53 @@ def whole(q_nope: Tensor, q_pe: Tensor | None) -> Tensor:
     if q_nope.dtype.itemsize > 1:
         return torch.cat([q_nope, q_pe], -1)
     return torch.cat([q_nope.view(torch.uint8), q_pe.view(torch.uint8)], -1).view(q_nope.dtype)  # bytes, where float8 has no cat
+
+
+# Padding rows, and queries without keys -------------------------------------------------------------------------------
+
+
+def past(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """bool `[T]`: the tokens of no request."""
+    return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
+
+
+def zeroed(value: Tensor, where: Tensor) -> Tensor:
+    """A copy of the value, 0 where `where`, a bool of its first dims: whole tiles are loaded, and a weight of 0 does not silence NaN."""
+    where = where[..., None, None]
+    # float8 has no masked_fill; a byte of 0 is its 0.
+    return value.view(torch.uint8).masked_fill(where, 0).view(value.dtype) if value.dtype.itemsize == 1 else value.masked_fill(where, 0.0)
+
+
+def runs(call: Any) -> bool:
+    """Has a packed call a query and a key?"""
+    longest = call.max_seqlen_q and call.max_seqlen_k and call.cu_seqlens_q.shape[0] > 1
+    return bool(call.query.numel() and call.key.numel() and longest)
+
+
+def blank(call: Any) -> bool:
+    """Has a call over pages no query or no key? Its results are then written: 0, and for lse the sinks, or -inf."""
+    pages = call.k_pages if hasattr(call, "k_pages") else call.latent_pages
+    if call.output.numel() and call.page_table.numel() and pages.numel() and call.max_seqlen_q:
+        return False
+    see_nothing(call.output, call.lse)
+    if call.lse is not None and call.sinks is not None:
+        call.lse.copy_(packed_lse(call.lse.transpose(0, 1), call.sinks, call.cu_seqlens_q))
+    return True
+
+
+def see_nothing(output: Tensor, lse: Tensor | None) -> None:
+    """Write the results of queries that see no key: 0, and -inf for lse."""
+    output.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+
+
+def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """lse `[..., Hq]`: the kernels give -inf to a query that sees no key, where the contract wants the sink."""
+    return lse if sinks is None else torch.where(lse == float("-inf"), sinks.float(), lse)
+
+
+def packed_lse(lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor, padded: bool = True) -> Tensor:
+    """`[Hq, T]` of the kernel -> `[T, Hq]`, -inf for tokens of no request."""
+    lse = with_sinks(lse.transpose(0, 1), sinks)
+    return lse.masked_fill(past(cu_seqlens_q, lse.shape[0])[:, None], float("-inf")) if padded else lse

@@ -1,0 +1,46 @@
+"""Memory of calls: checks of alignment and size that no Problem shows, and the one workspace that kernels share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnops.errors import InvalidInput
+from attnops.problem import Problem, Refusal
+
+PACK = 16
+"""Bytes that kernels move at a time; a workspace begins at a multiple of it too."""
+
+COUNTERS = 8 << 20
+"""Bytes at the start of a workspace where kernels count blocks that are done; scratch that may hold anything follows. Zero before the
+first call and, because every kernel counts back, after each. Fixed, so that kernels that take turns agree; two million counters of 32
+bits, as FlashInfer sets aside for XQA."""
+
+
+def aligned(**given: Tensor) -> None:
+    """Raise InvalidInput unless every row starts at a multiple of 16 bytes.
+
+    Kernels that move 16 bytes at a time and do not look end the process's CUDA context with a misaligned address.
+    """
+    for field, x in given.items():
+        steps = [stride * x.dtype.itemsize for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+        if x.numel() and any(n % PACK for n in (x.data_ptr(), *steps)):
+            raise InvalidInput(field, f"strides {x.stride()} from {x.data_ptr():#x}", f"rows that start at multiples of {PACK} bytes")
+
+
+def not_of_a_plan(p: Problem) -> Refusal | None:
+    """A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
+    return Refusal("plan", p.plan, "none (a host plan fills the workspace)") if p.plan == "host" else None
+
+
+def total(scratch: int) -> int:
+    """Bytes of a workspace that has `scratch` bytes for results under way."""
+    return COUNTERS + scratch
+
+
+def split(workspace: Tensor | None, scratch: int) -> tuple[Tensor, Tensor]:
+    """(the counters, what follows them: at least `scratch` bytes that may hold anything). Raises InvalidInput when it is too small."""
+    if workspace is None or workspace.numel() < total(scratch) or workspace.data_ptr() % PACK:
+        at = "" if workspace is None or not workspace.data_ptr() % PACK else f" at an address not a multiple of {PACK}"
+        got = "None" if workspace is None else f"{workspace.numel()} bytes{at}"
+        raise InvalidInput("workspace", got, f">= {total(scratch)} bytes, aligned to {PACK}, zero before the first call")
+    return workspace[:COUNTERS], workspace[COUNTERS:]
