@@ -111,11 +111,11 @@ def fa3(setup: Setup, call: Call) -> list[Row]:
     kernel = kernels_of("paged_attention")["fa3"]
     if not setup.on_gpu or kernel.absences(Target.of(setup.device)):
         return []
-    from attnops.kernels.sgl import fa3_op
+    from attnops.kernels.sgl import fa3
 
     a, none = call.arguments, None
     query, keys, values, table, lengths, cu = (a[n] for n in ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q"))
-    fwd, tail = fa3_op.raw_op()
+    fwd, tail = fa3.raw_op()
     raw = (
         query, keys, values, none, none, none, a["output"], cu, none, none, none, lengths, 1, none, table, none, none, none, none, none,
         none, none, none, a["scale"], True, -1, -1, 0, 0.0, False, none, 0, none, 0, none, *tail,

@@ -11,8 +11,8 @@ import torch
 import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import kernels_of
-from attnops.kernels.flash_attn4 import fa4_op
-from attnops.kernels.sgl import fa3_op
+from attnops.kernels.flash_attn4 import fa4
+from attnops.kernels.sgl import fa3
 from attnops.problem import Target
 from attnops.testing import Call, Features, Source, builders, check_kernel
 
@@ -52,7 +52,7 @@ SHAPES: dict[str, Callable[[], Call]] = {
 
 def raw_call(call: Call) -> Callable[[], Any]:
     """The wheel's op called directly for a paged call."""
-    t, (fwd, tail), none = call.arguments, fa3_op.raw_op(), None
+    t, (fwd, tail), none = call.arguments, fa3.raw_op(), None
     args = (
         t["query"], t["k_pages"], t["v_pages"], none, none, none, t["output"], t["cu_seqlens_q"], none, none, none, t["seq_lens"],
         t["max_seqlen_q"], none, t["page_table"], none, none, none, none, none, none, none, none, t["scale"], True, -1, -1, 0, 0.0, False,
@@ -178,7 +178,7 @@ def test_fa4_says_what_a_capture_wants_and_runs_after_it() -> None:
     kernel = kernels_of("paged_attention")["fa4"]
     f = replace(LLAMA, head_dim=112)  # of no other test, so not compiled yet
     call = paged((1, 1), (300, 20), f=f)
-    fa4_op._kinds().clear()
+    fa4._kinds().clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
         kernel.run(call.record)

@@ -11,14 +11,8 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-<<<<<<< HEAD
-from attnops.kernels.shared import workspace as _workspace
-from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
-=======
 from attnops.kernels.shared import memory as _workspace
-from attnops.testing import Call, Features, Source, builders, check_kernel, equip, oracle, refusals
-from attnops.testing.budget import allowance
->>>>>>> 33d9ac8 (Kernels of TensorRT-LLM in one file, FlashMLA and its schedule in one, FlashInfer's package with its modules, plan with its attention; shared helpers in two files: blank calls, the needs of latents and of calls by token once)
+from attnops.testing import Call, Features, Source, allowance, builders, check_kernel, equip, oracle, refusals
 from attnops.testing.builders import Pages
 
 pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")

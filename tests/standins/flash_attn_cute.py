@@ -25,20 +25,20 @@ Called = list[dict[str, Any]]
 @contextmanager
 def installed(arch: int = 90) -> Iterator[Called]:
     """Put the stand-in where the wrapper looks within the block; yields the arguments of every call by name."""
-    from attnops.kernels.flash_attn4 import fa4_op
+    from attnops.kernels.flash_attn4 import fa4
 
     calls: Called = []
-    before: Callable[..., Any] = fa4_op.interface
+    before: Callable[..., Any] = fa4.interface
 
     def fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         calls.append(dict(zip(PARAMETERS, args, strict=False)) | kwargs)
         return _flash_attn_fwd(*args, **kwargs, _arch=arch)
 
-    fa4_op.interface = lambda: fwd  # type: ignore[assignment]
+    fa4.interface = lambda: fwd  # type: ignore[assignment]
     try:
         yield calls
     finally:
-        fa4_op.interface = before  # type: ignore[assignment]
+        fa4.interface = before  # type: ignore[assignment]
 
 
 def _flash_attn_fwd(

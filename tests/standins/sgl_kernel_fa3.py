@@ -30,7 +30,7 @@ Called = list[dict[str, Any]]
 @contextmanager
 def installed(schema: str = SCHEMA) -> Iterator[Called]:
     """Register the stand-in within the block; yields the arguments of every call by name."""
-    from attnops.kernels.sgl import fa3_op
+    from attnops.kernels.sgl import fa3
 
     calls: Called = []
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
@@ -42,13 +42,13 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         return _fwd(**calls[-1])
 
     library.impl("fwd", fwd, "CPU")
-    fa3_op.raw_op.cache_clear()
+    fa3.raw_op.cache_clear()
     try:
         yield calls
     finally:
         library._destroy()
         vars(torch.ops.sgl_kernel).pop("fwd", None)
-        fa3_op.raw_op.cache_clear()
+        fa3.raw_op.cache_clear()
 
 
 def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = "int32") -> None:

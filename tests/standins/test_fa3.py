@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnops
 from attnops.call import changed
 from attnops.kernel import kernels_of
-from attnops.kernels.sgl import fa3_op, wheel
+from attnops.kernels.sgl import fa3 as kernel, wheel
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, active_policy, select
@@ -307,8 +307,8 @@ def test_taken(change):
 
 def test_a_package_without_the_library_is_named(monkeypatch):
     monkeypatch.setattr(wheel, "library", lambda pattern: None)
-    assert fa3_op.missing(SM90) is None, "the probe looks for no package that the target assumes"
-    assert "without flash_ops.abi3.so" in str(fa3_op.missing(Target("cuda", 90)))
+    assert kernel.missing(SM90) is None, "the probe looks for no package that the target assumes"
+    assert "without flash_ops.abi3.so" in str(kernel.missing(Target("cuda", 90)))
 
 
 @pytest.mark.gpu
@@ -316,7 +316,7 @@ def test_a_package_without_the_library_is_named(monkeypatch):
 def test_the_stand_in_has_the_wheels_schema():
     if refused := fa3("paged_attention").absences(Target.of(torch.device("cuda", 0))):
         pytest.skip("; ".join(map(str, refused)))
-    fwd, tail = fa3_op.raw_op()
+    fwd, tail = kernel.raw_op()
     with_tail = SCHEMA_37 if tail else SCHEMA
     assert str(fwd._schema) == str(torch._C.parse_schema(f"sgl_kernel::{with_tail}"))
 

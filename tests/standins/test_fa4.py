@@ -11,7 +11,7 @@ import torch
 import attnops
 from attnops.errors import NotCompiled
 from attnops.kernel import Package, kernels_of
-from attnops.kernels.flash_attn4 import fa4_op
+from attnops.kernels.flash_attn4 import fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
 from attnops.ops import OPS
 from attnops.package import _installed
@@ -23,7 +23,7 @@ from tests.standins import flash_attn_cute, test_fa3
 from tests.standins.flash_attn_cute import PARAMETERS, installed
 from tests.standins.test_fa3 import ATTENTION, GRID, blind, half
 
-ASSUME = tuple(p.module for p in fa4_op.PACKAGES)
+ASSUME = tuple(p.module for p in kernel.PACKAGES)
 SM90, SM100 = Target("cuda", 90, ASSUME), Target("cuda", 100, ASSUME)
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 WIDE = (torch.float32, torch.float64)
@@ -163,7 +163,7 @@ class Capturing:
 
 def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch):
     capture = Capturing(monkeypatch)
-    fa4_op._kinds().clear()
+    kernel._kinds().clear()
     f = Features(dtype=BF16, causal=True)
 
     def run(page=16, f=f, lens=(9, 30), q_lens=(1, 1)):
@@ -247,18 +247,18 @@ def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
 def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, old):
     monkeypatch.setattr(Package, "version", lambda self: version)
     monkeypatch.setattr("attnops.package._installed", lambda module: True)
-    assert bool(fa4_op.PACKAGES[0].missing(Target("cuda", 90))) == old
-    assert fa4_op.PACKAGES[0].missing(SM90) is None
+    assert bool(kernel.PACKAGES[0].missing(Target("cuda", 90))) == old
+    assert kernel.PACKAGES[0].missing(SM90) is None
 
 
 def test_what_is_used_is_in_the_signature():
-    assert set(fa4_op.USED) <= set(PARAMETERS)
+    assert set(kernel.USED) <= set(PARAMETERS)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not _installed("flash_attn.cute"), reason="flash-attn-4 is not installed, so its signature cannot be compared")
 def test_the_stand_in_has_the_packages_signature():
-    real = inspect.signature(fa4_op.interface())
+    real = inspect.signature(kernel.interface())
     assert list(real.parameters) == list(PARAMETERS)
     mine = inspect.signature(flash_attn_cute._flash_attn_fwd)
     assert {n: p.default for n, p in real.parameters.items()} == {n: p.default for n, p in mine.parameters.items()}

@@ -1,33 +1,50 @@
 """`fa4`: FlashAttention-4 (https://github.com/Dao-AILab/flash-attention, flash_attn/cute), for dense, packed and paged calls.
 
-SM90: no split of the keys, so a decode of few requests leaves most of the GPU idle. SM100 is declared from its source and never ran
-here. The first call of each kind compiles for seconds; see `fa4_op` for warming before a CUDA graph is captured.
+SM90: no split of the keys, so a decode of few requests leaves most of the GPU idle. SM100 is declared from its source and never ran here.
+
+Its kernels are compiled at the first call of each kind, which takes seconds and must not happen while a CUDA graph is captured.
+Warming is an eager call of that kind, once a process; the warm-up that torch's CUDA-graph trees make before they record counts.
+`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps compiled kernels on disk (in `FLASH_ATTENTION_CUTE_DSL_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnops.kernel import Kernel, Need, Tolerance, arch, one_of, register
-from attnops.kernels.flash_attn4.fa4_op import PACKAGES, forward
-from attnops.kernels.shared.tokens import packed_lse, past, see_nothing, with_sinks, zeroed
+from attnops.errors import NotCompiled
+from attnops.kernel import Kernel, Need, Package, Tolerance, arch, one_of, register
+from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import compact, no_lse, result_dtype
+from attnops.reference.attention import Rules, compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
-    from attnops.ops.dense import Attention
-    from attnops.ops.paged import PagedAttention
-    from attnops.ops.varlen import VarlenAttention
+    from attnops.ops import dense, paged, varlen
 
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
 
+OLDEST = "4.0.0b36"
+PACKAGES = (
+    Package("flash_attn.cute", ("flash-attn-4",), OLDEST, "pip install flash-attn-4"),
+    Package("cutlass", ("nvidia-cutlass-dsl",)),
+    Package("quack", ("quack-kernels",)),
+    Package("tvm_ffi", ("apache-tvm-ffi",)),
+)
+USED = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "softmax_scale", "causal", "softcap",
+    "window_size_left", "window_size_right", "learnable_sink", "num_splits", "out", "lse", "q_descale", "k_descale", "v_descale",
+)  # fmt: skip
 
-def attention(call: Attention) -> tuple[Tensor, Tensor]:
+
+def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """The kernel writes into a new output and, if asked for, a new lse."""
     query, key, value = call.query, call.key, call.value
     batch, queries, heads, _ = query.shape
@@ -40,45 +57,98 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     return output, no_lse(query) if lse is None else compact(with_sinks(lse.transpose(1, 2), call.sinks))
 
 
-def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The value is copied once and the output cleared, unless the call promises no padding rows."""
     query, key, value, cu_q, cu_k = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k
     tokens, heads, _ = query.shape
     output = query.new_empty((tokens, heads, value.shape[2]), dtype=result_dtype(query, call.q_scale))
     lse = query.new_empty((heads, tokens), dtype=torch.float32) if call.return_lse else None
-    runs = query.numel() and key.numel() and call.max_seqlen_q and call.max_seqlen_k and cu_q.shape[0] > 1
-    if call.padded or not runs:
+    some = runs(call)
+    if call.padded or not some:
         see_nothing(output, lse)  # the kernel writes no row of no request
-    if runs:
+    if some:
         batch = {"cu_seqlens_q": cu_q.contiguous(), "cu_seqlens_k": cu_k.contiguous()}
         longest = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
         forward(call, key, zeroed(value, past(cu_k, key.shape[0])) if call.padded else value, output, lse, batch | longest)
     return output, no_lse(query) if lse is None else compact(_packed_lse(lse, call))
 
 
-def paged_attention(call: PagedAttention) -> None:
+def paged_attention(call: paged.PagedAttention) -> None:
     """The kernel writes into `output` itself, which is cleared first unless the call promises no padding rows."""
+    if blank(call):
+        return
     output = call.output
-    runs = call.query.numel() and call.k_pages.numel() and call.page_table.numel() and call.max_seqlen_q
-    # It takes strides of whole 16 bytes and no others.
-    fits = output.stride(2) == 1 and not any(s * output.element_size() % 16 for s in output.stride()[:2]) and output.data_ptr() % 16 == 0
+    steps = (output.data_ptr(), *(s * output.element_size() for s in output.stride()[:2]))
+    fits = output.stride(2) == 1 and not any(n % PACK for n in steps)  # it takes no other strides
     out = output if fits else torch.empty(output.shape, dtype=output.dtype, device=output.device)
     lse = None if call.lse is None else call.lse.new_empty((call.lse.shape[1], call.lse.shape[0]))
-    if call.padded or not runs:
+    if call.padded:
         see_nothing(out, lse)
-    if runs:
-        lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seqused_k": call.seq_lens.contiguous()}
-        rest = {"max_seqlen_q": call.max_seqlen_q, "page_table": call.page_table.contiguous()}
-        forward(call, call.k_pages, call.v_pages, out, lse, lengths | rest)
+    lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seqused_k": call.seq_lens.contiguous()}
+    rest = {"max_seqlen_q": call.max_seqlen_q, "page_table": call.page_table.contiguous()}
+    forward(call, call.k_pages, call.v_pages, out, lse, lengths | rest)
     if out is not output:
         output.copy_(out)
     if call.lse is not None and lse is not None:
         call.lse.copy_(_packed_lse(lse, call))
 
 
-def _packed_lse(lse: Tensor, call: VarlenAttention | PagedAttention) -> Tensor:
+def _packed_lse(lse: Tensor, call: varlen.VarlenAttention | paged.PagedAttention) -> Tensor:
     # Tokens of no request have -inf already, and only sinks would change it.
     return packed_lse(lse, call.sinks, call.cu_seqlens_q, call.padded and call.sinks is not None)
+
+
+@functools.cache
+def interface() -> Callable[..., Any]:
+    """`_flash_attn_fwd`. Raises ImportError, or RuntimeError for a version that takes other arguments."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
+
+    taken = inspect.signature(_flash_attn_fwd).parameters
+    if absent := [n for n in USED if n not in taken]:
+        raise RuntimeError(f"flash_attn.cute: got a version without {', '.join(absent)}, want {OLDEST}, which was read")
+    fwd: Callable[..., Any] = _flash_attn_fwd
+    return fwd
+
+
+@functools.cache
+def _kinds() -> set[tuple[Any, ...]]:
+    """The kinds of calls that have been compiled: the vendor's cache is of the process too, and cannot be asked without compiling."""
+    return set()
+
+
+def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, batch: dict[str, Any]) -> None:
+    """Write output and, if given, lse with the heads first.
+
+    call: gives query, rules, sinks and scales. batch: the arguments of `_flash_attn_fwd` that say where requests are.
+    Raises NotCompiled while a CUDA graph is captured, unless a call of this kind came before.
+    """
+    query, sinks, rules = call.query, call.sinks, Rules.of(call)
+    if sinks is not None and sinks.dtype == torch.float64:
+        sinks = sinks.float()
+    requests = batch["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in batch else query.shape[0]
+    if call.q_scale is not None:
+        scales = {"q_descale": call.q_scale, "k_descale": call.k_scale, "v_descale": call.v_scale}
+        batch = batch | {n: None if s is None else s.expand(requests, key.shape[-2]).contiguous() for n, s in scales.items()}
+    # It asks requires_grad of its inputs, whatever the grad mode.
+    query, key, value = (x.detach() if x.requires_grad else x for x in (query, key, value))
+    sinks = sinks.detach() if sinks is not None and sinks.requires_grad else sinks
+    # At least as fine as the vendor's key: calls of one kind share a compiled kernel.
+    group = query.shape[-2] // key.shape[-2]
+    longest = batch.get("max_seqlen_q", query.shape[-3])
+    kind = (
+        query.device, query.dtype, tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value, output)), group,
+        lse is None, None if sinks is None else sinks.dtype, rules.causal, rules.left < 0, rules.right < 0, rules.softcap,
+        tuple(longest * rows <= limit for rows in (1, group) for limit in (64, 128, 192, 256)), requests > 256,
+        tuple(n for n, v in batch.items() if v is not None), value.shape[1] if "page_table" in batch else 0,
+    )  # fmt: skip
+    if kind not in _kinds() and query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotCompiled("fa4", f"{tuple(query.shape)} {query.dtype} query, {rules}")
+    interface()(
+        query, key, value, softmax_scale=rules.scale, causal=rules.causal, softcap=rules.softcap if rules.softcap > 0 else None,
+        window_size_left=rules.left if rules.left >= 0 else None, window_size_right=rules.right if rules.right >= 0 else None,
+        learnable_sink=sinks, num_splits=1, out=output, lse=lse, **batch,
+    )  # fmt: skip
+    _kinds().add(kind)
 
 
 DENSE = Roofline(14.0, 1.0, 0.74, 0.011)
@@ -133,16 +203,8 @@ TAKES = frozenset({"causal", "window_left", "window_right", "softcap", "sinks", 
 for _run, _lse, _more in ((attention, "return_lse", ()), (varlen_attention, "return_lse", ()), (paged_attention, "lse", (whole_pages,))):
     register(
         Kernel(
-            "fa4",
-            _run.__name__,
-            _run,
-            takes=TAKES | {_lse},
-            dtypes=(*HALF, FLOAT8),
-            needs=(*NEEDS, *_more),
-            packages=PACKAGES,
-            cost_us=_cost_us,
+            "fa4", _run.__name__, _run, takes=TAKES | {_lse}, dtypes=(*HALF, FLOAT8), needs=(*NEEDS, *_more), packages=PACKAGES,
             # The tanh of a softcap is the hardware's approximation; lse, which is exact to float32 otherwise, shows it.
-            tolerance=Tolerance(4.0),
-            about="FlashAttention-4 (CuTe DSL), compiled at first use",
+            tolerance=Tolerance(4.0), cost_us=_cost_us, about="FlashAttention-4 (CuTe DSL), compiled at first use",
         )
-    )
+    )  # fmt: skip

@@ -4,37 +4,43 @@ Sinks are rounded to bfloat16, the only dtype the kernel reads; a call that asks
 A float8 query's weights are rounded to float8 before they meet the value.
 Data pointers must be 16-byte aligned, as torch allocates them: a view that starts elsewhere makes the kernel raise.
 
+It is called as the raw op `sgl_kernel::fwd`, by position (hopper/flash_api.cpp), which has 35 arguments in wheels 0.4.2 and 0.4.3, and 37
+in 0.4.4 and later. The wheel's Python package is not imported.
+
 Latents are absorbed: the rotated part is query and key, the latent is value and, through `q_v`, key as well. Key and value are strided
 views of the same rows, without a copy. Their tiles are 64 x 64 (hopper/tile_size.h).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, arch, deterministic, one_of, register
+from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, chunk_rules, steady_tiles
-from attnops.kernels.sgl.fa3_op import PACKAGE, forward, left_padding, longest_query, missing
-from attnops.kernels.shared.tokens import packed_lse, past, with_sinks, zeroed
+from attnops.kernels.shared.tokens import LATENTS as LATENT_NEEDS, blank, packed_lse, past, runs, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
 from attnops.reference.attention import compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
-    from attnops.ops.dense import Attention
-    from attnops.ops.mla import MlaAttention
-    from attnops.ops.paged import PagedAttention
-    from attnops.ops.varlen import VarlenAttention
+    from attnops.ops import dense, mla, paged, varlen
 
+# get_scheduler_metadata is there since 0.4.1; no wheel before 0.4.2 fits the torch that attnops asks for.
+PACKAGE = wheel.package("0.4.2")
+LIBRARY = "flash_ops.abi3.so"
+missing = functools.partial(wheel.lacks, pattern=LIBRARY)
 FEW = 64
 """Query rows of a key head and request up to which the kernel reads pages without TMA: its smallest tile."""
-LATENT, ROPE, TILE = 512, 64, 64
+TILE = 64
 
 
-def attention(call: Attention) -> tuple[Tensor, Tensor]:
+def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """With `kv_end` and more than a few queries the value is copied once."""
     query, key, value, ends, starts, table = call.query, call.key, call.value, call.kv_end, call.kv_start, None
     batch, queries, heads, _ = query.shape
@@ -59,16 +65,15 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     return output, compact(with_sinks(lse.transpose(1, 2), call.sinks)) if call.return_lse else no_lse(query)
 
 
-def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The value is copied once and the output cleared, unless the call promises no padding rows."""
     query, value, cu_q, cu_k = call.query, call.value, call.cu_seqlens_q, call.cu_seqlens_k
-    tokens, heads, _ = query.shape
-    runs = query.numel() and call.key.numel() and call.max_seqlen_q and call.max_seqlen_k and cu_q.shape[0] > 1
+    (tokens, heads, _), some = query.shape, runs(call)
     # The kernel does not write rows of no request, and how many there are only the device knows: one memset of the output costs less
     # than finding them. Nor may it read such rows of the value.
-    new = query.new_zeros if call.padded or not runs else query.new_empty
+    new = query.new_zeros if call.padded or not some else query.new_empty
     output = new((tokens, heads, value.shape[2]), dtype=result_dtype(query, call.q_scale))
-    if runs:
+    if some:
         value = zeroed(value, past(cu_k, value.shape[0])) if call.padded else value
         steady = deterministic(call.policy)
         # A window that reaches past all keys is none to the kernel, see longest_query.
@@ -81,11 +86,11 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     return output, compact(packed_lse(lse, call.sinks, cu_q, call.padded)) if call.return_lse else no_lse(query)
 
 
-def paged_attention(call: PagedAttention) -> None:
+def paged_attention(call: paged.PagedAttention) -> None:
     """The kernel writes into `output` itself, which is cleared first unless the call promises no padding rows."""
+    if blank(call):
+        return
     query, k_pages, padded = call.query, call.k_pages, call.padded
-    if not (query.numel() and k_pages.numel() and call.page_table.numel() and call.max_seqlen_q):
-        return _blank(call, padded)
     if padded:
         call.output.zero_()  # as in varlen_attention
     steady, (_, page_size, kv_heads, _) = deterministic(call.policy), k_pages.shape
@@ -94,16 +99,16 @@ def paged_attention(call: PagedAttention) -> None:
     _write(call, (query, k_pages, call.v_pages), queries, starts, steady, padded)
 
 
-def mla_attention(call: MlaAttention) -> None:
+def mla_attention(call: mla.MlaAttention) -> None:
     """The kernel writes into `output` itself."""
     latents(call)
 
 
-def latents(call: MlaAttention, used: Tensor | None = None) -> None:
+def latents(call: mla.MlaAttention, used: Tensor | None = None) -> None:
     """As `mla_attention`. used: as in `forward`; rows of requests that are not served become 0."""
+    if blank(call):
+        return
     q_v, pages = call.q_nope, call.latent_pages[:, :, None]
-    if not (q_v.numel() and pages.numel() and call.page_table.numel() and call.max_seqlen_q):
-        return _blank(call)
     call.output.zero_()  # as in varlen_attention
     steady, (_, heads, latent) = deterministic(call.policy), q_v.shape
     queries = longest_query(steady, call.max_seqlen_q)
@@ -112,15 +117,9 @@ def latents(call: MlaAttention, used: Tensor | None = None) -> None:
 
 
 def _write(
-    call: PagedAttention | MlaAttention,
-    given: tuple[Tensor, Tensor, Tensor],
-    queries: int,
-    starts: Tensor | None,
-    steady: bool,
-    padded: bool = True,
-    q_v: Tensor | None = None,
-    used: Tensor | None = None,
-) -> None:
+    call: paged.PagedAttention | mla.MlaAttention, given: tuple[Tensor, Tensor, Tensor], queries: int, starts: Tensor | None, steady: bool,
+    padded: bool = True, q_v: Tensor | None = None, used: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write output and lse of a call over pages. given: query, keys and values. queries: of the longest request."""
     output, lse, table, cu_q = call.output, call.lse, call.page_table, call.cu_seqlens_q
     table = table if table.stride(1) == 1 else table.contiguous()
@@ -133,13 +132,75 @@ def _write(
         lse.copy_(packed_lse(raw, call.sinks, cu_q, padded))
 
 
-def _blank(call: PagedAttention | MlaAttention, padded: bool = True) -> None:
-    """Write the results of a call without keys or queries."""
-    lse = call.lse
-    call.output.zero_()
-    if lse is not None:
-        lse.copy_(packed_lse(lse.new_full((lse.shape[1], lse.shape[0]), float("-inf")), call.sinks, call.cu_seqlens_q, padded))
+# The raw op -----------------------------------------------------------------------------------------------------------
 
+
+@functools.cache
+def raw_op() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`sgl_kernel::fwd` and the arguments that its version takes after the 35 we give. Raises OSError or RuntimeError."""
+    fwd = wheel.op("fwd", LIBRARY).default
+    count = len(fwd._schema.arguments)
+    if count not in (35, 37):
+        raise RuntimeError(f"sgl_kernel::fwd: got {count} arguments, want 35 (sglang-kernel 0.4.2, 0.4.3) or 37 (0.4.4 and later)")
+    return fwd, (None, False) if count == 37 else ()
+
+
+Requests = tuple[Tensor | None, int | None, Tensor | None, int | None, Tensor | None, Tensor | None, Tensor | None]
+"""cu_q `[B + 1]`, max_q, cu_k `[B + 1]`, max_k: of packed queries and keys. starts, ends `[B]`: the keys of each request. table: the page
+table. All tensors are int32 and contiguous, the page table only within a row. A plain tuple, for a call of fa3 makes one each time."""
+
+
+def forward(
+    call: Any, given: tuple[Tensor, Tensor, Tensor], requests: Requests, steady: bool, out: Tensor | None = None,
+    q_v: Tensor | None = None, used: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output, lse with the heads first).
+
+    call: gives rules, sinks and scales. given: query, key and value. q_v: the query's part against the value, of latents.
+    steady: under a deterministic policy. used: int32 `[B]`, how many of its tokens each request is served for; None for all.
+    """
+    fwd, tail = raw_op()
+    query, key, value = given
+    cu_q, max_q, cu_k, max_k, starts, ends, table = requests
+    sinks, right, chunk, q_scale, k_scale, v_scale = call.sinks, -1, 0, None, None, None
+    if sinks is not None:
+        sinks = sinks.to(torch.bfloat16).contiguous()
+    if q_v is None:
+        right, chunk, q_scale = call.window_right, call.attention_chunk, call.q_scale
+    if q_scale is not None:
+        # [1] or [Hkv] as [B, Hkv], which the kernel reads through its strides, without a copy.
+        shape = (query.shape[0] if cu_q is None else cu_q.shape[0] - 1, key.shape[-2])
+        q_scale, k_scale, v_scale = (None if s is None else s.expand(shape) for s in (q_scale, call.k_scale, call.v_scale))
+    # The number of splits follows from the whole batch's size, and with it the order of summation; 0 leaves it to the kernel.
+    found = fwd(
+        query, key, value, None, None, q_v, out, cu_q, cu_k, None, used, ends, max_q, max_k, table, None, starts, None, None, None,
+        q_scale, k_scale, v_scale, call.scale, call.causal, call.window_left, right, chunk, call.softcap, False, None, int(steady), None, 0,
+        sinks, *tail,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def left_padding(page_size: int, rows: int, steady: bool, like: Tensor, unit: int = 16) -> Tensor | None:
+    """int32 zeros `[B]` for a paged call that must keep off TMA, else None.
+
+    rows: query rows of a key head and request, at most. unit: tokens that tiles are multiples of; they have 64 or more.
+    Pages of whole tiles are loaded by TMA when the queries fill a tile, stale NaN with them; the other path, which a left padding
+    selects, zeroes the keys past the end. It also has one tile size, hence one order of summation.
+    """
+    whole = page_size >= 64 and page_size % unit == 0 and rows > 64
+    return torch.zeros_like(like, memory_format=torch.contiguous_format) if whole or steady else None
+
+
+def longest_query(steady: bool, max_seqlen_q: int, right: int = -1) -> int:
+    """The `max_seqlen_q` for the kernel. steady: under a deterministic policy.
+
+    A tile's keys follow from whether it is 1, and from whether a window's right side reaches past it (hopper/flash_api.cpp). Under a
+    deterministic policy neither is ever so.
+    """
+    return max(max_seqlen_q, 2, right + 2) if steady else max_seqlen_q
+
+
+# The records ----------------------------------------------------------------------------------------------------------
 
 DENSE = phases(Roofline(12.3, 0.98, 0.5, 0.00097, 14_000), Roofline(12.6, 0.6, 0.86, 0.0092, 510))
 PACKED = Roofline(14.0, 0.97, 0.68, 0.0052, 2100)
@@ -171,39 +232,24 @@ def _unsplit_latents_us(p: Problem) -> float:
     return max(LATENTS(p), 10.0 + 2.0 * TILE * max(p.context.hint, 1) * (p.head_dim + p.v_head_dim) / (5e8 / 132))
 
 
-RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks", "q_scale", "k_scale", "v_scale"})
+_fa3 = functools.partial(Kernel, "fa3", packages=(PACKAGE,), probe=missing)
+ABOUT, RULES = "FlashAttention-3 of sgl-kernel", ("causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks")
+NEEDS = (arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, one_of("last_dim_contiguous", True))
 for _run, _more, _us, _steady_us in (
-    (attention, {"kv_start", "kv_end", "return_lse"}, _dense_us, None),
-    (varlen_attention, {"return_lse"}, _packed_us, None),
-    (paged_attention, {"lse"}, PAGED, _unsplit_us),
+    (attention, ("kv_start", "kv_end", "return_lse"), _dense_us, None),
+    (varlen_attention, ("return_lse",), _packed_us, None),
+    (paged_attention, ("lse",), PAGED, _unsplit_us),
 ):
     register(
-        Kernel(
-            "fa3",
-            _run.__name__,
-            _run,
-            takes=RULES | _more,
-            dtypes=(*HALF, FLOAT8),
-            needs=(arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, one_of("last_dim_contiguous", True)),
-            packages=(PACKAGE,),
-            probe=missing,
-            cost_us=_us,
-            invariant=Invariant((steady_tiles,), _steady_us),
-            about="FlashAttention-3 of sgl-kernel",
+        _fa3(
+            _run.__name__, _run, takes=frozenset({*RULES, "q_scale", "k_scale", "v_scale", *_more}), dtypes=(*HALF, FLOAT8), needs=NEEDS,
+            cost_us=_us, invariant=Invariant((steady_tiles,), _steady_us), about=ABOUT,
         )
     )  # fmt: skip
 LATENT_KERNEL = register(
-    Kernel(
-        "fa3",
-        "mla_attention",
-        mla_attention,
-        takes=frozenset({"causal", "window_left", "softcap", "sinks", "lse"}),
-        dtypes=HALF,
-        needs=(arch(90), one_of("v_head_dim", LATENT), one_of("rope_dim", ROPE), bfloat16_sinks, one_of("last_dim_contiguous", True)),
-        packages=(PACKAGE,),
-        probe=missing,
-        cost_us=LATENTS,
-        invariant=Invariant(cost_us=_unsplit_latents_us),
-        about="FlashAttention-3 of sgl-kernel, absorbed latents",
+    _fa3(
+        "mla_attention", mla_attention, takes=frozenset({"causal", "window_left", "softcap", "sinks", "lse"}), dtypes=HALF,
+        needs=(arch(90), *LATENT_NEEDS, bfloat16_sinks), cost_us=LATENTS, invariant=Invariant(cost_us=_unsplit_latents_us),
+        about=f"{ABOUT}, absorbed latents",
     )
-)
+)  # fmt: skip

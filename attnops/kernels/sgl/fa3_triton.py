@@ -7,22 +7,23 @@ So a deterministic policy has the speed of both. Other policies choose a kernel 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnops.call import changed
-from attnops.kernel import Invariant, Kernel, register
+from attnops.kernel import Invariant, register
 from attnops.kernels.sgl import fa3
 from attnops.kernels.triton import attention as triton
 from attnops.kernels.triton.launch.grids import DECODE_QUERIES
 from attnops.problem import Problem
 
 if TYPE_CHECKING:
-    from attnops.ops.mla import MlaAttention
+    from attnops.ops import mla
 
 
-def mla_attention(call: MlaAttention) -> None:
+def mla_attention(call: mla.MlaAttention) -> None:
     """FlashAttention-3 first: it clears the output."""
     call = changed(call, policy="deterministic")
     if min(call.max_seqlen_q, call.q_nope.shape[0]) <= DECODE_QUERIES:
@@ -39,17 +40,9 @@ def _cost_us(p: Problem) -> float:
 
 
 register(
-    Kernel(
-        "fa3_triton",
-        "mla_attention",
-        mla_attention,
-        takes=fa3.LATENT_KERNEL.takes,
-        dtypes=fa3.LATENT_KERNEL.dtypes,
-        needs=(*fa3.LATENT_KERNEL.needs, *triton.LATENT_NEEDS),
-        packages=(*fa3.LATENT_KERNEL.packages, triton.PACKAGE),
-        probe=fa3.LATENT_KERNEL.probe,
-        cost_us=_cost_us,
-        invariant=Invariant(),
+    replace(
+        fa3.LATENT_KERNEL, name="fa3_triton", run=mla_attention, needs=(*fa3.LATENT_KERNEL.needs, *triton.LATENT_NEEDS),
+        packages=(fa3.PACKAGE, triton.PACKAGE), cost_us=_cost_us, invariant=Invariant(),
         about="FlashAttention-3 for long requests, Triton's kernel for short ones, over latents",
     )
-)
+)  # fmt: skip
