@@ -8,7 +8,7 @@ import torch
 
 from attnops.call import changed
 from attnops.kernel import Invariant, Kernel, all_kernels, extent_at_most, kernels_of
-from attnops.kernels.torch import aten_flash, aten_flash_cuda
+from attnops.kernels.torch import aten_flash
 from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target
@@ -117,7 +117,7 @@ def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
         )  # fmt: skip
         return OPS["varlen_attention"].reference(given)
 
-    monkeypatch.setattr(aten_flash_cuda, "forward", packed)
+    monkeypatch.setattr(aten_flash, "forward", packed)
     monkeypatch.setattr(aten_flash, "on_cpu", lambda x: False)
     call = builders.dense(Source(1), 3, 5, 9, replace(PLAIN, dtype=F32, window=(window, -1)))
     found = aten_flash.attention(changed(call.record, policy=POLICY))

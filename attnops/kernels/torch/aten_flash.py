@@ -1,49 +1,61 @@
 """`aten_flash`: the FlashAttention inside torch, called below autograd for the lse and the gradient, which SDPA's public function hides.
 
 CPU: dense calls with any mask, float32, float64 and half types; heads are repeated for grouped queries.
-CUDA: FlashAttention-2 (https://arxiv.org/abs/2307.08691) for dense and packed calls, half types, windows, no mask; see `aten_flash_cuda`.
+
+CUDA: FlashAttention-2 (https://arxiv.org/abs/2307.08691) for dense and packed calls, half types, windows, no mask, by torch's
+`_flash_attention_forward` and `_flash_attention_backward`. Both take tokens first, strided, and fewer key heads than query heads; causal
+and windows are bottom-right aligned. Read from torch's flash_api.cpp: lse comes heads first, natural, +inf for a query that sees no key;
+rows of no request are not written.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnops.kernel import Invariant, Kernel, Need, demand, device, register, without
-from attnops.kernels.torch import aten_flash_cuda as cuda
+from attnops.call import changed
+from attnops.kernel import Invariant, Kernel, demand, deterministic, device, register, without
+from attnops.kernels.shared.memory import PACK
+from attnops.kernels.shared.tokens import past, runs
 from attnops.measured import Roofline
+from attnops.package import _installed
 from attnops.problem import Problem
 from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
 
 if TYPE_CHECKING:
-    from attnops.ops.dense import Attention, AttentionBackward
-    from attnops.ops.varlen import VarlenAttention, VarlenAttentionBackward
+    from attnops.ops import dense, varlen
 
 _ATEN = torch.ops.aten
+INF = float("inf")
 
 
-def attention(call: Attention) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`."""
-    if call.query.numel() == 0 or call.key.numel() == 0:
+def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
+    """On CUDA a deterministic call goes as packed requests, whose keys are never split; the splits of a dense call follow from its rows."""
+    query, key = call.query, call.key
+    if query.numel() == 0 or key.numel() == 0:
         return _zeros(call)
-    if not on_cpu(call.query):
-        return cuda.attention(call)
-    q, k, v = _heads_first(call)
-    top_left, bias = _bias(call)
-    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=call.scale)
-    lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(call.query)
-    return compact(output.transpose(1, 2)), lse
+    if on_cpu(query):
+        q, k, v = _heads_first(call)
+        top_left, bias = _bias(call)
+        output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=call.scale)
+        return compact(output.transpose(1, 2)), compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
+    if not deterministic(call.policy):
+        return forward(call, _rectangle(call))
+    at = torch.arange(query.shape[0] + 1, device=query.device, dtype=torch.int32)
+    lengths = _packed(call, at * query.shape[1], at * key.shape[1], query.shape[1], key.shape[1])
+    output, lse = forward(changed(call, query=query.flatten(0, 1), key=key.flatten(0, 1), value=call.value.flatten(0, 1)), lengths)
+    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3]) if call.return_lse else lse
 
 
-def attention_backward(call: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
         return *_zero_gradients(call), none, none.clone()
     if not on_cpu(call.query):
-        return *cuda.backward(call, cuda.dense(call)), none, none.clone()
+        return *backward(call, _rectangle(call)), none, none.clone()
     q, k, v = _heads_first(call)
     g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), call.lse.transpose(1, 2).contiguous()
     top_left, bias = _bias(call)
@@ -55,24 +67,22 @@ def attention_backward(call: AttentionBackward) -> tuple[Tensor, Tensor, Tensor,
     return compact(grad_q), _sum_groups(grad_k, call.key), _sum_groups(grad_v, call.value), none, none.clone()
 
 
-def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
-    """See `attnops.varlen_attention`."""
-    if _empty(call):
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    if not runs(call):
         return _zeros(call)
-    output, lse = cuda.forward(call, cuda.varlen(call))
+    output, lse = forward(call, _requests(call))
     if call.padded:
-        cu_seqlens = call.cu_seqlens_q
-        cuda.clear((cu_seqlens, output, 0.0), *([(cu_seqlens, lse, -cuda.INF)] if call.return_lse else []))
+        clear((call.cu_seqlens_q, output, 0.0), *([(call.cu_seqlens_q, lse, -INF)] if call.return_lse else []))
     return output, lse
 
 
-def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
-    if _empty(call):
+    if not runs(call):
         return *_zero_gradients(call), call.query.new_empty(0)
-    grad_q, grad_k, grad_v = cuda.backward(call, cuda.varlen(call))
+    grad_q, grad_k, grad_v = backward(call, _requests(call))
     if call.padded:
-        cuda.clear((call.cu_seqlens_q, grad_q, 0.0), (call.cu_seqlens_k, grad_k, 0.0), (call.cu_seqlens_k, grad_v, 0.0))
+        clear((call.cu_seqlens_q, grad_q, 0.0), (call.cu_seqlens_k, grad_k, 0.0), (call.cu_seqlens_k, grad_v, 0.0))
     return grad_q, grad_k, grad_v, call.query.new_empty(0)
 
 
@@ -81,23 +91,21 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _empty(call: VarlenAttention | VarlenAttentionBackward) -> bool:
-    lengths = call.max_seqlen_q and call.max_seqlen_k and call.cu_seqlens_q.shape[0] > 1
-    return not (call.query.numel() and call.key.numel() and lengths)
-
-
-def _zeros(call: Attention | VarlenAttention) -> tuple[Tensor, Tensor]:
+def _zeros(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     """The results where no query sees a key."""
     rows = call.query.shape[:-1]
-    lse = call.query.new_full(rows if call.return_lse else (0,), float("-inf"), dtype=torch.float32)
+    lse = call.query.new_full(rows if call.return_lse else (0,), -INF, dtype=torch.float32)
     return call.query.new_zeros((*rows, call.value.shape[-1])), lse
 
 
-def _zero_gradients(call: AttentionBackward | VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
+def _zero_gradients(call: dense.AttentionBackward | varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     return call.query.new_zeros(call.query.shape), call.key.new_zeros(call.key.shape), call.value.new_zeros(call.value.shape)
 
 
-def _heads_first(call: Attention | AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
+# On a CPU -------------------------------------------------------------------------------------------------------------
+
+
+def _heads_first(call: dense.Attention | dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     group = call.query.shape[2] // call.key.shape[2]
     # The CPU kernel takes the value's last stride for 1 without looking.
     q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.contiguous().transpose(1, 2) for x in (call.query, call.key, call.value))
@@ -106,13 +114,12 @@ def _heads_first(call: Attention | AttentionBackward) -> tuple[Tensor, Tensor, T
 
 def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     """`[B, K, Hq, D]` -> `[B, K, Hkv, D]`: the gradients of repeated heads belong to one head."""
-    b, n, hkv, d = like.shape
-    if grad.shape[2] == hkv:
+    if grad.shape[2] == like.shape[2]:
         return compact(grad)
-    return compact(wide(grad.reshape(b, n, hkv, -1, d)).sum(3).to(like.dtype))
+    return compact(wide(grad.unflatten(2, (like.shape[2], -1))).sum(3).to(like.dtype))
 
 
-def _bias(call: Attention | AttentionBackward) -> tuple[bool, Tensor | None]:
+def _bias(call: dense.Attention | dense.AttentionBackward) -> tuple[bool, Tensor | None]:
     """(use the kernel's own top-left causal mask, additive `[B or 1, Hq or 1, S, K]` bias)."""
     query, key, mask = call.query, call.key, call.mask
     bounded = call.window_left >= 0 or (call.window_right >= 0 and not call.causal)
@@ -121,22 +128,134 @@ def _bias(call: Attention | AttentionBackward) -> tuple[bool, Tensor | None]:
     see = dense_visible(query, key, None, None, Rules.of(call))
     bias = query.new_zeros((1, 1, query.shape[1], key.shape[1]))
     if see is not None:
-        bias = bias.masked_fill(~see[:, None], float("-inf"))
+        bias = bias.masked_fill(~see[:, None], -INF)
     if mask is not None:
-        bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
+        bias = bias.masked_fill(~mask, -INF) if mask.dtype == torch.bool else bias + mask.to(bias.dtype)
     return False, bias
 
 
+# On CUDA --------------------------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """The lengths of a call as aten takes them.
+
+    cu_q, cu_k: cumulative lengths of packed requests, None for a dense call. max_q, max_k: queries and keys of the longest request.
+    right: the window's right side.
+    """
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    max_q: int
+    max_k: int
+    right: int
+
+
+def _rectangle(call: dense.Attention | dense.AttentionBackward) -> Lengths:
+    return Lengths(None, None, call.query.shape[1], call.key.shape[1], call.window_right)
+
+
+def _requests(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward) -> Lengths:
+    return _packed(call, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
+
+
+def _packed(
+    call: dense.Attention | varlen.VarlenAttention | varlen.VarlenAttentionBackward, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+) -> Lengths:
+    left, right = call.window_left, call.window_right
+    if deterministic(call.policy):
+        max_k = max(max_k, left + 2)  # a window that reaches past all keys is none to the kernel, which has other tiles then
+    if right >= 0 and not call.causal:
+        # aten takes a window as wide as the longest request for none, but a query before the first key does not see through it.
+        right = -1 if right >= max_q + max_k else right
+        max_k = max(max_k, right + 1)
+    if left >= 0 and right < 0 and not call.causal:
+        # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
+        max_k += max_q
+    # With one query a request aten counts the requests instead of the tokens, and some may have none.
+    return Lengths(cu_q.contiguous(), cu_k.contiguous(), max(max_q, 2), max_k, right)
+
+
+def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """(output, lse), contiguous."""
+    q, k, v = _in_packs(call.query), _in_packs(call.key), _in_packs(call.value)
+    output, lse = _ATEN._flash_attention_forward.default(
+        q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
+        window_size_right=lengths.right,
+    )[:2]  # fmt: skip
+    return _plain(output), _turned(lse, -INF) if call.return_lse else no_lse(call.query)
+
+
+def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, lengths: Lengths) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous."""
+    given = (call.grad_output.to(call.query.dtype), call.query, call.key, call.value, call.output)
+    seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
+    grad_q, grad_k, grad_v = _ATEN._flash_attention_backward.default(
+        *map(_in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
+        window_size_left=call.window_left, window_size_right=lengths.right,
+    )  # fmt: skip
+    return _plain(grad_q), _plain(grad_k), _plain(grad_v)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """`compact`, at less cost for a tensor that is so already."""
+    return x if x.is_contiguous() and min(x.shape) > 1 else compact(x)
+
+
+def _turned(lse: Tensor, unseen: float) -> Tensor:
+    """`[..., Hq, S]` of the kernel to or from `[..., S, Hq]`, contiguous, `unseen` for a query without keys."""
+    turned = lse.transpose(-1, -2)
+    return torch.nan_to_num(turned, nan=float("nan"), posinf=unseen, neginf=unseen, out=lse.new_empty(turned.shape))
+
+
+def clear(*parts: tuple[Tensor, Tensor, float]) -> None:
+    """Set the rows of no request in place, of up to three (cu_seqlens, rows, fill): those from `cu_seqlens[B]` on. rows: contiguous."""
+    if parts[0][1].is_cuda and _installed("triton"):
+        from attnops.kernels.triton.launch.data import clear_rows
+
+        clear_rows(parts)
+        return
+    for cu_seqlens, x, fill in parts:
+        x.masked_fill_(past(cu_seqlens, x.shape[0]).view(-1, *[1] * (x.dim() - 1)), fill)
+
+
+def _in_packs(x: Tensor) -> Tensor:
+    """`x`, or a copy where its rows do not start at multiples of 16 bytes: the kernels move as many at a time and do not look."""
+    # The head dim is a multiple of 8.
+    odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
+
+
+# The records ----------------------------------------------------------------------------------------------------------
+
 ON_CPU = Roofline(25.0, 0.7, 0.55)
+# By direct calls. A backward makes five products where a forward makes two.
+FORWARD, BACKWARD = Roofline(15.0, 0.7, 0.43), Roofline(25.0, 0.3, 0.15)
 
 
 def _cost_us(p: Problem) -> float:
-    return cuda.cost_us(p) if p.target.device == "cuda" else ON_CPU(p)
+    """With a pass that clears padding rows."""
+    if p.target.device != "cuda":
+        return ON_CPU(p)
+    return (BACKWARD if p.grad else FORWARD)(p) + 5.0 * (p.padded and p.op.startswith("varlen"))
+
+
+def _lined_up(p: Problem) -> bool:
+    """Is no window counted before the first key?"""
+    fewer = p.queries.hi is not None and p.queries.hi <= p.context.lo
+    return p.op.startswith("varlen") or p.window == (-1, -1) or p.causal or p.sizes_equal or fewer
 
 
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 RULES = frozenset({"causal", "window_left", "window_right"})
-ONE_DIM = demand("v_head_dim", "{p.head_dim}, the query's", lambda p: p.v_head_dim == p.head_dim)
+LIMITS = (
+    demand("v_head_dim", "{p.head_dim}, the query's", lambda p: p.v_head_dim == p.head_dim),
+    demand("target", ">= sm80", lambda p: p.target.arch >= 80, on="cuda"),
+    demand("dtype", "float16 | bfloat16 (CUDA)", lambda p: p.dtype in (torch.float16, torch.bfloat16), on="cuda"),
+    demand("head_dim", "a multiple of 8, <= 256 (CUDA)", lambda p: p.head_dim % 8 == 0 and p.head_dim <= 256, on="cuda"),
+    demand("mask", "none (CUDA)", lambda p: p.mask == "none", on="cuda"),
+    demand("window", "no window with more queries than keys (CUDA)", _lined_up, on="cuda"),
+)
 # On a CPU a row that sees no key comes back with lse 0, not -inf; without a mask and with as many keys as queries there is none.
 ALL_SEE = (
     demand("mask", "none (a query might see no key)", lambda p: p.mask == "none", on="cpu"),
@@ -148,26 +267,19 @@ ALL_SEE = (
         on="cpu",
     ),
 )
-DENSE: tuple[Need, ...] = (ONE_DIM, *ALL_SEE, *cuda.LIMITS)
-PACKED: tuple[Need, ...] = (device("cuda"), ONE_DIM, *cuda.LIMITS)
-for _op, _run, _takes, _dtypes, _needs in (
-    ("attention", attention, {"mask", "return_lse"}, (*HALF_AND_SINGLE, torch.float64), DENSE),
+# Under a deterministic policy tiles do not follow from the longest request.
+STEADY = Invariant((device("cuda"), demand("window", "none, or causal (policy.deterministic)", lambda p: p.causal or not p.windowed)))
+for _run, _takes, _dtypes, _needs in (
+    (attention, {"mask", "return_lse"}, (*HALF_AND_SINGLE, torch.float64), ALL_SEE),
     # The saved lse is float32, too coarse for a float64 gradient.
-    ("attention_backward", attention_backward, {"mask"}, HALF_AND_SINGLE, (*DENSE, *without("lse_grad"))),
-    ("varlen_attention", varlen_attention, {"return_lse"}, HALF_AND_SINGLE, PACKED),
-    ("varlen_attention_backward", varlen_attention_backward, (), HALF_AND_SINGLE, (*PACKED, *without("lse_grad"))),
+    (attention_backward, {"mask"}, HALF_AND_SINGLE, (*ALL_SEE, *without("lse_grad"))),
+    (varlen_attention, {"return_lse"}, HALF_AND_SINGLE, (device("cuda"),)),
+    (varlen_attention_backward, set[str](), HALF_AND_SINGLE, (device("cuda"), *without("lse_grad"))),
 ):
     register(
         Kernel(
-            "aten_flash",
-            _op,
-            _run,
-            takes=RULES.union(_takes),
-            dtypes=_dtypes,
-            needs=_needs,
-            cost_us=_cost_us,
+            "aten_flash", _run.__name__, _run, takes=RULES | _takes, dtypes=_dtypes, needs=(*LIMITS, *_needs), cost_us=_cost_us,
             # Gradients of the query are added up in the order in which blocks come.
-            invariant=None if _op.endswith("backward") else Invariant(cuda.STEADY),
-            about="torch's own FlashAttention, with lse and gradient",
+            invariant=None if _run.__name__.endswith("backward") else STEADY, about="torch's own FlashAttention, with lse and gradient",
         )
-    )
+    )  # fmt: skip
