@@ -258,7 +258,8 @@ def problem_of(call: Call) -> Problem:
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     found["asks"] = asked(call) - _TOLD
-    return Problem(**found | (spec.facts(call, sizes) if spec.facts else {}))
+    more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
+    return Problem(**{**found, **more})
 
 
 def _features(given: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +285,7 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
         "kv_scales": bool(tensors("k_scale", "v_scale", "kv_scale", "q_scale")),
         "per_head_scales": any(s.shape[0] != 1 for s in tensors("k_scale", "v_scale")),
         "lse": lse,
+        "grad": "grad_output" in given,
         "mask_grad": given.get("mask_grad", False),
         "lse_grad": given.get("grad_lse") is not None,
         "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",

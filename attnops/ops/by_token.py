@@ -39,7 +39,6 @@ class DecodeRows(Call):
     causal: bool = arg(default=True, always=True)
     q_heads: int = arg(default=0, least=0, always=True)
     float8: bool = arg(default=False, always=True)
-    policy: str = ""
 
 
 DECODE_ROWS = define(Op(DecodeRows, data.decode_rows, about="the batch by token, and FlashMLA's schedule of it"))

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, record
+from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, record
 from attnops.ops import rules
 from attnops.ops.gradient import differentiable
 from attnops.ops.op import Op, define
@@ -31,7 +31,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     problem=SIZES,
     grows="K",
 )
-class Attention(Call):
+class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
     query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True)
@@ -44,22 +44,11 @@ class Attention(Call):
     kv_start: Tensor | None = arg("B", INDEX, default=None)
     kv_end: Tensor | None = arg("B", INDEX, default=None)
     _: KW_ONLY
-    scale: float = arg()
-    causal: bool = False
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
     return_lse: bool = False
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    policy: str = ""
 
 
 ATTENTION = define(Op(Attention, reference.attention, differentiable, about="dense attention"))
-
-
-def _backward_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"grad": True, **_facts(call, sizes)}
 
 
 @record(
@@ -70,11 +59,11 @@ def _backward_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     Result("grad_mask", like="mask", when="mask_grad"),
     Result("grad_sinks", like="sinks"),
     rules=rules.attention_backward,
-    facts=_backward_facts,
+    facts=_facts,
     stored="key",
     problem=SIZES,
 )
-class AttentionBackward(Call):
+class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 
     grad_output: Tensor = arg("B, S, Hq, Dv", FLOATS)
@@ -89,14 +78,7 @@ class AttentionBackward(Call):
     kv_start: Tensor | None = arg("B", INDEX, default=None)
     kv_end: Tensor | None = arg("B", INDEX, default=None)
     _: KW_ONLY
-    scale: float = arg()
-    causal: bool = False
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
     mask_grad: bool = False
-    policy: str = ""
 
 
 BACKWARD = define(Op(AttentionBackward, reference.attention_backward, once=True, about="gradient of dense attention"))

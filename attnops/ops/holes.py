@@ -24,7 +24,6 @@ class NamedPages(Call):
     page_size: int = arg(least=1)
     squeeze: bool = arg(default=True, always=True)
     window_left: int = arg(default=-1, least=-1, always=True)
-    policy: str = ""
 
 
 NAMED_PAGES = define(Op(NamedPages, holes.named_pages, about="page table without holes"))

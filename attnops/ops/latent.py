@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, name, need, record
+from attnops.call import FLOAT32, FLOATS, INDEX, Call, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
@@ -58,8 +58,6 @@ class WriteLatent(Call):
     latent_pages: Tensor = arg("P, page, Dc + Dr", (*FLOATS, *STORED), written=True, unit_stride=True)
     slots: Tensor = arg("T", INDEX)
     kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
-    _: KW_ONLY
-    policy: str = ""
 
 
 WRITE_LATENT = define(Op(WriteLatent, mla.write_latent, about="write of new latents and rotated keys into pages"))

@@ -11,15 +11,10 @@ from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data
 
-
-def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"lse": True}
-
-
 SIZES = {"q_heads": "H", "v_head_dim": "D", "head_dim": "0"}
 
 
-@record("merge_state", Result("output", like="output_a"), Result("lse", like="lse_a"), facts=_facts, problem=SIZES)
+@record("merge_state", Result("output", like="output_a"), Result("lse", like="lse_a"), facts={"lse": True}, problem=SIZES)
 class MergeState(Call):
     """The merge of two partial results."""
 
@@ -29,7 +24,6 @@ class MergeState(Call):
     lse_b: Tensor = arg("T, H", FLOAT32)
     _: KW_ONLY
     stale: bool = arg(default=True, hint=True)
-    policy: str = ""
 
 
 MERGE = define(Op(MergeState, data.merge_state, about="merge of two partial results"))
@@ -66,7 +60,7 @@ def _parts(call: Any, sizes: Sizes) -> None:
     Result("output", "T, H, D", "outputs"),
     Result("lse", "T, H"),
     rules=_parts,
-    facts=_facts,
+    facts={"lse": True},
     problem={**SIZES, "batch": "N"},
 )
 class MergeStates(Call):
@@ -76,7 +70,6 @@ class MergeStates(Call):
     lses: Tensor = arg("T, N, H", FLOAT32)
     _: KW_ONLY
     stale: bool = arg(default=True, hint=True)
-    policy: str = ""
 
 
 MERGE_STATES = define(Op(MergeStates, data.merge_states, about="merge of any number of partial results"))

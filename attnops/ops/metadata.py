@@ -20,8 +20,6 @@ class CuSeqlens(Call):
     """Cumulative lengths."""
 
     lengths: Tensor = arg("B", INDEX)
-    _: KW_ONLY
-    policy: str = ""
 
 
 CU_SEQLENS = define(Op(CuSeqlens, data.cu_seqlens, about="cumulative lengths"))
@@ -44,7 +42,6 @@ class TokenRows(Call):
     cu_seqlens: Tensor = arg("starts", INT32)
     _: KW_ONLY
     num_tokens: int = arg(least=0, symbolic=True)
-    policy: str = ""
 
 
 TOKEN_ROWS = define(Op(TokenRows, data.token_rows, about="the request of each token"))
@@ -65,7 +62,6 @@ class SlotMapping(Call):
     page_table: Tensor = arg("B, max_pages", INT32)
     _: KW_ONLY
     page_size: int = arg(least=1)
-    policy: str = ""
 
 
 SLOT_MAPPING = define(Op(SlotMapping, data.slot_mapping, about="where in the pages each token goes"))
@@ -95,7 +91,6 @@ class KVIndices(Call):
     seq_lens: Tensor = arg("B", INDEX)
     _: KW_ONLY
     page_size: int = arg(least=1)
-    policy: str = ""
 
 
 KV_INDICES = define(Op(KVIndices, data.kv_indices, about="page table to indptr and indices"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, Call, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, Sizes, arg, need, record
 from attnops.ops import rules
 from attnops.ops.holes import whole
 from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
@@ -42,7 +42,7 @@ def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:
 
 
 @record("mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
-class MlaAttention(Call):
+class MlaAttention(rules.Queries):
     """Attention of new tokens over pages that hold their latents."""
 
     q_nope: Tensor = arg("T, H, Dc", QUERY, unit_stride=True)
@@ -57,13 +57,11 @@ class MlaAttention(Call):
     kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
     scale: float = arg()
     causal: bool = arg(default=True, off=False)
     window_left: int = arg(default=-1, least=-1)
     softcap: float = arg(default=0.0, least=0)
     holes: bool = arg(default=True, hint=True)
-    policy: str = ""
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)

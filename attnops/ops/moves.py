@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import INDEX, KW_ONLY, STORED, Call, Sizes, arg, need, record
+from attnops.call import INDEX, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
@@ -44,8 +44,6 @@ class CopyKV(Call):
     v_pages: Tensor | None = arg("L, P, page, ...", "k_pages", written=True, unit_stride=True)
     source: Tensor = arg("N", INDEX)
     target: Tensor = arg("N", INDEX)
-    _: KW_ONLY
-    policy: str = ""
 
 
 COPY_KV = define(Op(CopyKV, moves.copy_kv, about="copy of keys and values between slots, in all layers"))

@@ -28,7 +28,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 @record("paged_attention", rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
-class PagedAttention(Call):
+class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 
     query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
@@ -43,17 +43,10 @@ class PagedAttention(Call):
     v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     plan: Tensor | None = arg("words", rules.PLAN, default=None, hint=True, any_device=True)
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    scale: float = arg()
     causal: bool = arg(default=True, off=False)
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     padded: bool = arg(default=True, hint=True)
     holes: bool = arg(default=True, hint=True)
-    policy: str = ""
     output: Tensor = arg("T, Hq, Dv", rules.result_dtypes, written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
@@ -164,8 +157,6 @@ class WriteKV(Call):
     slots: Tensor = arg("T", INDEX)
     k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
-    _: KW_ONLY
-    policy: str = ""
 
 
 WRITE_KV = define(Op(WriteKV, data.write_kv, about="write of new keys and values into pages"))

@@ -72,7 +72,6 @@ class PlanPagedAttention(Call):
     softcap: bool = arg(default=False, always=True)
     sinks: bool = arg(default=False, always=True)
     num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
-    policy: str = ""
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
@@ -95,7 +94,6 @@ class PlanMlaAttention(Call):
     kv_dtype: str = arg(choices=tuple(NAMES))
     causal: bool = arg(default=True, always=True)
     num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
-    policy: str = ""
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 

@@ -23,16 +23,12 @@ def _rules(call: Any, sizes: Sizes) -> None:
         need(scale > 0, field, scale, "a finite number > 0")
 
 
-def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"kv_dtype": rope_quantize.STORED, "kv_scales": True}
-
-
 @record(
     "rope_quantize_latent",
     Result("query", "T, H, Dc + Dr", rope_quantize.STORED),
     Result("row", "T, Dc + Dr", rope_quantize.STORED),
     rules=_rules,
-    facts=_facts,
+    facts={"kv_dtype": rope_quantize.STORED, "kv_scales": True},
     problem=SIZES,
 )
 class RopeQuantizeLatent(Call):
@@ -48,7 +44,6 @@ class RopeQuantizeLatent(Call):
     q_scale: float = arg(default=1.0, always=True)
     kv_scale: float = arg(default=1.0, always=True)
     interleaved: bool = False
-    policy: str = ""
 
 
 ROPE_QUANTIZE = define(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, QUANTISED, Sizes, name, need, place
+from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Sizes, arg, group, name, need, place
 from attnops.errors import InvalidInput, fail
 from attnops.promises import refuse_plan_of_holes
 from attnops.select import _ACTIVE, key_for as _key_for
@@ -17,6 +17,35 @@ UNBOUNDED = (-1, -1)
 
 PLAN = (torch.int32, torch.int64)
 SCALE = "1 | Hkv"
+
+
+@group
+class Queries(Call):
+    """The longest request's query tokens, at most."""
+
+    _: KW_ONLY
+    max_seqlen_q: int = arg(least=0, symbolic=True)
+
+
+@group
+class Lengths(Queries):
+    """The longest request's tokens, at most."""
+
+    _: KW_ONLY
+    max_seqlen_k: int = arg(least=0, symbolic=True)
+
+
+@group
+class Visible(Call):
+    """The rules that say which keys a query sees, and the form of the logits."""
+
+    _: KW_ONLY
+    scale: float = arg()
+    causal: bool = False
+    window_left: int = arg(default=-1, least=-1)
+    window_right: int = arg(default=-1, least=-1)
+    softcap: float = arg(default=0.0, least=0)
+    attention_chunk: int = arg(default=0, least=0)
 
 
 def attention(call: Any, sizes: Sizes) -> None:

@@ -58,7 +58,6 @@ class SparseMlaAttention(Call):
     _: KW_ONLY
     scale: float = arg()
     holes: bool = arg(default=True, hint=True)
-    policy: str = ""
     output: Tensor = arg("T, H, Dc", output_dtypes, written=True)
     lse: Tensor | None = arg("T, H", FLOAT32, default=None, written=True)
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
@@ -145,8 +144,6 @@ class WriteLatentPacked(Call):
     k_pe: Tensor = arg("T, Dr", "latent", unit_stride=True)
     latent_pages: Tensor = arg("P, page, bytes", PACKED, written=True)
     slots: Tensor = arg("T", INDEX)
-    _: KW_ONLY
-    policy: str = ""
 
 
 WRITE_PACKED = define(

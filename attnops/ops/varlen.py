@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Result, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, need, record
 from attnops.ops import rules
 from attnops.ops.gradient import differentiable
 from attnops.ops.op import Op, define
@@ -29,7 +29,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
     stored="key",
     problem=SIZES,
 )
-class VarlenAttention(Call):
+class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
     query: Tensor = arg("T, Hq, D", QUERY, unit_stride=True)
@@ -42,25 +42,12 @@ class VarlenAttention(Call):
     k_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     v_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    max_seqlen_k: int = arg(least=0, symbolic=True)
-    scale: float = arg()
-    causal: bool = False
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
     return_lse: bool = False
     q_scale: Tensor | None = arg(rules.SCALE, FLOAT32, default=None)
     padded: bool = arg(default=True, hint=True)
-    policy: str = ""
 
 
 VARLEN = define(Op(VarlenAttention, reference.varlen_attention, differentiable, about="packed attention over ragged requests"))
-
-
-def _backward_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"grad": True}
 
 
 def _backward_rules(call: Any, sizes: Sizes) -> None:
@@ -75,11 +62,10 @@ def _backward_rules(call: Any, sizes: Sizes) -> None:
     Result("grad_value", like="value"),
     Result("grad_sinks", like="sinks"),
     rules=_backward_rules,
-    facts=_backward_facts,
     stored="key",
     problem=SIZES,
 )
-class VarlenAttentionBackward(Call):
+class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 
     grad_output: Tensor = arg("T, Hq, Dv", FLOATS)
@@ -94,16 +80,7 @@ class VarlenAttentionBackward(Call):
     mask: Tensor | None = arg("T, >= max_seqlen_k", MASK, default=None)
     sinks: Tensor | None = arg("Hq", FLOATS, default=None)
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    max_seqlen_k: int = arg(least=0, symbolic=True)
-    scale: float = arg()
-    causal: bool = False
-    window_left: int = arg(default=-1, least=-1)
-    window_right: int = arg(default=-1, least=-1)
-    softcap: float = arg(default=0.0, least=0)
-    attention_chunk: int = arg(default=0, least=0)
     padded: bool = arg(default=True, hint=True)
-    policy: str = ""
 
 
 BACKWARD = define(Op(VarlenAttentionBackward, reference.varlen_attention_backward, once=True, about="gradient of packed attention"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
 from attnops.ops.op import Op, define
@@ -27,10 +27,6 @@ def _index_rules(call: Any, sizes: Sizes) -> None:
         fail(InvalidInput, "vertical_counts, slash_counts", "one of them", "both or neither")
 
 
-def _causal(call: Any, sizes: Sizes) -> dict[str, Any]:
-    return {"causal": True}
-
-
 @record(
     "vertical_slash_indexes",
     Result("block_count", f"B, H, {ROWS}", torch.int32),
@@ -38,10 +34,10 @@ def _causal(call: Any, sizes: Sizes) -> dict[str, Any]:
     Result("column_count", f"B, H, {ROWS}", torch.int32),
     Result("column_index", f"B, H, {ROWS}, V", torch.int32),
     rules=_index_rules,
-    facts=_causal,
+    facts={"causal": True},
     problem={"q_heads": "H"},
 )
-class VerticalSlashIndexes(Call):
+class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
     q_lens: Tensor = arg("B", INT32)
@@ -50,9 +46,6 @@ class VerticalSlashIndexes(Call):
     slash: Tensor = arg("B, H, S", INT32)
     vertical_counts: Tensor | None = arg("H", INT32, default=None)
     slash_counts: Tensor | None = arg("H", INT32, default=None)
-    _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    policy: str = ""
 
 
 INDEXES = define(
@@ -107,8 +100,8 @@ def _rules(call: Any, sizes: Sizes) -> None:
     need(sizes["Hq"] % sizes["Hkv"] == 0, "Hq", sizes["Hq"], f"a multiple of the key's {sizes['Hkv']} heads")
 
 
-@record("vertical_slash_attention", rules=_rules, facts=_causal, stored="key")
-class VerticalSlashAttention(Call):
+@record("vertical_slash_attention", rules=_rules, facts={"causal": True}, stored="key")
+class VerticalSlashAttention(rules.Lengths):
     """Packed causal attention over an index of blocks and columns."""
 
     query: Tensor = arg("T, Hq, D", FLOATS, unit_stride=True)
@@ -121,11 +114,8 @@ class VerticalSlashAttention(Call):
     column_count: Tensor = arg(f"B, Hq, {ROWS}", INT32)
     column_index: Tensor = arg(f"B, Hq, {ROWS}, V", INT32)
     _: KW_ONLY
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    max_seqlen_k: int = arg(least=0, symbolic=True)
     scale: float = arg()
     padded: bool = arg(default=True, hint=True)
-    policy: str = ""
     output: Tensor = arg("T, Hq, Dv", "query", written=True)
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
 
