@@ -128,11 +128,11 @@ def record(
     stored: str = "",
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None,
     grows: str = "",
-    order: str = "",
+    keywords: str = "",
 ) -> Callable[[type[C]], type[C]]:
     """Make a record of a class whose annotations, inherited ones first, are the op's arguments; `_: KW_ONLY` begins those given by name.
 
-    order: the names of the keyword-only arguments in the schema's order, where that is another. `policy` comes last, but for arguments
+    keywords: the names of the keyword-only arguments in the schema's order, where that is another. `policy` comes last, but for arguments
     that are written. See `Spec` for the others. A record is stored as a tuple, which takes half a microsecond to build with 23 fields.
     Raises RegistrationError for an annotation that no schema can express.
     """
@@ -147,9 +147,9 @@ def record(
                     found[name] = _argument(op, name, kind, getattr(cls, name, REQUIRED), keyword)
         policy = found.pop("policy")
         args = [a for a in found.values() if not a.keyword]
-        keywords = [found[name] for name in order.split()] or [a for a in found.values() if a.keyword]
-        place = next((i for i, a in enumerate(keywords) if a.written), len(keywords))
-        args += [*keywords[:place], policy, *keywords[place:]]
+        named = [found[name] for name in keywords.split()] or [a for a in found.values() if a.keyword]
+        place = next((i for i, a in enumerate(named) if a.written), len(named))
+        args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
         spec = Spec(op, tuple(args), results, rules, _measures(args, problem or {}), stored, facts, grows)
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
 from attnops.kernel import Kernel, kernels_of
-from attnops.ops.plan import LatentSpec, PagedSpec, plan_mla_attention, plan_mla_sizes, plan_paged_attention, plan_sizes
+from attnops.ops.plan import LatentSpec, PagedSpec, plan_paged_attention, plan_sizes
 from attnops.problem import Target, bytes_of
 from attnops.select import choose, key_for, select
 
@@ -55,8 +54,7 @@ class Planner:
         kernel: str | None = None,
     ) -> None:
         self.spec, self.kernel, self.num_pages = spec, kernel, num_pages
-        sizes: Any = plan_mla_sizes if isinstance(spec, LatentSpec) else plan_sizes
-        numbers, size = sizes(spec, max_tokens=max_tokens, max_requests=max_requests, max_pages=max_pages, device=device)
+        numbers, size = plan_sizes(spec, max_tokens=max_tokens, max_requests=max_requests, max_pages=max_pages, device=device)
         # As the cache's pages: born outside of inference mode, at a static address.
         with ordinary():
             self.plan = torch.zeros(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
@@ -65,8 +63,7 @@ class Planner:
             fix_address(self.plan, self.workspace, static=(0,))
 
     def __call__(self, batch: PagedBatch) -> PagedBatch:
-        """`batch` with its plan. Raises as `plan_paged_attention` and `plan_mla_attention` do."""
-        plan_on_host: Any = plan_paged_attention
+        """`batch` with its plan. Raises as `plan_paged_attention` does."""
         name = self.kernel
         if isinstance(self.spec, LatentSpec):
             if batch.shared is not None or batch.prefix is not None:
@@ -75,8 +72,8 @@ class Planner:
             if kernel.name not in _planned_by_host():
                 with ordinary():
                     return replace(batch, plan=None if (make := device_planner(kernel, self.spec)) is None else make(batch))
-            plan_on_host, name = plan_mla_attention, kernel.name
-        found = plan_on_host(
+            name = kernel.name
+        found = plan_paged_attention(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
             max_seqlen_q=batch.max_seqlen_q, num_pages=self.num_pages, plan=self.plan, workspace=self.workspace, kernel=name,
         )  # fmt: skip

@@ -14,7 +14,6 @@ from attnops.ops.plan import (
     LatentSpec as LatentSpec,
     PagedSpec as PagedSpec,
     plan_mla_attention as plan_mla_attention,
-    plan_mla_sizes as plan_mla_sizes,
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,
 )

@@ -1,7 +1,7 @@
 """Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which the layers' attention then reads.
 
 `plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`, attention over latents. An op `plan_X` has a
-record; a `Spec` holds the arguments that the layers' calls of `X` share; the public functions make a record of a spec and a step.
+record; a `Spec` holds the arguments that the layers' calls of `X` share; the public function makes a record of a spec and a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, name, need, record
+from attnops.call import FLOATS, INT32, KW_ONLY, QUANTISED, Call, Sizes, arg, changed, check, group, name, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic, kernels_of
 from attnops.ops import rules
@@ -49,9 +49,9 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"plan": "none", "workspace": 0, "dtype": NAMES[call.dtype], "kv_dtype": NAMES[call.kv_dtype]}
 
 
-@record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES)
-class PlanPagedAttention(Call):
-    """The host plan of paged attention."""
+@group
+class HostPlan(Call):
+    """The arguments of both ops."""
 
     page_table: Tensor = arg("B, max_pages", INT32)
     seq_lens: Tensor = arg("B", INT32)
@@ -60,42 +60,36 @@ class PlanPagedAttention(Call):
     num_tokens: int = arg(least=0, symbolic=True)
     max_seqlen_q: int = arg(least=0, symbolic=True)
     q_heads: int = arg(least=1)
-    kv_heads: int = arg(least=1)
     head_dim: int = arg(least=1)
     v_head_dim: int = arg(least=1)
     page_size: int = arg(least=1)
     dtype: str = arg(choices=tuple(NAMES))
     kv_dtype: str = arg(choices=tuple(NAMES))
     causal: bool = arg(default=True, always=True)
+    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
+    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
+    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+
+
+KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype causal window_left window_right softcap
+    sinks num_pages plan workspace"""
+
+
+@record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES, keywords=KEYWORDS)
+class PlanPagedAttention(HostPlan):
+    """The host plan of paged attention."""
+
+    _: KW_ONLY
+    kv_heads: int = arg(least=1)
     window_left: int = arg(default=-1, least=-1, always=True)
     window_right: int = arg(default=-1, least=-1, always=True)
     softcap: bool = arg(default=False, always=True)
     sinks: bool = arg(default=False, always=True)
-    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
-    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
-    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
 
 @record("plan_mla_attention", rules=_mla_rules, facts=_facts, problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"})
-class PlanMlaAttention(Call):
+class PlanMlaAttention(HostPlan):
     """The host plan of attention over latents."""
-
-    page_table: Tensor = arg("B, max_pages", INT32)
-    seq_lens: Tensor = arg("B", INT32)
-    cu_seqlens_q: Tensor = arg("B + 1", INT32)
-    _: KW_ONLY
-    num_tokens: int = arg(least=0, symbolic=True)
-    max_seqlen_q: int = arg(least=0, symbolic=True)
-    q_heads: int = arg(least=1)
-    head_dim: int = arg(least=1)
-    v_head_dim: int = arg(least=1)
-    page_size: int = arg(least=1)
-    dtype: str = arg(choices=tuple(NAMES))
-    kv_dtype: str = arg(choices=tuple(NAMES))
-    causal: bool = arg(default=True, always=True)
-    num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True)
-    plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
-    workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
 
 define(Op(PlanPagedAttention, data.no_plan, about="host plan of paged attention"))
@@ -129,38 +123,20 @@ class Spec:
     def problem(self, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
         """The Problem of a layer's call with a plan made on the host."""
         kv_dtype = self.kv_dtype or self.dtype
+        tokens, batch, queries, context = map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * self.page_size))
         return Problem(
-            op=self.attention,
-            target=target,
-            dtype=self.dtype,
-            kv_dtype=kv_dtype,
-            q_heads=self.q_heads,
-            head_dim=self.head_dim,
-            page_size=self.page_size,
-            causal=self.causal,
-            kv_scales=kv_dtype in QUANTISED,
-            lse=self.lse,
-            plan="host",
-            tokens=Extent.of(num_tokens),
-            batch=Extent.of(requests),
-            queries=Extent.of(max_seqlen_q),
-            context=Extent.of(max_pages * self.page_size),
-            **self.facts,
-        )
+            op=self.attention, target=target, dtype=self.dtype, kv_dtype=kv_dtype, q_heads=self.q_heads, head_dim=self.head_dim,
+            page_size=self.page_size, causal=self.causal, kv_scales=kv_dtype in QUANTISED, lse=self.lse, plan="host",
+            tokens=tokens, batch=batch, queries=queries, context=context, **self.facts,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PagedSpec(Spec):
-    """The arguments of `paged_attention` that layers share a plan for: those that are the same in every step.
+    """The arguments of `paged_attention` that layers share a plan for, the same in every step. Layers that differ in one need a plan each.
 
-    Layers that differ in one of these, e.g. in their window, need a plan each.
-
-    dtype: of query and output.
-    kv_dtype: of the pages. None: the query's.
-    window: (left, right).
-    softcap: do the layers give one?
-    sinks: their dtype, or None.
-    lse: do the layers ask for it?
+    dtype: of query and output. kv_dtype: of the pages; None: the query's.
+    window: (left, right). softcap, lse: do the layers ask for it? sinks: their dtype, or None.
     """
 
     attention = "paged_attention"
@@ -187,15 +163,7 @@ class PagedSpec(Spec):
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """The arguments of `mla_attention` that layers share a plan for: those that are the same in every step.
-
-    page_size: in tokens.
-    dtype: of query and output.
-    head_dim: Dc + Dr, the numbers of a latent and its rotated key.
-    v_head_dim: Dc.
-    kv_dtype: of the pages. None: the query's.
-    lse: do the layers ask for it?
-    """
+    """As `PagedSpec`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its rotated key. v_head_dim: Dc."""
 
     attention = "mla_attention"
     q_heads: int
@@ -214,7 +182,7 @@ class LatentSpec(Spec):
 
 
 def plan_sizes(
-    spec: PagedSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
+    spec: PagedSpec | LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
 ) -> tuple[int, int]:
     """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
 
@@ -225,26 +193,16 @@ def plan_sizes(
         max_pages: the columns of the page table.
         device: of the layers' tensors.
     """
-    return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
-
-
-def plan_mla_sizes(
-    spec: LatentSpec, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu"
-) -> tuple[int, int]:
-    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
-
-    Args:
-        spec: the arguments that the layers share.
-        max_tokens: the most query tokens of a step.
-        max_requests: the most rows of the page table.
-        max_pages: the columns of the page table.
-        device: of the layers' tensors.
-    """
-    return _largest(spec, torch.device(device), {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages})
+    device, sizes = torch.device(device), [(0, 0)]
+    maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
+    for kernel in kernels_of(f"plan_{spec.attention}").values():
+        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
+            sizes.append(kernel.plan.sizes(**spec.statics, **maxima, device=device))
+    return max(n for n, _ in sizes), max(b for _, b in sizes)
 
 
 def plan_paged_attention(
-    spec: PagedSpec,
+    spec: PagedSpec | LatentSpec,
     page_table: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
@@ -256,14 +214,15 @@ def plan_paged_attention(
     workspace: Tensor,
     kernel: str | None = None,
 ) -> str | None:
-    """Write the plan of a step for the layers' `paged_attention`, if the kernel that will run them plans on the host.
+    """Write the plan of a step for the layers' attention, if the kernel that will run them plans on the host.
 
     Call it once a step, outside CUDA graphs: it copies the lengths to the CPU, which waits for the current stream. It writes into `plan`
     and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. Make the plans and run the
-    model on one stream: the model reads the workspace while it runs.
+    model on one stream: the model reads the workspace while it runs. The plan is for the lengths it was made from. A plan for latents
+    allows the page table to change afterwards, but not its holes.
 
     Args:
-        spec: the arguments that the layers share.
+        spec: the arguments that the layers share, of `paged_attention` or of `mla_attention`.
         page_table: int32 `[B, max_pages]`, as in `paged_attention`.
         seq_lens: int32 `[B]`, likewise.
         cu_seqlens_q: int32 `[B + 1]`, likewise.
@@ -281,74 +240,22 @@ def plan_paged_attention(
         InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    call = PlanPagedAttention(
+    op = OPS[f"plan_{spec.attention}"]
+    make: Any = op.call
+    call = make(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
         num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
     )  # fmt: skip
-    return _planned(spec, call, kernel)
-
-
-def plan_mla_attention(
-    spec: LatentSpec,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    num_tokens: int,
-    max_seqlen_q: int,
-    num_pages: int | None = None,
-    plan: Tensor,
-    workspace: Tensor,
-    kernel: str | None = None,
-) -> str | None:
-    """Write the plan of a step for the layers' `mla_attention`, if the kernel that will run them plans on the host.
-
-    Call it once a step, outside CUDA graphs, as `plan_paged_attention`: it waits for the current stream and writes into `plan` and
-    `workspace` only. The plan is for the lengths it was made from. The page table may change afterwards, its holes may not.
-
-    Args:
-        spec: the arguments that the layers share.
-        page_table: int32 `[B, max_pages]`, as in `mla_attention`.
-        seq_lens: int32 `[B]`, likewise.
-        cu_seqlens_q: int32 `[B + 1]`, likewise.
-        num_tokens: rows of the query, padding rows included.
-        max_seqlen_q: as in `mla_attention`.
-        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
-        plan: int64 on the CPU, of the length that `plan_mla_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
-        workspace: uint8 on the device, likewise.
-        kernel: plan for this kernel only.
-
-    Returns:
-        The name of the kernel that the plan is for. None: the layers will run a kernel that needs no plan; the buffers are unchanged.
-
-    Raises:
-        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
-        UnknownKernel, NoKernel: `kernel` cannot run.
-    """
-    call = PlanMlaAttention(
-        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
-        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **spec.statics,
-    )  # fmt: skip
-    return _planned(spec, call, kernel)
-
-
-def _largest(spec: Spec, device: torch.device, maxima: dict[str, int]) -> tuple[int, int]:
-    sizes = [(0, 0)]
-    for kernel in kernels_of(f"plan_{spec.attention}").values():
-        if kernel.plan.sizes is not None and not kernel.absences(Target.of(device)):
-            sizes.append(kernel.plan.sizes(**spec.statics, **maxima, device=device))
-    return max(n for n, _ in sizes), max(b for _, b in sizes)
-
-
-def _planned(spec: Spec, call: PlanPagedAttention | PlanMlaAttention, kernel: str | None) -> str | None:
-    """Write the plan for the kernel that will run the layers, and return its name; None where that kernel does not plan on the host."""
     check(call)
-    requests, pages = call.page_table.shape
-    problem = spec.problem(Target.of(call.page_table.device), call.num_tokens, requests, pages, call.max_seqlen_q)
-    op = OPS[call.spec.op]
+    requests, pages = page_table.shape
+    problem = spec.problem(Target.of(page_table.device), num_tokens, requests, pages, max_seqlen_q)
     found = kernels_of(op.name).get(choose(problem, key_for(problem.op, kernel)).name)
     if found is None or found.plan.sizes is None:
         return None
     rest = ";deterministic" if deterministic(active_policy()) else ""
     op(changed(call, policy=f"kernel={op.name}:{found.name}{rest}"))
     return found.name
+
+
+plan_mla_attention = plan_paged_attention
+"""One function by the names of both ops: `spec` says which attention the plan is for."""

@@ -13,7 +13,7 @@ from attnops.errors import InvalidInput
 from attnops.kernel import Capture, kernels_of
 from attnops.kernels.flashinfer import mla as fm
 from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
-from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_mla_sizes
+from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_sizes
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Source, check_kernel, latent, planned
@@ -163,7 +163,7 @@ def test_more_work_than_a_plan_has_room_for_is_refused(calls):
     spec = LatentSpec(128, 64, BF16)
     tables = {"page_table": torch.zeros(1, 300, dtype=torch.int32), "seq_lens": torch.tensor([17000], dtype=torch.int32)}
     tables["cu_seqlens_q"] = torch.tensor([0, 17000], dtype=torch.int32)
-    numbers, size = plan_mla_sizes(spec, max_tokens=1, max_requests=1, max_pages=1)
+    numbers, size = plan_sizes(spec, max_tokens=1, max_requests=1, max_pages=1)
     buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
     with pytest.raises(InvalidInput, match=r"^work of a plan: got up to \d+ pieces, want <= 16384"):
         plan_mla_attention(spec, **tables, num_tokens=17000, max_seqlen_q=17000, kernel=FA3.name, **buffers)
@@ -173,7 +173,7 @@ def test_the_buffers_are_as_large_as_they_need_to_be(calls):
     spec = LatentSpec(16, 64, BF16)
     given = call((1, 1), (70, 130), padding=0)
     tables = {n: given.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
-    numbers, size = plan_mla_sizes(spec, max_tokens=2, max_requests=2, max_pages=4)
+    numbers, size = plan_sizes(spec, max_tokens=2, max_requests=2, max_pages=4)
     for short in ("plan", "workspace"):
         buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
         assert plan_mla_attention(spec, **tables, num_tokens=2, max_seqlen_q=1, kernel=FA3.name, **buffers) == FA3.name
@@ -333,7 +333,7 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_plan_a_step_however_many_layers(kernel, layers):
     spec = LatentSpec(16, 64, BF16)
-    numbers, size = plan_mla_sizes(spec, max_tokens=16, max_requests=4, max_pages=8)
+    numbers, size = plan_sizes(spec, max_tokens=16, max_requests=4, max_pages=8)
     buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
     compiled = torch.compile(Layers(layers, kernel.name), fullgraph=True)
     for seed, q_lens in enumerate(((1, 1, 1), (1, 1, 1), (4, 2, 1))):

@@ -143,7 +143,7 @@ def load(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
 
 
 def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
-    """See `attnops.ops.plan_mla_sizes`. No length or size of a call matters."""
+    """See `attnops.ops.plan_sizes`. No length or size of a call matters."""
     ints, floats = sizes_of(sm_count(device))
     return HEADER + ints // 8, ints + floats
 
