@@ -82,7 +82,7 @@ def rows_of(case: str, ways: Any, want: Any, clock: Any, peer: str, more: Any = 
     """The rows of ways whose results are sequences of tensors, with their speed over that of `peer`."""
     rows = with_ratios(time_if_right(case, ways, want, MOST_ERROR, clock, relative, more), peer)  # type: ignore[arg-type]
     for row in rows:
-        print(row.as_dict(), flush=True)
+        print(row, flush=True)
     return rows
 
 
@@ -200,7 +200,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="calls whose name holds this")
     asked = parser.parse_args(given)
     with torch.no_grad():
-        rows = [row.as_dict() for some in SUITES[asked.suite](asked.length, asked.device, asked.only) for row in some]
+        rows = [row for some in SUITES[asked.suite](asked.length, asked.device, asked.only) for row in some]
     report = {**environment(asked.device), "suite": asked.suite, "rows": rows}
     print(write(report, f"{asked.suite}.json", asked.device))
     return int(any("wrong" in row for row in rows))

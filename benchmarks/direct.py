@@ -72,19 +72,54 @@ def sdpa(call: Call) -> Run:
     return run
 
 
-DECODE = {**vendors.DECODE, "sdpa_contiguous": sdpa}
-PREFILL = {**vendors.PREFILL, "sdpa": sdpa}
+def flashmla_with_metadata(call: Call) -> Run:
+    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
+
+    a, query, pages = vendors.latents(call)
+    op = torch.ops.sgl_kernel.dense_decode_fwd.default
+    return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
+
+
+def flashmla_fp8(call: Call, planned: bool = True) -> Run:
+    """FlashMLA's dense decode in float8, as `sgl_kernel.flash_mla` calls its ops. planned: with metadata made beforehand."""
+    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
+
+    (a, query, pages), ops = vendors.latents(call), torch.ops.sgl_kernel
+    given = (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
+    metadata = partial(ops.get_mla_decoding_metadata_dense_fp8, a["seq_lens"], query.shape[2], 1)
+    made = metadata() if planned else None
+    return lambda: ops.fwd_kvcache_mla_fp8(*given, *(made or metadata()), a["q_scale"], a["kv_scale"])
+
+
+def merge(call: Call, vendor: str) -> Run:
+    """A vendor's merge. FlashInfer's logs are of base 2: the same work, other numbers."""
+    sides = [call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b")]
+    if vendor == "flashinfer":
+        from flashinfer import merge_state
+
+        return partial(merge_state, *sides)
+    import sgl_kernel  # noqa: F401, loads the ops
+
+    return lambda: torch.ops.sgl_kernel.merge_state_v2(*sides, torch.empty_like(sides[0]), torch.empty_like(sides[1]))
+
+
+CUDA_CORES = partial(vendors.flashinfer_paged, kind="Decode", use_tensor_cores=False)
+DECODE = {**vendors.DECODE, "flashinfer_cuda_cores": CUDA_CORES, "sdpa_contiguous": sdpa}
+PREFILL = {**vendors.DENSE, "sdpa": sdpa}
+EXTEND = {**vendors.EXTEND, "flashinfer_fa3": partial(vendors.flashinfer_paged, kind="Prefill", backend="fa3")}
+MERGE = {f"{vendor}_merge": partial(merge, vendor=vendor) for vendor in ("sgl", "flashinfer")}
+FLOAT8_LATENT = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": partial(flashmla_fp8, planned=False)}
 STEP = replace(PAGED, decode=True)
 FLOAT8 = replace(MLA, decode=True, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
-LATENT: dict[str, Any] = {"vendors": vendors.LATENT}
+LATENT: dict[str, Any] = {"vendors": {**vendors.LATENT, "flashmla_with_metadata": flashmla_with_metadata}}
 CASES = {
     **{f"decode {b}x{k}": Case("", STEP, b, 1, k, vendors=DECODE) for b, k in ((1, 8192), (8, 4096), (64, 4096))},
     **{f"causal prefill {n}": Case("", DENSE, 1, n, n, vendors=PREFILL, rate="TFLOP/s") for n in (2048, 8192, 16384)},
-    **{f"merge of {n} tokens": Case("", Shape("merge_state"), n, 1, 0, vendors=vendors.MERGE) for n in (64, 4096)},
-    **{f"paged prefill {n}": Case("", PAGED, 1, n, n, vendors=vendors.EXTEND, rate="TFLOP/s") for n in (2048, 8192)},
+    **{f"merge of {n} tokens": Case("", Shape("merge_state"), n, 1, 0, vendors=MERGE) for n in (64, 4096)},
+    **{f"paged prefill {n}": Case("", PAGED, 1, n, n, vendors=EXTEND, rate="TFLOP/s") for n in (2048, 8192)},
     "latent decode 64x8192, 16 heads": Case("", replace(MLA, q_heads=16, decode=True), 64, 1, 8192, **LATENT),
     "latent decode 64x8192, 128 heads": Case("", replace(MLA, decode=True), 64, 1, 8192, **LATENT, rate="TFLOP/s"),
-    "float8 latent decode 64x8192, 128 heads": Case("", FLOAT8, 64, 1, 8192, vendors=vendors.FLOAT8_LATENT, rate="TFLOP/s"),
+    "float8 latent decode 64x8192, 128 heads": Case("", FLOAT8, 64, 1, 8192, vendors=FLOAT8_LATENT, rate="TFLOP/s"),
 }
 OWN = {
     "fa3": ("fa3",),
@@ -94,7 +129,7 @@ OWN = {
     "flashmla": ("flashmla",),
     "flashmla_unplanned": ("flashmla_with_metadata",),
     "flashmla_fp8_unplanned": ("flashmla_fp8_with_metadata",),
-    "triton": tuple(vendors.MERGE),
+    "triton": tuple(MERGE),
 }
 """By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, the calls that it replaces."""
 

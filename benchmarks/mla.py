@@ -32,7 +32,7 @@ from mla_layers import FAR, NEAR, SCALE, Model, Size, check, filled, launched, o
 from torch import Tensor
 
 import attnops.ops
-from attnops.bench.vendors import flashinfer_mla, flashmla
+from attnops.bench.vendors import LATENT
 from attnops.cache import PagedBatch
 from attnops.inputs import Call
 from attnops.nn import LatentAttention
@@ -108,7 +108,7 @@ def measure(size: Size, bench: Bench) -> dict[str, Any]:
     if bench.device == "cuda":
         whole = {n: given[n].contiguous() for n in ("q_nope", "q_pe")}
         call = Call("mla_attention", {**given, **whole, "output": torch.empty_like(whole["q_nope"])})
-        makers = {"flashmla": flashmla, "flashinfer_fa2": flashinfer_mla("fa2"), "flashinfer_fa3": flashinfer_mla("fa3")}
+        makers = LATENT
         rivals |= {f"direct.{name}": partial(make, call) for name, make in makers.items()}
     others, left_out = tried(rivals)
     times = bench.times(runs | others)

@@ -23,7 +23,7 @@ import torch
 from common import arguments, candidates, clock_of, measure_all, tried, why
 
 from attnops.bench import kernels
-from attnops.bench.vendors import fa3_paged, flashinfer_decode, flashinfer_mla, flashinfer_prefill, flashmla
+from attnops.bench.vendors import DECODE, EXTEND as PROMPTS, LATENT as LATENTS, flashinfer_paged
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape
@@ -72,13 +72,17 @@ class Case(kernels.Case):
 
 STEP = replace(PAGED, decode=True)
 H16, H128 = replace(MLA, q_heads=16, decode=True), replace(MLA, decode=True)
-CORES, TENSOR = flashinfer_decode(False), flashinfer_decode(True)
-PLAIN: dict[str, Any] = {"against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_cores": CORES, "flashinfer_tensor": TENSOR}}
+CORES, PREFILL_FA3 = (
+    partial(flashinfer_paged, kind="Decode", use_tensor_cores=False),
+    partial(flashinfer_paged, kind="Prefill", backend="fa3"),
+)
+TENSOR = DECODE["flashinfer_tensor_cores"]
+PLAIN: dict[str, Any] = {"against": "fa3", "vendors": {"fa3": DECODE["fa3"], "flashinfer_cores": CORES, "flashinfer_tensor": TENSOR}}
 LATENT: dict[str, Any] = {
-    "against": "flashmla", "vendors": {"flashmla": flashmla, "flashinfer_fa3": flashinfer_mla("fa3")}, "registered": ("fa3", "flashmla"),
+    "against": "flashmla", "vendors": {n: LATENTS[n] for n in ("flashmla", "flashinfer_fa3")}, "registered": ("fa3", "flashmla"),
 }  # fmt: skip
 EXTEND: dict[str, Any] = {
-    "against": "fa3", "vendors": {"fa3": fa3_paged, "flashinfer_fa3": flashinfer_prefill("fa3")}, "registered": ("fa3",),
+    "against": "fa3", "vendors": {"fa3": PROMPTS["fa3"], "flashinfer_fa3": PREFILL_FA3}, "registered": ("fa3",),
 }  # fmt: skip
 FEATURES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "softcap": (STEP, {"softcap": 30.0}), "sinks": (replace(STEP, sinks=True), {}), "window": (replace(STEP, window=1023), {}),

@@ -10,7 +10,7 @@ from results import ROOT, machines, stamp, table
 
 from attnops.bench.plots import digest, svg
 from attnops.bench.rows import further as rest
-from attnops.bench.suites import SUITES, Picture
+from attnops.bench.run import SUITES, Picture
 
 NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
 PLOTS = Path("docs") / "plots"

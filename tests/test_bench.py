@@ -19,10 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Row, Setup, Way, compile, decode, graphs, kernels, plots, suites, vendors
+from attnops.bench import Point, Setup, Way, compile, decode, graphs, kernels, plots, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import largest_error, relative_error, time_if_right, with_ratios
-from attnops.bench.run import joined, outcome_of
 from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.errors import InvalidInput
@@ -45,6 +44,11 @@ def reports_of(tmp_path_factory) -> Any:
     drawn = folder if find_spec("matplotlib") else None
     reports = command.run(console, (), Setup(CPU, quick=True, backend="eager"), out=folder, plots=drawn, commit="c0ffee")
     return reports, console.export_text(), folder
+
+
+def entry(case, way, median_us=None, spread_us=None, **more):
+    times = {"median_us": median_us, "spread_us": spread_us}
+    return {"case": case, "way": way, **{name: us for name, us in times.items() if us is not None}, **more}
 
 
 def attnops(*arguments):
@@ -90,16 +94,16 @@ def test_the_bytes_of_a_step():
 
 def test_only_the_ways_asked_for():
     chosen = replace(TOY, ways=("attnops_hf",))
-    rows = decode.measure(chosen, decode.models.Kept(chosen), "llama", Point(2, 12))
-    assert [row.way for row in rows] == ["hf_eager", "attnops_hf"] and all(row.median_us for row in rows)
+    rows = decode.measure(chosen, decode.models.keeper(chosen), "llama", Point(2, 12))
+    assert [row["way"] for row in rows] == ["hf_eager", "attnops_hf"] and all(row["median_us"] for row in rows)
     with pytest.raises(InvalidInput, match="ways: got 'fastest', want some of hf_eager, hf_compiled"):
         decode.cases(replace(TOY, ways=("fastest",)))
 
 
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
-    suite = replace(suites.named(("graphs",))[0], cases=partial(graphs.cases, device=StandIn()))
-    found = joined([], {name: outcome_of(suite, name, TOY) for name in graphs.cases(TOY)})
+    suite = suites.named(("graphs",))[0]._replace(cases=partial(graphs.cases, device=StandIn()))
+    found = suites.joined([], {name: suites.outcome_of(suite, name, TOY) for name in graphs.cases(TOY)})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
     assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
@@ -142,7 +146,7 @@ def test_kernels_are_beside_torch(reports_of):
 def test_every_kind_of_call_is_compared_with_the_exact_result():
     for case in (case.sized("toy") for case in kernels.CASES):
         for row in kernels.measure(TOY, Pool("cpu"), case):
-            assert not row.wrong and row.error is not None and 0 < row.error < row.budget, (row, row.wrong)
+            assert "wrong" not in row and 0 < row["error"] < row["budget"], row
 
 
 def test_compilation_is_counted(reports_of):
@@ -194,12 +198,12 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     paged = kernels_of("paged_attention")["sdpa"]
     monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(paged, run=lambda *a, **k: None))
     decode_case, prefill = (case.sized("toy") for case in kernels.CASES[:2])
-    found = {row.way: row.as_dict() for row in kernels.measure(TOY, Pool("cpu"), prefill)}
+    found = {row["way"]: row for row in kernels.measure(TOY, Pool("cpu"), prefill)}
     assert "median_us" not in found["sdpa"] and found["sdpa"]["wrong"].startswith("wrong: off by 0.00")
     assert found["sdpa"]["error"] > 10 * found["sdpa"]["budget"] and "of_flops" not in found["sdpa"]
     assert found["aten_flash"]["wrong"] == "RuntimeError: no such luck"
     assert found["reference"]["median_us"] > 0 and found["torch.sdpa"]["median_us"] > 0
-    found = {row.way: row.as_dict() for row in kernels.measure(TOY, Pool("cpu"), decode_case)}
+    found = {row["way"]: row for row in kernels.measure(TOY, Pool("cpu"), decode_case)}
     assert found["sdpa"]["wrong"] == "wrong: not finite, or of another shape" and "error" not in found["sdpa"]
     console = Console(width=150, record=True, file=io.StringIO())
     report = {**environment("cpu"), "suite": "kernels", "seconds": 0.0, "rows": list(found.values())}
@@ -222,8 +226,7 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
     monkeypatch.setitem(registry._REGISTRY.kernels["attention"], "sdpa", replace(sdpa, run=off, contract=2))
     patch = attnops.hf.patch
     monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
-    prefill = import_module("attnops.bench.prefill")
-    found = {row.way: row.as_dict() for row in prefill.measure(TOY, decode.models.Kept(TOY), "llama", Point(2, 12))}
+    found = {row["way"]: row for row in decode.prefill(TOY, decode.models.keeper(TOY), "llama", Point(2, 12))}
     assert {way for way, row in found.items() if "median_us" in row} == {"hf_eager", "hf_compiled"}
     assert all("wrong" in found[way] for way in ("attnops_eager", "attnops_compiled"))
 
@@ -257,9 +260,9 @@ def test_errors_are_measured_as_said():
     assert relative_error(off, want) == pytest.approx(0.1) and relative_error(off, want, 0.5) == 0.0
     both = {"a": Way(Timed(lambda: want)), "b": Way(Timed(lambda: off))}
     rows = time_if_right("case", both, want, 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps})
-    assert [row.way for row in rows if row.median_us] == ["a"] and rows[1].error == 0.1
-    rows = with_ratios([Row("c", "a", 2.0), Row("c", "b", 4.0), Row("d", "b", 4.0)], "a")
-    assert [row.more.get("of_a") for row in rows] == [None, 0.5, None]
+    assert [row["way"] for row in rows if "median_us" in row] == ["a"] and rows[1]["error"] == 0.1
+    rows = with_ratios([entry("c", "a", 2.0), entry("c", "b", 4.0), entry("d", "b", 4.0)], "a")
+    assert [row.get("of_a") for row in rows] == [None, 0.5, None]
 
 
 def test_nothing_is_right_beside_what_is_no_number():
@@ -267,7 +270,7 @@ def test_nothing_is_right_beside_what_is_no_number():
     with pytest.raises(RuntimeError, match="nothing can be compared"):
         decode.models.budget(decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want))
     rows = time_if_right("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
-    assert rows[0].wrong and rows[0].median_us is None
+    assert rows[0]["wrong"] and "median_us" not in rows[0]
 
 
 def test_rows_that_are_not_compared_with_exact_ones_are_compared():
@@ -283,9 +286,10 @@ def test_rows_that_are_not_compared_with_exact_ones_are_compared():
 
 def test_all_of_a_kernels_result_is_finite():
     out = torch.ones(4, 2, 1)
-    assert torch.equal(kernels._compared(out, lambda whole: whole[:1]), out[:1])
+    way = kernels.way(lambda: out, lambda whole: whole[:1], 0.0)
+    assert torch.equal(way.computed(), out[:1])
     out[3, 1] = float("inf")
-    assert kernels._compared(out, lambda whole: whole[:1]).isnan().all()
+    assert way.computed().isnan().all()
 
 
 def test_times_are_medians_in_turn():
@@ -313,21 +317,21 @@ def test_files_hold_what_was_measured(reports_of):
 
 def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
     def report(*rows):
-        return {"rows": [row.as_dict() for row in rows]}
+        return {"rows": list(rows)}
 
     before = report(
-        Row("a", "x", 100.0, 5.0), Row("b", "x", 100.0, 5.0), Row("c", "x", 100.0, 5.0), Row("d", "x", 100.0), Row("e", "x", 10.0, 0.1),
-        Row("f", "x", more={"recompiles": 1}), Row("g", "x", 3.0, 1.0), Row("h", "x", wrong="wrong: off"),
+        entry("a", "x", 100.0, 5.0), entry("b", "x", 100.0, 5.0), entry("c", "x", 100.0, 5.0), entry("d", "x", 100.0),
+        entry("e", "x", 10.0, 0.1), entry("f", "x", recompiles=1), entry("g", "x", 3.0, 1.0), entry("h", "x", wrong="wrong: off"),
     )  # fmt: skip
     after = report(
-        Row("a", "x", 109.0, 5.0), Row("b", "x", 111.0, 5.0), Row("c", "x", 89.0, 5.0), Row("d", "x", 500.0, 1.0),
-        Row("e", "x", wrong="wrong: off"), Row("f", "x", more={"recompiles": 2}), Row("h", "x", 1.0, 0.1), Row("i", "x", 1.0, 0.1),
+        entry("a", "x", 109.0, 5.0), entry("b", "x", 111.0, 5.0), entry("c", "x", 89.0, 5.0), entry("d", "x", 500.0, 1.0),
+        entry("e", "x", wrong="wrong: off"), entry("f", "x", recompiles=2), entry("h", "x", 1.0, 0.1), entry("i", "x", 1.0, 0.1),
     )  # fmt: skip
-    changes = {c.case: c for c in compare(before, after)}
-    assert {case: c.change for case, c in changes.items()} == {
+    changes = {c["case"]: c for c in compare(before, after)}
+    assert {case: c["change"] for case, c in changes.items()} == {
         "a": "same", "b": "slower", "c": "faster", "d": "unknown", "e": "wrong", "f": "more", "g": "gone", "h": "right", "i": "new",
     }  # fmt: skip
-    assert {case for case, c in changes.items() if c.worse} == {"b", "e", "f"} and changes["b"].ratio == 1.11
+    assert {case for case, c in changes.items() if c["worse"]} == {"b", "e", "f"} and changes["b"]["ratio"] == 1.11
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, data in zip(files, (before, after), strict=True):
         path.write_text(text_of(data))
@@ -339,15 +343,15 @@ def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
 
 
 def test_what_cannot_be_compared(tmp_path):
-    rows = [Row("a", "x", 1.0, 0.1, more={"layers": 4}).as_dict()]
+    rows = [entry("a", "x", 1.0, 0.1, layers=4)]
     with pytest.raises(InvalidInput, match="suites decode and prefill, want two of one suite"):
         compare({"suite": "decode", "rows": rows}, {"suite": "prefill", "rows": rows})
     with pytest.raises(InvalidInput, match="1 and 1 rows without a case and way in common"):
         compare({"rows": rows}, {"rows": [{**rows[0], "way": "y"}]})
     [change] = compare({"rows": rows}, {"rows": [{**rows[0], "layers": 32, "median_us": 9.0}]})
-    assert change.change == "unlike" and not change.worse
+    assert change["change"] == "unlike" and not change["worse"]
     lost = compare({"rows": rows}, {"rows": [], "failed": {"a": "RuntimeError: lost"}})
-    assert [(c.change, c.worse) for c in lost] == [("failed", True), ("gone", False)]
+    assert [(c["change"], c["worse"]) for c in lost] == [("failed", True), ("gone", False)]
     for row, said in ((1, "row 0 has no case and way"), ({"case": "a", "way": "x", "median_us": "1"}, "row 0 has no number for median_us")):
         path = tmp_path / "bad.json"
         path.write_text(json.dumps({"rows": [row]}))
@@ -442,7 +446,7 @@ def test_pages_are_made_of_the_files(reports_of, tmp_path, monkeypatch):
     short = page.performance_short(tmp_path)
     assert "| toy | decode llama 2x12, 1 layers |" in short and "attnops_new" not in short
     made_up = {"hf_eager": 3.0, "hf_compiled": 4.0, "hf_tuned": 2.0, "attnops_eager": 1.0, "attnops_hf": 1.6}
-    rows = [Row("a", way, 1000 * ms, 100.0).as_dict() for way, ms in made_up.items()]
+    rows = [entry("a", way, 1000 * ms, 100.0) for way, ms in made_up.items()]
     (tmp_path / "benchmarks" / "results" / "made_up").mkdir()
     (tmp_path / "benchmarks" / "results" / "made_up" / "prefill.json").write_text(text_of({**reports["prefill"], "rows": rows}))
     line = "| made_up | prefill a | 3.00 ± 0.10 | 2.00 ± 0.10 | 1.60 ± 0.10 (`attnops_hf`) | 1.25x |"

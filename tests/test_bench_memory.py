@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from attnops.bench import memory, models
+from attnops.bench import models
 from attnops.bench.setup import Point, Setup
 from attnops.errors import InvalidInput
 
@@ -15,21 +15,21 @@ GIB = 1 << 30
 
 def test_free_memory_is_that_of_the_machine_and_of_the_group(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
-    assert memory._read(str(tmp_path / "meminfo")) == {"MemTotal:": 100, "MemAvailable:": 2048}
-    assert memory._read(str(tmp_path / "absent")) == {}
+    assert models._read(str(tmp_path / "meminfo")) == {"MemTotal:": 100, "MemAvailable:": 2048}
+    assert models._read(str(tmp_path / "absent")) == {}
     for name, text in (("max", "1000"), ("current", "400"), ("stat", "anon 1\ninactive_file 100\n"), ("none", "max")):
         (tmp_path / name).write_text(text)
     group = f"{tmp_path}/"
-    assert memory._left(group, "max", "current") == 700
-    assert memory._left(group, "none", "current") is None and memory._left(group, "absent", "current") is None
+    assert models._left(group, "max", "current") == 700
+    assert models._left(group, "none", "current") is None and models._left(group, "absent", "current") is None
     (tmp_path / "stat").unlink()
-    assert memory._left(group, "max", "current") == 600
-    assert (memory.free(CPU) or GIB) > 0
+    assert models._left(group, "max", "current") == 600
+    assert (models.free(CPU) or GIB) > 0
 
 
 @pytest.mark.parametrize(("there", "layers"), [(None, 4), (400 * GIB, 4), (13 * GIB, 2), (23 * GIB // 2, 1)])
 def test_a_model_has_as_many_layers_as_memory_holds(monkeypatch, there, layers):
-    monkeypatch.setattr(memory, "free", lambda device: there)
+    monkeypatch.setattr(models, "free", lambda device: there)
     monkeypatch.setitem(models.LAYERS["toy"], "llama-3-8b-shape", 4)
     made = models.fitted(Setup(CPU, quick=True), "llama-8b-shape", Point(1, 128))
     assert made.num_hidden_layers == layers and len(getattr(made, "layer_types", None) or range(layers)) == layers
@@ -37,25 +37,25 @@ def test_a_model_has_as_many_layers_as_memory_holds(monkeypatch, there, layers):
 
 @pytest.mark.parametrize(("there", "layers"), [(1 * GIB, 0), (14 * GIB, 32)])
 def test_a_model_that_does_not_fit_is_refused_with_the_number(monkeypatch, there, layers):
-    monkeypatch.setattr(memory, "free", lambda device: there)
+    monkeypatch.setattr(models, "free", lambda device: there)
     with pytest.raises(InvalidInput, match=r"memory: got .* GiB free, want .* GiB free, for .* layers of llama-8b") as caught:
         models.build(Setup(CPU, quick=True, layers=layers), "llama-8b-shape")
     assert str(caught.value).count("\n") == 0
 
 
 def test_what_is_needed_counts_caches_and_shared_weights_once(monkeypatch):
-    monkeypatch.setattr(memory, "free", lambda device: None)
+    monkeypatch.setattr(models, "free", lambda device: None)
     model = models.build(Setup(CPU, quick=True), "llama")
     weights = sum(p.nbytes for p in model.parameters())
-    assert memory.needed(model) == int(memory.SPARE * weights) + memory.OVERHEAD
-    assert memory.needed(model, torch.float64, 1000) > memory.needed(model, None, 1000) > memory.needed(model)
+    assert models.needed(model) == int(models.SPARE * weights) + models.OVERHEAD
+    assert models.needed(model, torch.float64, 1000) > models.needed(model, None, 1000) > models.needed(model)
     many = models._needed(Setup(CPU, quick=True), models.config(Setup(CPU, quick=True), "llama"), Point(1 << 10, 1 << 20))
-    assert many > 10 * memory.needed(model)
+    assert many > 10 * models.needed(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "mixtral", "gemma3"])
 def test_widening_module_by_module_is_a_copy(monkeypatch, name):
-    monkeypatch.setattr(memory, "free", lambda device: None)
+    monkeypatch.setattr(models, "free", lambda device: None)
     model = models.build(Setup(CPU, quick=True), name)
     prompt = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
     before = {n: p.clone() for n, p in model.named_parameters()}

@@ -4,21 +4,18 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="most suites measure transformers models")
 
-from attnops.bench import Row, kernels, suites
+from attnops.bench import kernels, run as suites
 from attnops.bench.files import bad, read
 from attnops.bench.rows import LeftOut
-from attnops.bench.run import LOST, SPENT, Outcome
+from attnops.bench.run import LOST, SPENT
 from attnops.errors import InvalidInput
 from tests.test_bench import TOY
-
-running = import_module("attnops.bench.run")
 
 
 def made(name, *cases, share=1.0):
@@ -27,11 +24,11 @@ def made(name, *cases, share=1.0):
 
 
 def rows_of(name):
-    return lambda: [Row(name, "way", 1.0)]
+    return lambda: [{"case": name, "way": "way", "median_us": 1.0}]
 
 
 def test_a_spent_budget_cuts_and_says_so(tmp_path):
-    reports = running.run(suites.named(("kernels", "decode")), TOY, budget_s=1e-9, out=tmp_path)
+    reports = suites.run(suites.named(("kernels", "decode")), TOY, budget_s=1e-9, out=tmp_path)
     assert set(reports["decode"]["left_out"]) == {"llama 2x12"} and len(reports["kernels"]["left_out"]) == 5
     assert set(reports["decode"]["left_out"].values()) == {SPENT} and not reports["decode"]["rows"]
     assert read(tmp_path / "decode.json")["left_out"] == reports["decode"]["left_out"]
@@ -43,7 +40,7 @@ def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
 
     broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0, suites.SPEED)
     both = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", here), ("d", rows_of("d")))
-    reports = running.run((broken, both), TOY, out=tmp_path)
+    reports = suites.run((broken, both), TOY, out=tmp_path)
     found = reports["some"]
     assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
     assert found["failed"] == {"b": "ZeroDivisionError: integer division or modulo by zero"}
@@ -53,9 +50,9 @@ def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
 def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
     """Two suites of equal shares: the first spends its own with its first case, and has its second when the other is done."""
     now, order, seconds = [0.0], [], {"a": 60.0, "b": 31.0, "c": 30.0, "d": 10.0}
-    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(suites.time, "monotonic", lambda: now[0])
     both = (made("long"), made("short"))
-    for suite, case in running.in_order(both, {"long": "abc", "short": "d"}, 100.0):
+    for suite, case in suites.in_order(both, {"long": "abc", "short": "d"}, 100.0):
         now[0] += seconds[case]
         order.append((suite.name, case))
     assert order == [("long", "a"), ("short", "d"), ("long", "b")], "and nothing begins when all is spent"
@@ -68,24 +65,24 @@ def in_workers(some, cases, count=2):
         assert case not in found
         found[case] = outcome
 
-    assert running.measure(running.in_order((some,), {some.name: list(cases)}, 60.0), TOY, count, put, lambda what: None, apart=True)
+    assert suites.measure(suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, count, put, lambda what: None, apart=True)
     return found
 
 
 def test_processes_share_the_cases():
     """As those of several GPUs do: each case is measured once."""
     found = in_workers(suites.named(("kernels",))[0], kernels.cases(TOY))
-    assert set(found) == set(kernels.cases(TOY)) and all(one.rows and not one.failed for one in found.values())
+    assert set(found) == set(kernels.cases(TOY)) and all(one["rows"] and "failed" not in one for one in found.values())
 
 
 def dying(setup):
-    return {**{name: partial(list, [Row(name, "way", 1.0)]) for name in "acd"}, "b": partial(os._exit, 3)}
+    return {**{name: partial(list, [{"case": name, "way": "way"}]) for name in "acd"}, "b": partial(os._exit, 3)}
 
 
 def test_a_process_that_ends_takes_its_case_alone():
     found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd", 1)
-    assert found["b"].failed == "its process died" and not found["b"].rows
-    assert all(found[case].rows and not found[case].failed for case in "acd"), "another process does the others"
+    assert found["b"]["failed"] == "its process died" and "rows" not in found["b"]
+    assert all(found[case]["rows"] and "failed" not in found[case] for case in "acd"), "another process does the others"
 
 
 def test_a_worker_that_lost_its_device_is_replaced(monkeypatch):
@@ -97,9 +94,9 @@ def test_a_worker_that_lost_its_device_is_replaced(monkeypatch):
             started.append(given)
             super().__init__(count)
 
-    monkeypatch.setattr(running, "ProcessPoolExecutor", Workers)
-    monkeypatch.setattr(running, "outcome_of", lambda suite, case, setup: Outcome(failed="no device", lost=case == "a"))
-    assert set(in_workers(made("some"), "ab", 1)) == {"a", "b"} and started == [(None,)] * 2
+    monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
+    monkeypatch.setattr(suites, "outcome_of", lambda suite, case, setup: {"failed": "no device", "lost": case == "a"})
+    assert set(in_workers(made("some"), "ab", 1)) == {"a", "b"} and started == [(TOY.device,)] * 2
 
 
 def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
@@ -108,7 +105,7 @@ def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):
 
     some = made("some", ("a", lambda: 1 // 0), ("b", rows_of("b")))
     monkeypatch.setattr(torch._dynamo, "reset", reset)
-    reports = running.run((some,), TOY, out=tmp_path)
+    reports = suites.run((some,), TOY, out=tmp_path)
     assert reports["some"]["failed"] == {"a": "ZeroDivisionError: integer division or modulo by zero"}
     assert reports["some"]["left_out"] == {"b": LOST} and bad(reports)
 
@@ -117,13 +114,13 @@ def test_an_ended_run_says_so(tmp_path, monkeypatch):
     def ended(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "measure", ended)
+    monkeypatch.setattr(suites, "measure", ended)
     with pytest.raises(KeyboardInterrupt):
-        running.run(suites.named(("kernels",)), TOY, out=tmp_path)
+        suites.run(suites.named(("kernels",)), TOY, out=tmp_path)
     [path] = tmp_path.iterdir()
     assert set(json.loads(path.read_text())["left_out"].values()) == {"the run was ended before"}
 
 
 def test_no_more_gpus_than_there_are():
     with pytest.raises(InvalidInput, match="gpus: got 2, want 1 to 1"):
-        running.run(suites.named(("kernels",)), TOY, gpus=2)
+        suites.run(suites.named(("kernels",)), TOY, gpus=2)

@@ -5,4 +5,4 @@ ceilings come from the same run. The rows of all suites have the same fields (`a
 """
 
 from attnops.bench.rows import Row as Row, Way as Way
-from attnops.bench.setup import Point as Point, Setup as Setup, device_of as device_of
+from attnops.bench.setup import Point as Point, Setup as Setup

@@ -37,7 +37,7 @@ LAYERS = 8
 def cases(setup: Setup) -> dict[str, Case]:
     """Counts and times."""
     name = models.asked(setup)
-    kept = models.Kept(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
+    kept = models.keeper(replace(setup, layers=setup.layers or LAYERS) if setup.on_gpu else setup)
     counted = {f"{name}, generate, {way}": partial(recompiles, setup, kept, name, way) for way in WAYS}
     timed = {f"{name}, compiled, {way}": partial(times, setup, kept, name, way) for way in (ON_GPU if setup.on_gpu else WAYS)}
     return {**counted, **timed}
@@ -54,11 +54,9 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
         for _ in range(1 if setup.quick else 2 if setup.on_gpu else 3):
             clear_caches()
             warm.append(_first_call(setup, model, way, prompt))
-    more, found = {"layers": model.config.num_hidden_layers}, spread(warm)
-    return [
-        Row(f"{name}, cold", way, round(cold), more=more),
-        Row(f"{name}, warm", way, found["median_us"], found.get("spread_us"), more=more),
-    ]  # fmt: skip
+    layers = model.config.num_hidden_layers
+    times: dict[str, Any] = {"cold": {"median_us": round(cold)}, "warm": spread(warm)}
+    return [{"case": f"{name}, {what}", "way": way, **us, "layers": layers} for what, us in times.items()]
 
 
 def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
@@ -89,4 +87,4 @@ def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row
         model.generate(prompt, attention_mask=mask, compile_config=config, max_new_tokens=new, min_new_tokens=new, **options)
         graphs.append(counters["stats"]["unique_graphs"])
     figures = {"graphs": graphs[-1] - graphs[0], "recompiles": graphs[-1] - graphs[1], "calls": len(script)}
-    return [Row(f"{name}, generate", way, more=figures)]
+    return [{"case": f"{name}, generate", "way": way, **figures}]

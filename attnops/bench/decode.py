@@ -1,4 +1,4 @@
-"""Suite `decode`: a step of one new token a request over a full cache, of whole Hugging Face models.
+"""Suites `decode`: a step of one new token a request over a full cache, and `prefill`: the time to the first token, of whole models.
 
 `hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
 `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
@@ -11,6 +11,9 @@ of `hf_eager` as the budget; those of other rows with `hf_eager`'s, with twice t
 `first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read
 (weights without the embedding, cached keys and values) over its time, as a share of the bandwidth measured in the same run. `us_...`:
 GPU time by kind of kernel, see `attnops.bench.profile`.
+
+`prefill` has prompts over an empty cache, which every call makes anew, and the last token's logits. `hf_compiled` and
+`attnops_compiled` are the compiled forward of the plain and the patched model.
 """
 
 from __future__ import annotations
@@ -19,13 +22,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import attnops.hf
 from attnops.bench import models
 from attnops.bench.profile import profiled
 from attnops.bench.rows import Case, Row, Way
@@ -52,6 +53,14 @@ PLACES: models.Places = {
     },
 }
 
+PROMPTS = {"llama-3-8b-shape": (Point(1, 512), Point(1, 4096))}
+PREFILL_PLACES: models.Places = {
+    "toy": {"llama": (Point(2, 12),)},
+    "small": {name: (Point(1, 128), Point(4, 256)) for name in ("llama", "llama-small")},
+    "quick": PROMPTS,
+    "full": PROMPTS,
+}
+
 WAYS = ("hf_eager", "hf_compiled", "attnops_eager", "attnops_hf", "attnops_paged")
 TUNED_WAYS = ("attnops_tuned", "hf_tuned")
 ON_GPU = ("attnops_piecewise", "attnops_breakable", *TUNED_WAYS)
@@ -65,13 +74,18 @@ def cases(setup: Setup) -> dict[str, Case]:
     return models.over(setup, PLACES, measure)
 
 
+def prefill_cases(setup: Setup) -> dict[str, Case]:
+    """Every model at its prompts."""
+    return models.over(setup, PREFILL_PLACES, prefill)
+
+
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
     """One model at one point."""
     model, count = kept(name), NEW_ON_GPU if setup.on_gpu else NEW
     prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
     read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
 
-    def figures(us: float, way: Way) -> dict[str, Any]:
+    def figures(us: float, way: Way) -> Row:
         found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
         found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
         return found | (profiled(way.timed) if setup.on_gpu and way is not eager else {})
@@ -101,26 +115,16 @@ def bytes_of(model: Any, point: Point) -> int:
 
 def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
     """The makers of the chosen implementations of the step, over a full cache."""
-    from transformers import DynamicCache, StaticCache
-
-    length = prompt.shape[1] + new.shape[1] + 1
-
-    def way(patch: str, compiled: bool, **options: Any) -> Way:
-        one, handle = models.patched(model, patch)
-        if patch == "paged":
-            cache = handle.new_cache(prompt.shape[0], length)
-        else:
-            cache = StaticCache(config=one.config, max_cache_len=length) if compiled else DynamicCache(config=one.config)
-        return stepping(one, setup.compiled(one.forward, **options) if compiled else one, cache, prompt, new)
-
-    mode = "reduce-overhead" if setup.on_gpu else ""
-    kinds = {"hf_eager": ("", False), "hf_compiled": ("", True), "attnops_eager": ("hf", False), "attnops_hf": ("hf", True)}
-    kinds["attnops_paged"] = ("paged", True)
-    makers: dict[str, Callable[[], Way]] = {name: partial(way, *kind, mode=mode) for name, kind in kinds.items()}
+    make = partial(_way, setup, model, prompt, new)
+    mode = {"mode": "reduce-overhead"} if setup.on_gpu else {}
+    makers: dict[str, Callable[[], Way]] = {
+        "hf_eager": partial(make, ""), "hf_compiled": partial(make, "", mode), "attnops_eager": partial(make, "hf"),
+        "attnops_hf": partial(make, "hf", mode), "attnops_paged": partial(make, "paged", mode),
+    }  # fmt: skip
     if setup.on_gpu:
         graphs = {"piecewise": Decode("piecewise"), "tuned": Decode("piecewise", inner="tuned"), "breakable": Decode("breakable")}
-        makers |= {f"attnops_{name}": partial(_in_graphs, model, how, length, prompt, new) for name, how in graphs.items()}
-        makers["hf_tuned"] = partial(way, "", True, options=TUNED)
+        makers |= {f"attnops_{name}": partial(make, "paged", graphs=how) for name, how in graphs.items()}
+        makers["hf_tuned"] = partial(make, "", {"options": TUNED})
     left = set(TUNED_WAYS)  # tuning takes a minute each
     if setup.size == "full":  # as long to compile as `hf_compiled`, and slower than the graphs
         left |= {"attnops_hf", "attnops_paged"}
@@ -128,60 +132,67 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
     return {name: make for name, make in makers.items() if name in chosen}
 
 
-def _in_graphs(model: Any, how: Decode, length: int, prompt: Tensor, new: Tensor) -> Way:
-    one, handle = models.patched(model, "paged", decode=how)
-    cache = handle.new_cache(prompt.shape[0], length)
-
-    def pieces() -> dict[str, Any]:
-        assert handle.graphs is not None
-        report = handle.graphs.report()
-        return {"pieces": report.parts.get("decode", 0), "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"]}
-
-    return stepping(one, lambda tokens, **_: SimpleNamespace(logits=handle.step(tokens, cache)), cache, prompt, new, pieces)
-
-
-def stepping(
-    model: Any, step: Callable[..., Any], cache: Any, prompt: Tensor, new: Tensor, more_of: Callable[[], dict[str, Any]] = dict
+def _way(
+    setup: Setup, model: Any, prompt: Tensor, new: Tensor, patch: str, compiled: Row | None = None, graphs: Decode | None = None
 ) -> Way:  # fmt: skip
-    """Steps for the tokens of `new`, one after the other, after `prompt`. more_of: figures for the row, read after the first steps."""
+    """Steps for the tokens of `new`, one after the other, after `prompt`: eager, `compiled` with these options, or in `graphs`."""
     from torch._inductor.utils import fresh_cache
+    from transformers import DynamicCache, StaticCache
 
-    more: dict[str, Any] = {}
-    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    rewind = _rewind(cache)
+    one, handle = models.patched(model, patch, **({"decode": graphs} if graphs else {}))
+    length, more = prompt.shape[1] + new.shape[1] + 1, dict[str, Any]()
+    if patch == "paged":
+        cache = handle.new_cache(prompt.shape[0], length)
+    else:
+        cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
+    forward = one if compiled is None else setup.compiled(one.forward, **compiled)
+    one(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    rewind = models.rewinder(cache)
 
-    def one(at: int) -> Tensor:
+    def step(at: int) -> Tensor:
+        token = new[:, at : at + 1]
         torch.compiler.cudagraph_mark_step_begin()
-        out: Tensor = step(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+        out: Tensor = handle.step(token, cache) if graphs else forward(token, past_key_values=cache, use_cache=True).logits
         return out
 
     def all_of_them() -> None:
         for at in range(new.shape[1]):
-            one(at)
+            step(at)
 
     def logits() -> Tensor:
         # The first runs compile and capture; the comparison sees the code that is timed.
-        with nullcontext() if new.device.type == "cpu" else fresh_cache():
+        with fresh_cache() if setup.on_gpu else nullcontext():
             synchronize()
             began = time.perf_counter()
             for _ in range(3):
                 rewind()
-                found = [one(at).clone() for at in range(new.shape[1])]
+                found = [step(at).clone() for at in range(new.shape[1])]
                 synchronize()
                 more.setdefault("first_s", round(time.perf_counter() - began, 2))
-            more.update(more_of())
-            return torch.cat(found, 1)
+        if graphs:
+            seen = handle.graphs.report()
+            pieces, unique = (found.get("decode", 0) for found in (seen.parts, seen.compiled))
+            more.update({"pieces": pieces, "unique_pieces": unique, "mode": seen.modes["decode"]})
+        return torch.cat(found, 1)
 
     return Way(Timed(all_of_them, before=rewind, per=new.shape[1]), logits, more=more)
 
 
-def _rewind(cache: Any) -> Callable[[], None]:
-    if not isinstance(cache, attnops.hf.PagedModelCache):
-        return models.Rewound(cache)
-    start = int(cache.get_seq_length())
+def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Row]:
+    """The time to the first token of one model at one point."""
+    model = kept(name)
+    prompt, (patched, _) = models.tokens(setup, model, point.batch, point.context), models.patched(model, "hf")
+    forwards: dict[str, Callable[..., Any]] = {
+        "hf_eager": model, "hf_compiled": setup.compiled(model.forward),
+        "attnops_eager": patched, "attnops_compiled": setup.compiled(patched.forward),
+    }  # fmt: skip
 
-    def back() -> None:
-        if (more := int(cache.get_seq_length()) - start) > 0:
-            cache.crop(-more)
+    def first_token(forward: Callable[..., Any]) -> Any:
+        # The graph makes the cache itself, so prompts of one length share a graph.
+        return forward(prompt, use_cache=True, logits_to_keep=1).logits
 
-    return back
+    def figures(us: float, way: Way) -> Row:
+        return {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+
+    ways = {way: Way(Timed(partial(first_token, forward))) for way, forward in forwards.items()}
+    return models.compared(f"{name} {point}", model, ways, prompt, None, figures)

@@ -7,8 +7,9 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,8 +21,6 @@ from attnops.version import VERSION
 
 COUNTS = ("at_reference", "device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
 """Figures that do not vary between runs. More is worse."""
-
-HERE = Path(__file__).resolve().parent
 
 
 def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
@@ -40,14 +39,13 @@ def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:
 
 
 def _commit() -> str:
-    def git(*arguments: str) -> str:
-        try:
-            return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
-
-    # A package installed into an environment inside some other repository is not part of that repository.
-    return git("rev-parse", "HEAD") if git("ls-files", Path(__file__).name) else "unknown"
+    folder, name = Path(__file__).resolve().parent, Path(__file__).name
+    with suppress(OSError, subprocess.CalledProcessError):
+        # git lists no file of a package that is installed into an environment inside some other repository.
+        for words in (("ls-files", "--error-unmatch", name), ("rev-parse", "HEAD")):
+            found = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return found
+    return "unknown"
 
 
 def bad(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -87,48 +85,26 @@ def read(path: Path) -> dict[str, Any]:
 
 def text_of(report: Mapping[str, Any]) -> str:
     """A report as JSON with one entry of a section a line, so that files are small and diffs are local."""
-    lines = []
-    for name, section in sorted(report.items()):
-        text = _dense(section)
-        if len(text) > 120 and isinstance(section, dict):
-            text = "{\n" + ",\n".join(f"{json.dumps(key)}: {_dense(value)}" for key, value in sorted(section.items())) + "\n}"
-        elif len(text) > 120 and isinstance(section, list):
-            text = "[\n" + ",\n".join(map(_dense, section)) + "\n]"
-        lines.append(f"{json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def dense(value: Any) -> str:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+    def section(value: Any) -> str:
+        text = dense(value)
+        if len(text) <= 120 or not isinstance(value, (dict, list)):
+            return text
+        entries = [f"{dense(key)}: {dense(one)}" for key, one in sorted(value.items())] if isinstance(value, dict) else map(dense, value)
+        return text[0] + "\n" + ",\n".join(entries) + "\n" + text[-1]
+
+    return "{\n" + ",\n".join(f"{dense(name)}: {section(value)}" for name, value in sorted(report.items())) + "\n}\n"
 
 
-def _dense(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+Change = dict[str, Any]
+"""A figure of a row in two files: `case`, `way`, `figure`, `before`, `after`, their `ratio`, `change`, and `worse` for a regression.
 
-
-class Change(NamedTuple):
-    """One figure of one row in two files.
-
-    change: of a time "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; of a count "more",
-    "fewer" or "same"; "wrong" or "right" if the result became so, "gone", "new"; "failed" of a case; "unlike" of other layer counts.
-    """
-
-    case: str
-    way: str
-    figure: str
-    before: float | None
-    after: float | None
-    change: str
-
-    @property
-    def ratio(self) -> float | None:
-        """after / before."""
-        return round(self.after / self.before, 4) if self.before and self.after is not None else None
-
-    @property
-    def worse(self) -> bool:
-        """True for a regression."""
-        return self.change in ("slower", "more", "wrong", "failed")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**self._asdict(), "ratio": self.ratio, "worse": self.worse}
+`change` of a time: "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; of a count: "more", "fewer"
+or "same"; "wrong" or "right" if the result became so, "gone", "new"; "failed" of a case; "unlike" of other layer counts.
+"""
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -143,21 +119,28 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     failed = [name for name in after.get("failed", ()) if name not in before.get("failed", ())]
     if not failed and not old.keys() & new.keys():
         raise InvalidInput("files", f"{len(old)} and {len(new)} rows without a case and way in common", "rows of the same cases and ways")
-    out = [Change(name, "", "median_us", None, None, "failed") for name in failed]
+    out = [_change((name, ""), "failed", {}, {}) for name in failed]
     for key, row in new.items():
-        us, base = row.get("median_us"), old.get(key)
-        if base is None or base.get("layers") != row.get("layers"):
-            out.append(Change(*key, "median_us", (base or {}).get("median_us"), us, "new" if base is None else "unlike"))
+        base = old.get(key, {})
+        if not base or base.get("layers") != row.get("layers"):
+            out.append(_change(key, "unlike" if base else "new", base, row))
             continue
-        spreads = [r.get("spread_us") for r in (base, row)]
         if "wrong" in row or "wrong" in base:
-            change = "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong"
-            out.append(Change(*key, "median_us", base.get("median_us"), us, change))
-        elif "median_us" in base and us is not None:
-            change = _compared(base["median_us"], us, "slower", "faster", sum(s or 0.0 for s in spreads))
-            out.append(Change(*key, "median_us", base["median_us"], us, "unknown" if None in spreads else change))
-        out += [Change(*key, n, base[n], row[n], _compared(base[n], row[n], "more", "fewer")) for n in COUNTS if n in base and n in row]
-    return out + [Change(*key, "median_us", row.get("median_us"), None, "gone") for key, row in old.items() if key not in new]
+            out.append(_change(key, "right" if "wrong" not in row else "unknown" if "wrong" in base else "wrong", base, row))
+        elif "median_us" in base and "median_us" in row:
+            spreads = [r.get("spread_us") for r in (base, row)]
+            change = _compared(base["median_us"], row["median_us"], "slower", "faster", sum(s or 0.0 for s in spreads))
+            out.append(_change(key, "unknown" if None in spreads else change, base, row))
+        counts = [n for n in COUNTS if n in base and n in row]
+        out += [_change(key, _compared(base[n], row[n], "more", "fewer"), base, row, n) for n in counts]
+    return out + [_change(key, "gone", row, {}) for key, row in old.items() if key not in new]
+
+
+def _change(key: tuple[str, str], change: str, old: Mapping[str, Any], new: Mapping[str, Any], figure: str = "median_us") -> Change:
+    before, after = old.get(figure), new.get(figure)
+    ratio = round(after / before, 4) if before and after is not None else None
+    found = {"case": key[0], "way": key[1], "figure": figure, "before": before, "after": after, "change": change}
+    return found | {"ratio": ratio, "worse": change in ("slower", "more", "wrong", "failed")}
 
 
 def _compared(before: float, after: float, more: str, less: str, slack: float = 0.0) -> str:

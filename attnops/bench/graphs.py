@@ -26,7 +26,7 @@ MODES = ("piecewise", "breakable")
 
 def cases(setup: Setup, device: Any = None) -> dict[str, Case]:
     """One case a mode. device: the device that captures, unless CUDA."""
-    name, kept = models.asked(setup), models.Kept(setup)
+    name, kept = models.asked(setup), models.keeper(setup)
     return {f"{name}, {mode}": partial(measure, setup, kept, name, mode, device) for mode in MODES}
 
 
@@ -57,5 +57,5 @@ def measure(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
     token = prompt[:, :1].contiguous()
     host = host_us({"step": lambda: handle.step(token, cache)}, repeats=5, inner=4, wait=False)["step"]
     handle.unpatch()
-    way = f"attnops_{mode}"
-    return [Row(f"{name}, buckets", way, round(captured * 1e6), more=more), Row(f"{name}, host", way, host["median_us"], host["spread_us"])]
+    buckets = {"case": f"{name}, buckets", "way": f"attnops_{mode}", "median_us": round(captured * 1e6), **more}
+    return [buckets, {"case": f"{name}, host", "way": f"attnops_{mode}", **host}]

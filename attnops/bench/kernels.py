@@ -126,24 +126,23 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
     names = tuple(n for n in kernels_of(call.op) if n not in slow)
     for kernel, mine, _ in Stopwatch(host_clock, names=names).candidates(call):
-        ways[kernel.name] = way(runner(kernel, mine), mine, part, allowed * kernel.tolerance.factor)
+        ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
     if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
-        ways["automatic"] = replace(way(op, call, part, allowed * chosen.tolerance.factor), more={"kernel": chosen.name})
+        automatic = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
+        ways["automatic"] = replace(automatic, more={"kernel": chosen.name})
 
     def other(make: Callable[[], Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
-        if (run := make()) is None:
-            return None
-        timed = Timed(run)
-        return Way(timed, lambda: _compared(timed.call(), part), budget=2 * allowed)
+        run = make()
+        return None if run is None else way(run, part, 2 * allowed)
 
     some = {"torch.sdpa": vendors.sdpa} if toy else vendors.PEERS
     others: dict[str, Callable[[], Run | None]] = {n: partial(make, setup, call) for n, make in some.items()}
     others |= {n: partial(make, call) for n, make in vendors.vendors_of(call).items()} if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
-    def shares(us: float, way: Way) -> dict[str, float]:
+    def shares(us: float, way: Way) -> Row:
         ceilings = (setup.ceilings[name] for name in ("bandwidth_tb_s", "matmul_tflop_s"))
         moved, done = (amount / us / 1e6 / ceiling for amount, ceiling in zip(case.work, ceilings, strict=True))
         return {"of_bandwidth": round(moved, 4), "of_flops": round(done, 4), "of_ceiling": round(max(moved, done), 4)}
@@ -151,24 +150,18 @@ def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
     return time_if_right(case.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
 
 
-def _compared(returned: Any, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """The compared rows of a result, which may be (output, lse), or `[B, 1, Hq, D]`; NaN if any number of it is not finite."""
-    out: Tensor = returned[0] if isinstance(returned, tuple) else returned
-    found = part(out.flatten(0, -3))
-    return found if bool(torch.isfinite(out).all()) else torch.full_like(found, float("nan"))
-
-
-def way(run: Run, call: Call, part: Callable[[Tensor], Tensor], allowed: float) -> Way:
-    """A call of one of our kernels. The output is filled with NaN first, so that unwritten rows are wrong."""
+def way(run: Run, part: Callable[[Tensor], Tensor], allowed: float, output: Tensor | None = None) -> Way:
+    """A call that returns its output (and lse), or writes `output`, which is filled with NaN first, so that unwritten rows are wrong."""
 
     def result() -> Tensor:
-        written = call.arguments.get("output")
-        if written is not None:
-            written.fill_(float("nan"))
+        if output is not None:
+            output.fill_(float("nan"))
         returned = run()
-        return _compared(returned if isinstance(returned, (Tensor, tuple)) else written, part)
+        out: Any = output if returned is None else returned[0] if isinstance(returned, tuple) else returned
+        found = part(out.flatten(0, -3))
+        return found if bool(torch.isfinite(out).all()) else torch.full_like(found, float("nan"))
 
-    return Way(Timed(run), result, budget=allowed)
+    return Way(Timed(run), result, allowed)
 
 
 def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import attnops.hf
-from attnops.bench import memory
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.bench.setup import Point, Setup
 from attnops.configs import config_of
 from attnops.errors import InvalidInput
 from attnops.shapes import SHAPES
-from attnops.tune.clock import steps_us
+from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
@@ -35,19 +35,28 @@ LAYERS = {
 }
 """By size of the run: the layers of models that are not built whole. A laptop's memory holds one layer of a published shape."""
 
+SPARE, OVERHEAD = 1.15, 1 << 30
+"""Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes."""
+
+GROUPS = (("/sys/fs/cgroup/memory.", "max", "current"), ("/sys/fs/cgroup/memory/memory.", "limit_in_bytes", "usage_in_bytes"))
+"""Path prefix, limit and usage of a control group, version 2 and version 1."""
+
 CACHES = 5
 """Of one point, held at a time."""
 
+Kept = Callable[[str], Any]
+"""Gives the model of a name."""
 
-def asked(setup: Setup, default: str = "") -> str:
-    """The model of the setup under the name that results files share; else `default`."""
-    return ALIASES.get(setup.model, setup.model) or default or ONE[setup.size]
+
+def asked(setup: Setup) -> str:
+    """The model of a suite that measures one, under the name that results files share."""
+    return ALIASES.get(setup.model, setup.model) or ONE[setup.size]
 
 
 def config(setup: Setup, name: str) -> Any:
     """The config of a bundled name, with the layers of the setup. Raises InvalidInput for an unknown name."""
     name = ALIASES.get(name, name)
-    return _with_layers(config_of(name), setup.layers or LAYERS.get(setup.size, {}).get(name, 0))
+    return _with_layers(config_of(name), setup.layers or LAYERS[setup.size].get(name, 0))
 
 
 def _with_layers(config: Any, layers: int) -> Any:
@@ -72,17 +81,48 @@ def kv_width(config: Any) -> int:
     return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
 
 
+def free(device: torch.device) -> int | None:
+    """Free bytes on `device`; None if the system does not say. Out of memory, Linux kills a process without a message."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    known = [n * 1024 for name, n in _read("/proc/meminfo").items() if name == "MemAvailable:"]
+    return min([*known, *(left for group in GROUPS if (left := _left(*group)) is not None)], default=None)
+
+
+def _read(path: str) -> dict[str, int]:
+    """The numbers of a file of lines `name number`, or of one number by the name ""; empty if there is no file or limit."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = [line.split() for line in Path(path).read_text().splitlines()]
+        return {words[0] if words[1:] else "": int((words[1:] or words)[0]) for words in lines}
+    return {}
+
+
+def _left(prefix: str, limit: str, used: str) -> int | None:
+    most, now = (_read(prefix + name).get("") for name in (limit, used))
+    return None if most is None or now is None else max(most - now + _read(f"{prefix}stat").get("inactive_file", 0), 0)
+
+
+def needed(model: nn.Module, wide: torch.dtype | None = None, cached: int = 0) -> int:
+    """Bytes of a model, possibly on meta, and `cached` more. wide: counts its largest module in this dtype, too (`models.widened`)."""
+    weights = sum({id(p): p.nbytes for p in model.parameters()}.values())
+    own = (m.parameters(recurse=False) for m in model.modules() if not isinstance(m, nn.Embedding))
+    widened = 0 if wide is None else max(sum(p.numel() for p in params) for params in own) * wide.itemsize
+    return int(SPARE * (weights + widened + cached)) + OVERHEAD
+
+
 def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
     """As `config`, with layers halved until free memory holds the model, its caches at `point` and its widened modules.
 
     Raises InvalidInput: one layer is too many, or the setup names more layers than fit.
     """
-    made, there = config(setup, name), memory.free(setup.device)
-    if there is None:
-        return made
-    while (need := _needed(setup, made, point)) > there and not setup.layers and made.num_hidden_layers > 1:
-        _with_layers(made, made.num_hidden_layers // 2)
-    memory.refuse(f"{made.num_hidden_layers} layers of {name}", need, there)
+    made, there = config(setup, name), free(setup.device)
+    while there is not None and (need := _needed(setup, made, point)) > there:
+        layers = made.num_hidden_layers
+        if setup.layers or layers == 1:
+            got, want = (f"{n / 2**30:.1f} GiB free" for n in (there, need))
+            less = "ask for fewer --layers, a smaller --model or smaller --points"
+            raise InvalidInput("memory", got, f"{want}, for {layers} layers of {name}; {less}")
+        _with_layers(made, layers // 2)
     return made
 
 
@@ -93,10 +133,10 @@ def _needed(setup: Setup, made: Any, point: Point | None) -> int:
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
     cached = 0
     # A config whose layers differ has no single head dim, and raises; its caches are small beside its weights.
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         row = kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize
         cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
-    return memory.needed(model, _wide(setup.dtype), cached)
+    return needed(model, _wide(setup.dtype), cached)
 
 
 def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) -> Any:
@@ -116,18 +156,17 @@ def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) ->
     return model.eval().requires_grad_(False)
 
 
-class Kept:
-    """The model of the last call, so that the cases of a suite share it and only one is in memory."""
+def keeper(setup: Setup, point: Point | None = None) -> Kept:
+    """Builds models, and keeps the last one: the cases of a suite share it, and only one is in memory."""
+    held: dict[str, Any] = {}
 
-    def __init__(self, setup: Setup, point: Point | None = None) -> None:
-        self._setup, self._point, self._name, self._model = setup, point, "", None
+    def kept(name: str) -> Any:
+        if name not in held:
+            held.clear()
+            held[name] = build(setup, name, point=point)
+        return held[name]
 
-    def __call__(self, name: str) -> Any:
-        """The model of this name."""
-        if name != self._name:
-            self._model = None
-            self._model, self._name = build(self._setup, name, point=self._point), name
-        return self._model
+    return kept
 
 
 Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
@@ -140,7 +179,7 @@ def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Poin
     names = [asked(setup)] if setup.model else list(here)
     points = {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
     most = max((p for some in points.values() for p in some), key=lambda p: p.batch * p.context, default=None)
-    kept = Kept(setup, most)
+    kept = keeper(setup, most)
     return {f"{name} {point}": partial(measure, setup, kept, name, point) for name in names for point in points[name]}
 
 
@@ -149,10 +188,10 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
-def patched(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
+def patched(model: Any, how: Any, **options: Any) -> tuple[Any, Any]:
     """(a twin, its patch). how: "" for none, "hf" over transformers' caches, "paged" over pages, with options of `patch`."""
     one = twin(model)
-    return one, attnops.hf.patch(one, cache="paged" if how == "paged" else "hf", **options) if how else None
+    return one, attnops.hf.patch(one, cache=how, **options) if how else None
 
 
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
@@ -161,16 +200,15 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(setup.device)
 
 
+@torch.no_grad()
 def compared(
-    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Mapping[str, Any]]
+    case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: Callable[[float, Way], Row]
 ) -> list[Row]:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget. more: as in `time_if_right`."""
-    with torch.no_grad():
-        want, off, allowed = expected(model, ways["hf_eager"].computed(), prompt, new)
-    return with_ratios(time_if_right(case, ways, want, allowed, steps_us, off, more), "hf_eager", "hf_compiled")
-
-
-Distance = Callable[[Tensor, Tensor], float]
+    off = distance(model, eager := ways["hf_eager"].computed())
+    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT])
+    rows = time_if_right(case, ways, want, budget(model, off(eager, want)), steps_us, off, more)
+    return with_ratios(rows, "hf_eager", "hf_compiled")
 
 
 def experts(config: Any) -> bool:
@@ -178,7 +216,7 @@ def experts(config: Any) -> bool:
     return any(getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
 
 
-def distance(model: Any, eager: Tensor) -> Distance:
+def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
     """The error of logits: relative to exact ones in the first rows, and half the error relative to `eager` in the other rows.
 
     `eager` has an error of its own, as large as the one allowed. Of a model with experts the median row counts: where two experts tie,
@@ -203,25 +241,16 @@ of that error, so that zeros, whose error is 1, exceed the budget."""
 def budget(model: Any, base: float) -> float:
     """The largest allowed `distance` of logits. base: that of transformers' eager model.
 
-    MORE * base + gain² (u + a (sqrt(E) + 4)) (4 + sqrt(L)), for L layers of width E. u, a: unit roundoff of float32, and of the float32
-    in which products are summed. 4 + sqrt(L): the roundings of a layer, and one of the residual stream a layer, which add up as random
-    ones do. gain: the weights' standard deviation times sqrt(E); queries and keys each grow by it, and so do their errors.
+    MORE * base + gain² u (sqrt(E) + 5) (4 + sqrt(L)), for L layers of width E. u: unit roundoff of float32, in which products are summed.
+    4 + sqrt(L): the roundings of a layer, and one of the residual stream a layer, which add up as random ones do. gain: the weights'
+    standard deviation times sqrt(E); queries and keys each grow by it, and so do their errors.
     Raises RuntimeError: the base is NaN or more than MOST.
     """
     if not base <= MOST:
         raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST:.3g}: nothing can be compared")
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
-    u = torch.finfo(torch.float32).eps / 2
     gain = max(1.0, getattr(model.config, "initializer_range", 0.02) * width**0.5)
-    return float(MORE * base + gain**2 * (u + u * (width**0.5 + 4)) * (4 + layers**0.5))
-
-
-@torch.no_grad()
-def expected(model: Any, eager: Tensor, prompt: Tensor, new: Tensor | None = None) -> tuple[Tensor, Distance, float]:
-    """(exact logits of the first EXACT rows, the distance, its budget). eager: logits of transformers' eager model, all rows."""
-    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT])
-    off = distance(model, eager)
-    return want, off, budget(model, off(eager, want))
+    return float(MORE * base + gain**2 * torch.finfo(torch.float32).eps / 2 * (width**0.5 + 5) * (4 + layers**0.5))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -266,29 +295,35 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
     return torch.cat([wide(new[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(new.shape[1])], 1)
 
 
-class Rewound:
-    """Restores a transformers cache to its state at construction, mostly without copies.
+def rewinder(cache: Any) -> Run:
+    """A function that restores a cache to its present state, mostly without copies.
 
-    Dynamic layers replace their tensors, so the old ones are kept. Static layers write in place past the restored position; ring
-    buffers of windows are copied.
+    Pages are cropped. Dynamic layers of transformers replace their tensors, so the old ones are kept. Static layers write in place past
+    the restored position; ring buffers of windows are copied.
     """
+    if isinstance(cache, attnops.hf.PagedModelCache):
+        start = int(cache.get_seq_length())
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.kept = [{n: self._saved(layer, v) for n, v in vars(layer).items()} for layer in cache.layers]
+        def back() -> None:
+            if (more := int(cache.get_seq_length()) - start) > 0:
+                cache.crop(-more)
 
-    @staticmethod
-    def _saved(layer: Any, value: Any) -> Any:
-        static = bool(getattr(layer, "is_compileable", False))
-        ring = static and bool(getattr(layer, "is_sliding", False))
-        return value.clone() if isinstance(value, Tensor) and (ring or (static and value.dim() == 0)) else value
+        return back
 
-    def __call__(self) -> None:
-        for layer, kept in zip(self.cache.layers, self.kept, strict=True):
-            for name, value in kept.items():
-                now = getattr(layer, name)
-                if isinstance(now, Tensor) and isinstance(value, Tensor) and getattr(layer, "is_compileable", False):
-                    if now is not value:  # graphs hold its address
-                        now.copy_(value)
-                else:
-                    setattr(layer, name, value)
+    def in_place(layer: Any, value: Any) -> bool:
+        return isinstance(value, Tensor) and bool(getattr(layer, "is_compileable", False))
+
+    def saved(layer: Any, value: Any) -> Any:
+        return value.clone() if in_place(layer, value) and (getattr(layer, "is_sliding", False) or value.dim() == 0) else value
+
+    kept = [(layer, name, saved(layer, value)) for layer in cache.layers for name, value in vars(layer).items()]
+
+    def rewind() -> None:
+        for layer, name, value in kept:
+            now = getattr(layer, name)
+            if not (in_place(layer, now) and in_place(layer, value)):
+                setattr(layer, name, value)
+            elif now is not value:  # graphs hold its address
+                now.copy_(value)
+
+    return rewind

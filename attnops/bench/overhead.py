@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +47,16 @@ def in_a_process(setup: Setup) -> list[Row]:
     return rows
 
 
+@torch.no_grad()
 def measure(setup: Setup, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
     """All rows. repeats: of `inner` calls each. ops: of the two graphs that are compared."""
     register(Kernel(NOOP, "paged_attention", _nothing, frozenset({"causal"}), dtypes=(setup.dtype,), cost_us=lambda problem: 1e9))
     torch.manual_seed(0)
     dtype = str(setup.dtype).removeprefix("torch.")
     call = build(Shape("paged_attention", dtype, dtype, 8, 8, 64, 64, page_size=16), [1] * 4, [50] * 4, Pool(setup.device))
-    found = [*imports(1 if setup.size == "toy" else 3), *eager(call, repeats, inner), *fa3(setup, call)]
-    return found + compiled(setup, call, repeats, max(1, inner // 8), ops)
+    found = [*imports(1 if setup.size == "toy" else 3), *fa3(setup, call)]
+    with use(kernel=f"paged_attention:{NOOP}"):
+        return found + eager(call, repeats, inner) + compiled(setup, call, repeats, max(1, inner // 8), ops)
 
 
 def _nothing(call: Any) -> None: ...
@@ -64,7 +65,7 @@ def _nothing(call: Any) -> None: ...
 def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
-def imports(repeats: int) -> Iterator[Row]:
+def imports(repeats: int) -> list[Row]:
     """`import attnops` in a fresh process that has torch loaded, and torch's own import: medians, half the ranges.
 
     The first process only compiles the modules to bytecode.
@@ -77,35 +78,34 @@ def imports(repeats: int) -> Iterator[Row]:
         )
         command = [sys.executable, "-c", code]
         runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)][1:]
+    found = []
     for name, seconds in zip(("torch", "attnops"), zip(*(map(float, r.split()) for r in runs), strict=True), strict=True):
-        spread = round((max(seconds) - min(seconds)) / 2 * 1e6) if repeats > 1 else None
-        yield Row("import", name, round(statistics.median(seconds) * 1e6), spread)
+        spread = {"spread_us": round((max(seconds) - min(seconds)) / 2 * 1e6)} if repeats > 1 else {}
+        found.append({"case": "import", "way": name, "median_us": round(statistics.median(seconds) * 1e6), **spread})
+    return found
 
 
 def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple[str, ...], ops: int = 1) -> list[Row]:
     """The rows of a case; those of the ways `of` have the `figure`: the time of `over[0]` over that of `over[1]`, an op."""
     us = round((times[over[0]]["median_us"] - times[over[1]]["median_us"]) / ops, 2)
-    return [Row(case, way, t["median_us"], t["spread_us"], more={figure: us} if way in of else {}) for way, t in times.items()]
+    return [{"case": case, "way": way, **found, **({figure: us} if way in of else {})} for way, found in times.items()]
 
 
-@torch.no_grad()
 def eager(call: Call, repeats: int, inner: int) -> list[Row]:
     """An eager paged call of a kernel that does nothing: a plain function, its overload, the op that selects, the public function."""
     packet, function, args, kwargs = torch.ops.attnops.paged_attention, attnops.ops.paged_attention, call.args, call.kwargs
     public = {n: v for n, v in kwargs.items() if n in ("max_seqlen_q", "holes", "output")}
-    with use(kernel=f"paged_attention:{NOOP}"):
-        policy, overload = active_policy(), getattr(packet, NOOP)
-        calls: dict[str, Run] = {
-            "function": lambda: function(*args, **public),
-            "op": lambda: packet.default(*args, **kwargs, policy=policy),
-            "overload": lambda: overload(*args, **kwargs, policy=policy),
-            "plain": lambda: _plain(*args, **kwargs, policy=policy),
-        }
-        times = host_us(calls, repeats, inner)
+    policy, overload = active_policy(), getattr(packet, NOOP)
+    calls: dict[str, Run] = {
+        "function": lambda: function(*args, **public),
+        "op": lambda: packet.default(*args, **kwargs, policy=policy),
+        "overload": lambda: overload(*args, **kwargs, policy=policy),
+        "plain": lambda: _plain(*args, **kwargs, policy=policy),
+    }
+    times = host_us(calls, repeats, inner)
     return _rows("eager call of a kernel that does nothing", times, "function_over_plain_us", ("function", "plain"), ("function",))
 
 
-@torch.no_grad()
 def fa3(setup: Setup, call: Call) -> list[Row]:
     """Host time of an eager decode by fa3 over the wheel's op, called with the same arguments."""
     kernel = kernels_of("paged_attention")["fa3"]
@@ -120,15 +120,12 @@ def fa3(setup: Setup, call: Call) -> list[Row]:
         query, keys, values, none, none, none, a["output"], cu, none, none, none, lengths, 1, none, table, none, none, none, none, none,
         none, none, none, a["scale"], True, -1, -1, 0, 0.0, False, none, 0, none, 0, none, *tail,
     )  # fmt: skip
-    ours = partial(
-        attnops.ops.paged_attention, query, keys, values, table, lengths, cu, max_seqlen_q=1, output=a["output"], holes=False, kernel="fa3"
-    )
+    ours = partial(attnops.ops.paged_attention, *call.args, max_seqlen_q=1, output=a["output"], holes=False, kernel="fa3")
     # Few calls at a time: a full launch queue would block the host.
     times = host_us({"raw": lambda: fwd(*raw), "promised": partial(ours, padded=False), "padded": ours}, repeats=25, inner=20, wait=False)
     return _rows("eager call of fa3", times, "promised_over_raw_us", ("promised", "raw"), ("promised",))
 
 
-@torch.no_grad()
 def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int, int]) -> list[Row]:
     """Two compiled graphs of ops that do nothing. `op_us`: the cost of one more op, its output buffer included."""
     query, *rest = call.args
@@ -139,10 +136,8 @@ def compiled(setup: Setup, call: Call, repeats: int, inner: int, ops: tuple[int,
                 x = attnops.ops.paged_attention(x, *rest, max_seqlen_q=1, holes=False)
             return x
 
-        graph = setup.compiled(run, fullgraph=True)
-        return lambda: graph(query)
+        return partial(setup.compiled(run, fullgraph=True), query)
 
     few, many = (f"{n}_ops" for n in ops)
-    with use(kernel=f"paged_attention:{NOOP}"):
-        times = host_us({few: chain(ops[0]), many: chain(ops[1])}, repeats, inner)
+    times = host_us({few: chain(ops[0]), many: chain(ops[1])}, repeats, inner)
     return _rows("compiled graph", times, "op_us", (many, few), (few, many), ops[1] - ops[0])

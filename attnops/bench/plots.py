@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from attnops.bench.suites import Picture
+from attnops.bench.run import Picture
 
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnops", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
 MARKS = "osD^v<>P*Xphd"
@@ -16,14 +16,14 @@ MARKS = "osD^v<>P*Xphd"
 
 def digest(report: Mapping[str, Any], picture: Picture) -> str:
     """A hash of the plotted data, written into the file: stale plots are found whatever version of matplotlib drew them."""
-    shown = [report.get("device"), picture.figure, picture.title, picture.log, _points(report["rows"], picture)]
+    shown = [report.get("device"), picture.figure, picture.title, picture.log, _points(report, picture)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
-def _points(rows: Iterable[Mapping[str, Any]], picture: Picture) -> dict[str, dict[str, float]]:
+def _points(report: Mapping[str, Any], picture: Picture) -> dict[str, dict[str, float]]:
     """The value of each case by way, both in order of appearance."""
     found: dict[str, dict[str, float]] = {}
-    for row in rows:
+    for row in report["rows"]:
         if (value := row.get(picture.figure)) and "wrong" not in row:
             found.setdefault(row["way"], {})[row["case"]] = value * picture.scale
     return found
@@ -31,26 +31,22 @@ def _points(rows: Iterable[Mapping[str, Any]], picture: Picture) -> dict[str, di
 
 def svg(report: Mapping[str, Any], picture: Picture) -> str:
     """The plot; "" if no row has its figure."""
-    points = _points(report["rows"], picture)
+    points = _points(report, picture)
     if not points:
         return ""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(case for values in points.values() for case in values))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.0, 1.1 + 0.24 * len(cases)), layout="constrained")
-        axes = figure.add_subplot()
+        figure, out = Figure(figsize=(7.0, 1.1 + 0.24 * len(cases)), layout="constrained"), io.StringIO()
+        axes = figure.add_subplot(xlabel=f"{picture.unit} ({'more' if picture.more else 'less'} is better)")
         for i, (way, values) in enumerate(points.items()):
             ours, color = way.startswith("attnops") or way == "automatic", f"C{i % 10}"
-            axes.plot(
-                list(values.values()), [cases.index(case) for case in values], MARKS[i % len(MARKS)], label=way, color=color,
-                markersize=6 if ours else 5, markerfacecolor=color if ours else "none",
-            )  # fmt: skip
+            filled: Any = {"markersize": 6 if ours else 5, "markerfacecolor": color if ours else "none"}
+            axes.plot(list(values.values()), list(map(cases.index, values)), MARKS[i % len(MARKS)], label=way, color=color, **filled)
         axes.set_yticks(range(len(cases)), cases)
         axes.set_ylim(len(cases) - 0.5, -0.5)
-        axes.set_xlabel(f"{picture.unit} ({'more' if picture.more else 'less'} is better)")
         axes.set_title(f"{picture.title}: {report.get('device', '')}", loc="left")
         if picture.log:
             axes.set_xscale("log")
@@ -59,7 +55,6 @@ def svg(report: Mapping[str, Any], picture: Picture) -> str:
             axes.set_xlim(left=0)
         axes.grid(axis="both", linewidth=0.3)
         figure.legend(loc="outside lower center", ncols=min(4, len(points)), frameon=False)
-        out = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None, "Description": digest(report, picture)})
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(report, picture)})
     # Editors strip trailing spaces, which matplotlib writes.
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -1,44 +1,91 @@
-"""Runs suites, in this process or with one worker process a GPU, and writes a results file a suite after every case."""
+"""The suites by name. `run` measures them, in this process or one worker process a GPU, and writes a results file of each."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from attnops.bench import compile, decode, graphs, kernels, overhead
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.bench.setup import Setup
-from attnops.bench.suites import Suite
 from attnops.errors import InvalidInput
 from attnops.tune.clock import ceilings, one_line, synchronize
+
+
+class Picture(NamedTuple):
+    """The plot of a suite: figure `figure` of its rows times `scale`, in `unit`. log: its axis. more: higher is better."""
+
+    figure: str
+    unit: str
+    title: str
+    scale: float = 1.0
+    log: bool = False
+    more: bool = True
+
+
+class Suite(NamedTuple):
+    """A part of the measurements.
+
+    cases: by name for a Setup. file: stem of the results file; "" is the name. needs: modules that the extra `hf` installs.
+    share: of the time, relative to the other suites.
+    """
+
+    name: str
+    about: str
+    cases: Callable[[Setup], Mapping[str, Case]]
+    picture: Picture
+    share: float = 1.0
+    file: str = ""
+    needs: tuple[str, ...] = ("transformers",)
+
+    @property
+    def stem(self) -> str:
+        """Of its results file."""
+        return self.file or self.name
+
+
+SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
+SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
+COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
+HOST = Picture("median_us", "us", "Host time", log=True, more=False)
+SUITES = (
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, 2.0, "kernel_times", ()),
+    Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, 8.0),
+    Suite(
+        "prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases,
+        SPEED._replace(title="Time to the first token"), 2.0,
+    ),
+    Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, 2.0),
+    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, COLD._replace(title="Capture of all buckets")),
+    Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
+)  # fmt: skip
+
+
+def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
+    """The suites of these names in their own order; () is all. Raises InvalidInput for an unknown name."""
+    known = {suite.name: suite for suite in SUITES}
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidInput("suites", ", ".join(map(repr, unknown)), " | ".join(known))
+    return tuple(suite for suite in SUITES if suite.name in names or not names)
+
 
 SPENT = "the time was spent"
 INTERRUPTED = "the run was ended before"
 LOST = "the device was lost"
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a case: rows as `Row.as_dict` gives them, or why it failed or was left out.
-
-    lost: the device raises from now on, so this process can measure no further case.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failed: str = ""
-    left_out: str = ""
-    seconds: float = 0.0
-    lost: bool = False
-
+Outcome = dict[str, Any]
+"""Of a case: `rows`, or why it `failed` or was `left_out`; `case_seconds`. lost: the device raises from now on."""
 
 Order = Iterator[tuple[Suite, str]]
 
@@ -50,7 +97,7 @@ def run(
     """The reports of some suites by name.
 
     Args:
-        suites: as `suites.named` gives them.
+        suites: as `named` gives them.
         setup: options of the run.
         budget_s: seconds after which no case starts, see `in_order`.
         out: folder for a file of each suite, rewritten after each of its cases.
@@ -71,19 +118,17 @@ def run(
         except InvalidInput:
             raise
         except Exception as error:  # the other suites go on
-            done[suite.name][suite.name] = Outcome(failed=one_line(error))
+            done[suite.name][suite.name] = {"failed": one_line(error)}
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
         torch.cuda.empty_cache()  # for the worker on this GPU
-    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings)} | (
-        {"gpus": gpus} if gpus > 1 else {}
-    )
-    missing = INTERRUPTED
+    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings)}
+    head |= {"gpus": gpus} if gpus > 1 else {}
 
-    def save(suite: Suite) -> dict[str, Any]:
+    def save(suite: Suite, missing: str = INTERRUPTED) -> dict[str, Any]:
         report = {**head, "suite": suite.name, **joined(cases[suite.name], done[suite.name], missing)}
         if out is not None:
             write(report, out / f"{suite.stem}.json")
@@ -96,7 +141,7 @@ def run(
     for suite in suites:
         save(suite)
     missing = SPENT if measure(in_order(suites, cases, budget_s), setup, gpus, put, tell) else LOST
-    return {suite.name: save(suite) for suite in suites}
+    return {suite.name: save(suite, missing) for suite in suites}
 
 
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget_s: float) -> Order:
@@ -109,24 +154,8 @@ def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget
         for i, suite in enumerate(suites):
             now, names = time.monotonic(), left[suite.name]
             part = 1.0 if again else suite.share / sum(s.share for s in suites[i:])
-            until = now + part * max(0.0, end - now)
-            while names and time.monotonic() <= until:
+            while names and time.monotonic() <= now + part * max(0.0, end - now):
                 yield suite, names.pop(0)
-
-
-class InThisProcess(Executor):
-    """Runs a call when it is submitted."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The result of the call, as a future."""
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def worker(gpu: int | None) -> Executor:
-    """A worker process, on one GPU or, with None, on the CPU."""
-    return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (gpu,))
 
 
 def measure(
@@ -136,17 +165,23 @@ def measure(
 
     Returns False if this process lost the device.
     """
-    apart = apart or gpus > 1
-    numbers: list[int | None] = [gpu if setup.on_gpu else None for gpu in range(gpus)]
-    workers: list[Executor] = [worker(gpu) if apart else InThisProcess() for gpu in numbers]
+    if gpus == 1 and not apart:
+        for suite, case in order:
+            tell(f"{suite.name}: {case}")
+            outcome = outcome_of(suite, case, setup)
+            put(suite, case, outcome)
+            if outcome.get("lost"):
+                return False
+        cases_of.cache_clear()
+        return True
+    devices = [torch.device("cuda", at) if setup.on_gpu else setup.device for at in range(gpus)]
+    workers = [worker(device) for device in devices]
     running: dict[Future[Outcome], tuple[int, Suite, str]] = {}
 
     def start(at: int) -> None:
-        if (following := next(order, None)) is not None:
-            suite, case = following
-            tell(f"GPU {at}: {suite.name}: {case}" if apart else f"{suite.name}: {case}")
-            here = replace(setup, device=torch.device("cuda", at)) if apart and setup.on_gpu else setup
-            running[workers[at].submit(outcome_of, suite, case, here)] = at, suite, case
+        for suite, case in islice(order, 1):
+            tell(f"GPU {at}: {suite.name}: {case}")
+            running[workers[at].submit(outcome_of, suite, case, replace(setup, device=devices[at]))] = at, suite, case
 
     try:
         for at in range(gpus):
@@ -154,32 +189,31 @@ def measure(
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 at, suite, case = running.pop(future)
-                try:
-                    outcome = future.result()
-                except BrokenProcessPool:
-                    outcome = Outcome(failed="its process died", lost=True)
-                except Exception as error:
-                    outcome = Outcome(failed=one_line(error))
+                error = future.exception()
+                died = isinstance(error, BrokenProcessPool)
+                outcome = future.result() if error is None else {"failed": "its process died" if died else one_line(error), "lost": died}
                 put(suite, case, outcome)
-                if outcome.lost and not apart:
-                    return False
-                if outcome.lost:
+                if outcome.get("lost"):
                     workers[at].shutdown(wait=False)
-                    workers[at] = worker(numbers[at])
+                    workers[at] = worker(devices[at])
                 start(at)
     finally:
         for pool in workers:
             pool.shutdown(wait=False, cancel_futures=True)
-        cases_of.cache_clear()
     return True
 
 
-def _start_worker(gpu: int | None) -> None:
+def worker(device: torch.device) -> ProcessPoolExecutor:
+    """A worker process on a device."""
+    return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (device,))
+
+
+def _start_worker(device: torch.device) -> None:
     from attnops.configs import quiet_transformers
 
     quiet_transformers().__enter__()  # until the process ends
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @lru_cache(maxsize=1)
@@ -191,29 +225,25 @@ def cases_of(suite: Suite, setup: Setup) -> Mapping[str, Case]:
 def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
     """Run one case. An error becomes its outcome."""
     start = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    failed, left_out, lost = "", "", False
+    outcome: Outcome = {}
     try:
-        rows = [row.as_dict() for row in cases_of(suite, setup)[case]()]
+        outcome["rows"] = list(cases_of(suite, setup)[case]())
     except LeftOut as reason:
-        left_out = str(reason)
+        outcome["left_out"] = str(reason)
     except Exception as error:  # the other cases go on
-        failed = one_line(error)
+        outcome["failed"] = one_line(error)
     try:
         torch._dynamo.reset()
         synchronize()
         torch.cuda.empty_cache()
     except Exception as error:  # after an illegal access every CUDA call raises
-        failed, left_out, lost = failed or one_line(error), "", True
-    return Outcome(rows, failed, left_out, round(time.monotonic() - start, 1), lost)
+        outcome = {"failed": one_line(error), **outcome, "lost": True}
+    return outcome | {"case_seconds": round(time.monotonic() - start, 1)}
 
 
 def joined(names: Sequence[str], done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
     """The sections of a report that its cases fill. missing: why cases without an outcome were left out."""
-    every = {name: done.get(name, Outcome(left_out=missing)) for name in dict.fromkeys((*names, *done))}
-    sections = (("left_out", "left_out"), ("failed", "failed"), ("case_seconds", "seconds"))
-    return {
-        "rows": [row for one in every.values() for row in one.rows],
-        **{section: {n: found for n, one in every.items() if (found := getattr(one, name))} for section, name in sections},
-        "seconds": round(sum(one.seconds for one in every.values()), 1),
-    }
+    every = {name: done.get(name, {"left_out": missing}) for name in dict.fromkeys((*names, *done))}
+    sections = {at: {name: one[at] for name, one in every.items() if one.get(at)} for at in ("left_out", "failed", "case_seconds")}
+    rows = [row for one in every.values() for row in one.get("rows", ())]
+    return {"rows": rows, **sections, "seconds": round(sum(sections["case_seconds"].values()), 1)}

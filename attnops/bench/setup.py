@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,9 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from attnops.errors import InvalidInput
-
-SIZES = ("toy", "small", "quick", "full")
-"""Of a run: CPU with --quick, CPU, GPU with --quick, GPU."""
 
 
 class Point(NamedTuple):
@@ -27,11 +25,11 @@ class Point(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Point:
         """`8x1k` or `8x1024`. Raises InvalidInput."""
-        batch, _, context = text.strip().lower().partition("x")
-        digits = context.removesuffix("k")
-        if not (batch.isascii() and batch.isdigit() and digits.isascii() and digits.isdigit() and int(batch) and int(digits)):
+        found = re.fullmatch(r"(\d+)x(\d+)(k?)", text.strip().lower(), re.ASCII)
+        batch, context = (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
+        if not batch or not context:
             raise InvalidInput("points", repr(text), "BATCHxCONTEXT, both at least 1, as 8x1k or 8x1024, with commas between them")
-        return cls(int(batch), int(digits) * (1024 if context.endswith("k") else 1))
+        return cls(batch, context)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Setup:
 
     @property
     def size(self) -> str:
-        """One of SIZES, by which suites choose their cases."""
+        """`full` on a GPU and `small` on a CPU, with `quick` "quick" and "toy": suites choose their cases by it."""
         return ("quick" if self.quick else "full") if self.on_gpu else ("toy" if self.quick else "small")
 
     @property
@@ -73,12 +71,11 @@ class Setup:
         """Of models and inputs: bfloat16 on GPUs, float32 on CPUs."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
-    def compiled(self, function: Callable[..., Any], *, mode: str = "", **more: Any) -> Callable[..., Any]:
-        """`function` through torch.compile with the run's backend. mode: Inductor's."""
-        options: dict[str, Any] = {"mode": mode} if mode and self.backend == "inductor" else {}
-        if self.backend != "inductor":
-            more.pop("options", None)
-        made: Callable[..., Any] = torch.compile(function, backend=self.backend, **options, **more)
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`function` through torch.compile with the run's backend. options: of torch.compile; Inductor's go to Inductor alone."""
+        inductor = self.backend == "inductor"
+        given = {name: value for name, value in options.items() if inductor or name not in ("mode", "options")}
+        made: Callable[..., Any] = torch.compile(function, backend=self.backend, **given)
         return made
 
 
@@ -87,5 +84,4 @@ def device_of(name: str) -> torch.device:
     here = torch.cuda.is_available()
     if name not in ("", "cpu", "cuda") or (name == "cuda" and not here):
         raise InvalidInput("device", repr(name), "cpu or cuda" if here else "cpu: torch finds no CUDA device")
-    cuda = name == "cuda" or (not name and here)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if here and name != "cpu" else torch.device("cpu")

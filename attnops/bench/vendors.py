@@ -21,7 +21,6 @@ from attnops.inputs import Call
 from attnops.tune.clock import Run
 
 Make = Callable[[Call], Run]
-WORKSPACE_BYTES = 128 << 20
 
 
 def fa3_paged(call: Call) -> Run:
@@ -52,7 +51,7 @@ def fa3_dense(call: Call) -> Run:
     return lambda: flash_attn_varlen_func(*tensors, *lengths, softmax_scale=a["scale"], causal=a["causal"])
 
 
-def _latents(call: Call) -> tuple[Any, Tensor, Tensor]:
+def latents(call: Call) -> tuple[Any, Tensor, Tensor]:
     """(arguments, query `[B, 1, H, D]` in one piece, pages with a key head)."""
     a = call.arguments
     query = torch.cat([a[n].view(torch.uint8) for n in ("q_nope", "q_pe")], -1).view(a["q_nope"].dtype)
@@ -62,141 +61,66 @@ def _latents(call: Call) -> tuple[Any, Tensor, Tensor]:
 def flashmla(call: Call) -> Run:
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    a, query, pages = _latents(call)
+    a, query, pages = latents(call)
     tiles, splits = get_mla_metadata(a["seq_lens"], query.shape[2], 1)
-    return lambda: flash_mla_with_kvcache(
-        query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits, softmax_scale=a["scale"], causal=False
+    given = (query, pages, a["page_table"], a["seq_lens"], 512, tiles, splits)
+    return lambda: flash_mla_with_kvcache(*given, softmax_scale=a["scale"], causal=False)
+
+
+def _wrapped(make: Callable[[Tensor], Any], call: Call, pages: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """(FlashInfer's wrapper with a workspace; the ends, ids and last lengths of the requests' pages)."""
+    a = call.arguments
+    indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=pages.shape[1])
+    return make(torch.zeros(128 << 20, dtype=torch.uint8, device=pages.device)), indptr, indices[: int(indptr[-1])], last
+
+
+def flashinfer_paged(call: Call, kind: str, **options: Any) -> Run:
+    """FlashInfer's wrapper for pages of keys and values. kind: "Decode" or "Prefill". options: of its constructor."""
+    import flashinfer
+
+    a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
+    made = partial(getattr(flashinfer, f"Batch{kind}WithPagedKVCacheWrapper"), kv_layout="NHD", **options)
+    wrapper, *rows = _wrapped(made, call, pages[0])
+    queries, more = ((a["cu_seqlens_q"],), {"causal": a["causal"]}) if kind == "Prefill" else ((), {})
+    _, page, kv_heads, dim = pages[0].shape
+    given = (*queries, *rows, q.shape[1], kv_heads, dim, page)
+    wrapper.plan(*given, sm_scale=a["scale"], q_data_type=q.dtype, kv_data_type=q.dtype, **more)
+    return partial(wrapper.run, q, pages, out=torch.empty_like(a["output"]))
+
+
+def flashinfer_mla(call: Call, backend: str) -> Run:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    a, pages = call.arguments, call.arguments["latent_pages"]
+    wrapper, indptr, indices, _ = _wrapped(partial(BatchMLAPagedAttentionWrapper, backend=backend), call, pages)
+    wrapper.plan(
+        qo_indptr=a["cu_seqlens_q"], kv_indptr=indptr, kv_indices=indices, kv_len_arr=a["seq_lens"], num_heads=a["q_nope"].shape[1],
+        head_dim_ckv=512, head_dim_kpe=64, page_size=pages.shape[1], causal=False, sm_scale=a["scale"], q_data_type=pages.dtype,
+        kv_data_type=pages.dtype,
     )  # fmt: skip
+    query, cache = (a["q_nope"], a["q_pe"]), (pages[..., :512], pages[..., 512:])
+    return partial(wrapper.run, query=query, kv_cache=cache, out=torch.empty_like(a["output"]))
 
 
-def flashmla_with_metadata(call: Call) -> Run:
-    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
-
-    a, query, pages = _latents(call)
-    op = torch.ops.sgl_kernel.dense_decode_fwd.default
-    return lambda: op(query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False, None, None)
-
-
-def flashmla_fp8(call: Call, planned: bool = True) -> Run:
-    """FlashMLA's dense decode in float8, as `sgl_kernel.flash_mla` calls its ops. planned: with metadata made beforehand."""
-    import sgl_kernel.flash_mla  # noqa: F401, loads the ops
-
-    (a, query, pages), ops = _latents(call), torch.ops.sgl_kernel
-
-    def metadata() -> tuple[Tensor, Tensor]:
-        tiles, splits = ops.get_mla_decoding_metadata_dense_fp8(a["seq_lens"], query.shape[2], 1)
-        return tiles, splits
-
-    made, given = metadata() if planned else None, (query, pages, 512, a["seq_lens"], a["page_table"], a["scale"], False)
-    return lambda: ops.fwd_kvcache_mla_fp8(*given, *(made or metadata()), a["q_scale"], a["kv_scale"])
-
-
-def _sides(call: Call) -> tuple[Tensor, ...]:
-    return tuple(call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b"))
-
-
-def sgl_merge(call: Call) -> Run:
-    import sgl_kernel  # noqa: F401, loads the ops
-
-    sides = _sides(call)
-    return lambda: torch.ops.sgl_kernel.merge_state_v2(*sides, torch.empty_like(sides[0]), torch.empty_like(sides[1]))
-
-
-def flashinfer_merge(call: Call) -> Run:
-    """Its logs are of base 2: the same work, other numbers."""
-    from flashinfer import merge_state
-
-    return partial(merge_state, *_sides(call))
-
-
-def _rows(a: Any, page: int) -> tuple[Tensor, Tensor, Tensor]:
-    indptr, indices, last = attnops.ops.kv_indices(a["page_table"], a["seq_lens"], page_size=page)
-    return indptr, indices[: int(indptr[-1])], last
-
-
-def _space(pages: Tensor) -> Tensor:
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
-
-
-def flashinfer_paged(wrapper: str, **options: Any) -> Make:
-    """A wrapper of FlashInfer for pages of keys and values, by name, with options of its constructor."""
-
-    def make(call: Call) -> Run:
-        import flashinfer
-
-        a, q, pages = call.arguments, call.arguments["query"], (call.arguments["k_pages"], call.arguments["v_pages"])
-        made, (_, page, kv_heads, dim) = getattr(flashinfer, wrapper)(_space(q), "NHD", **options), pages[0].shape
-        queries, more = ((a["cu_seqlens_q"],), {"causal": a["causal"]}) if "Prefill" in wrapper else ((), {})
-        made.plan(
-            *queries, *_rows(a, page), q.shape[1], kv_heads, dim, page, sm_scale=a["scale"], q_data_type=q.dtype, kv_data_type=q.dtype,
-            **more,
-        )  # fmt: skip
-        return partial(made.run, q, pages, out=torch.empty_like(a["output"]))
-
-    return make
-
-
-def flashinfer_decode(tensor_cores: bool) -> Make:
-    return flashinfer_paged("BatchDecodeWithPagedKVCacheWrapper", use_tensor_cores=tensor_cores)
-
-
-def flashinfer_prefill(backend: str) -> Make:
-    return flashinfer_paged("BatchPrefillWithPagedKVCacheWrapper", backend=backend)
-
-
-def flashinfer_mla(backend: str) -> Make:
-    def make(call: Call) -> Run:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        a, pages = call.arguments, call.arguments["latent_pages"]
-        wrapper = BatchMLAPagedAttentionWrapper(_space(pages), backend=backend)
-        indptr, indices, _ = _rows(a, pages.shape[1])
-        wrapper.plan(
-            qo_indptr=a["cu_seqlens_q"], kv_indptr=indptr, kv_indices=indices, kv_len_arr=a["seq_lens"], num_heads=a["q_nope"].shape[1],
-            head_dim_ckv=512, head_dim_kpe=64, page_size=pages.shape[1], causal=False, sm_scale=a["scale"], q_data_type=pages.dtype,
-            kv_data_type=pages.dtype,
-        )  # fmt: skip
-        query, cache = (a["q_nope"], a["q_pe"]), (pages[..., :512], pages[..., 512:])
-        return partial(wrapper.run, query=query, kv_cache=cache, out=torch.empty_like(a["output"]))
-
-    return make
-
-
-DECODE: dict[str, Make] = {
-    "fa3": fa3_paged,
-    "flashinfer_cuda_cores": flashinfer_decode(False),
-    "flashinfer_tensor_cores": flashinfer_decode(True),
-}
-EXTEND: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_fa2": flashinfer_prefill("fa2"), "flashinfer_fa3": flashinfer_prefill("fa3")}
-PREFILL: dict[str, Make] = {"fa3": fa3_dense}
-LATENT: dict[str, Make] = {
-    "flashmla": flashmla,
-    "flashmla_with_metadata": flashmla_with_metadata,
-    "flashinfer_fa2": flashinfer_mla("fa2"),
-    "flashinfer_fa3": flashinfer_mla("fa3"),
-}
-FLOAT8_LATENT: dict[str, Make] = {"flashmla_fp8": flashmla_fp8, "flashmla_fp8_with_metadata": partial(flashmla_fp8, planned=False)}
-MERGE: dict[str, Make] = {"sgl_merge": sgl_merge, "flashinfer_merge": flashinfer_merge}
+DENSE: dict[str, Make] = {"fa3": fa3_dense}
+DECODE: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_tensor_cores": partial(flashinfer_paged, kind="Decode", use_tensor_cores=True)}
+EXTEND: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_fa2": partial(flashinfer_paged, kind="Prefill", backend="fa2")}
+LATENT: dict[str, Make] = {"flashmla": flashmla, **{f"flashinfer_{name}": partial(flashinfer_mla, backend=name) for name in ("fa2", "fa3")}}
 OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
 """Arguments that these calls do not support."""
 
-LEFT_OUT = {"flashinfer_cuda_cores", "flashmla_with_metadata"}
-"""The first builds a module that none of our kernels shares; the second differs from `flashmla` in its metadata alone."""
-
 
 def vendors_of(call: Call) -> dict[str, Make]:
-    """The vendors' calls beside which a call of ours is measured, by name. FlashInfer's of prompts over pages: its backend fa2 alone."""
+    """The vendors' calls beside which a call of ours is measured, by name."""
     a, found = call.arguments, dict[str, Make]()
-    if OTHER & a.keys():
-        return found
-    match call.op:
+    match call.op if not OTHER & a.keys() else "":
         case "attention" | "varlen_attention":
-            found = PREFILL
+            found = DENSE
         case "paged_attention" if a["k_pages"].dtype == a["query"].dtype:
-            found = DECODE if a["max_seqlen_q"] == 1 else {n: EXTEND[n] for n in ("fa3", "flashinfer_fa2")}
+            found = DECODE if a["max_seqlen_q"] == 1 else EXTEND
         case "mla_attention" if a["latent_pages"].dtype == a["q_nope"].dtype:
             found = LATENT
-    return {f"direct.{name}": make for name, make in found.items() if name not in LEFT_OUT}
+    return {f"direct.{name}": make for name, make in found.items()}
 
 
 def _heads_first(call: Call) -> list[Tensor] | None:
@@ -204,16 +128,15 @@ def _heads_first(call: Call) -> list[Tensor] | None:
     a = call.arguments
     if "q_nope" in a or "sinks" in a:
         return None
-    if call.op == "attention":
-        found = [a[n] for n in ("query", "key", "value")]
-    elif call.op == "varlen_attention":
-        found = [a[n].unflatten(0, (a["cu_seqlens_q"].shape[0] - 1, -1)) for n in ("query", "key", "value")]
-    else:
+    if call.op == "paged_attention":
         table = a["page_table"].long()
         if a["k_pages"].dtype != a["query"].dtype or not bool((a["seq_lens"] == table.shape[1] * a["k_pages"].shape[1]).all()):
             return None
         found = [a["query"].unflatten(0, (table.shape[0], -1)), *(a[n][table].flatten(1, 2) for n in ("k_pages", "v_pages"))]
         return [found[0].transpose(1, 2), *(t.transpose(1, 2).contiguous() for t in found[1:])]
+    found = [a[n] for n in ("query", "key", "value")]
+    if call.op == "varlen_attention":
+        found = [t.unflatten(0, (a["cu_seqlens_q"].shape[0] - 1, -1)) for t in found]
     return [t.transpose(1, 2) for t in found]
 
 
@@ -224,15 +147,14 @@ def _tokens_first(out: Tensor) -> Tensor:
 def sdpa(setup: Setup, call: Call) -> Run | None:
     """`scaled_dot_product_attention`: whole causal prompts, and decode over a contiguous cache of as many bytes."""
     a, given = call.arguments, _heads_first(call)
-    if given is None or "softcap" in a or "window_left" in a:
+    if given is None or {"softcap", "window_left"} & a.keys():
         return None
-    new, square = given[0].shape[2], given[0].shape[2] == given[1].shape[2]
-    if not square and new > 1:
+    new, keys = given[0].shape[2], given[1].shape[2]
+    if new not in (1, keys):
         return None
-    attend: Any = partial(
-        scaled_dot_product_attention, is_causal=square and bool(a["causal"]) and new > 1, scale=a["scale"], enable_gqa=True
-    )
-    return lambda: _tokens_first(attend(*given))
+    query, key, value = given
+    options = {"is_causal": bool(a["causal"]) and new > 1, "scale": a["scale"], "enable_gqa": True}
+    return lambda: _tokens_first(scaled_dot_product_attention(query, key, value, **options))
 
 
 def flex(setup: Setup, call: Call) -> Run | None:

@@ -10,9 +10,8 @@ from rich.markup import escape
 
 from attnops.bench.files import compare, make_folder, read
 from attnops.bench.rows import further
-from attnops.bench.run import run as run_suites
+from attnops.bench.run import named, run as run_suites
 from attnops.bench.setup import Setup
-from attnops.bench.suites import named
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
@@ -99,10 +98,11 @@ def run_compare(console: Console, before: Path, after: Path) -> dict[str, Any]:
         console.print(f"{escape(str(path))}: {escape(stamp)}", soft_wrap=True)
     table = new_table("case", "way", "figure", "before", "after", "after / before", "", numbers=("before", "after", "after / before"))
     for change in changes:
-        values = ["" if x is None else f"{x:,g}" for x in (change.before, change.after, change.ratio)]
-        color = "red" if change.worse else "green" if change.change in ("faster", "fewer", "right") else "dim"
-        table.add_row(escape(change.case), escape(change.way), change.figure, *values, f"[{color}]{change.change}[/]")
+        values = ["" if (x := change[name]) is None else f"{x:,g}" for name in ("before", "after", "ratio")]
+        color = "red" if change["worse"] else "green" if change["change"] in ("faster", "fewer", "right") else "dim"
+        words = (escape(change["case"]), escape(change["way"]), change["figure"])
+        table.add_row(*words, *values, f"[{color}]{change['change']}[/]")
     console.print(table)
-    worse = sum(change.worse for change in changes)
+    worse = sum(change["worse"] for change in changes)
     console.print(f"{worse} of {len(changes)} figures are worse by more than the spread of both")
-    return {"changes": [change.as_dict() for change in changes], "regressions": worse}
+    return {"changes": changes, "regressions": worse}
