@@ -92,10 +92,10 @@ class LatentCache(Pages):
             spec, max_requests=max_requests, max_tokens_per_request=max_tokens_per_request, page_size=page_size, kernels=kernels,
             device=device, workspace_bytes=workspace_bytes, max_new_tokens=max_new_tokens,
         )  # fmt: skip
-        size, most = self.page_size_choice.page_size, max_tokens_per_request
+        size, rows, most = self.page_size_choice.page_size, int(max_requests), int(max_tokens_per_request)
         self._spec = None if q_heads is None or not dtype.is_floating_point else replace(spec, page_size=size)
         per_layer, columns = [Layer(((latent + rope,),))] * layers, columns_of(most, size)
-        room = Room(per_layer, 1 + -(-tokens // size), size, max_requests, columns, most, most, "max_tokens_per_request")
+        room = Room(per_layer, 1 + -(-tokens // size), size, rows, columns, most, most, "max_tokens_per_request")
         super().__init__(room, dtype=dtype, device=device, workspace_bytes=workspace_bytes)
         self.latent_pages = tuple(pages for (pages,) in self.layers)
 
@@ -123,7 +123,7 @@ class LatentCache(Pages):
         if not isinstance(share, bool):
             fail(InvalidInput, "share", repr(share), "True | False")
 
-        def more(batch: PagedBatch, entries: list[Request], counts: list[int]) -> PagedBatch:
+        def more(batch: PagedBatch, entries: list[Request]) -> PagedBatch:
             before = [entry.length for entry in entries]
             if most is not None or not any(before):
                 batch = replace(batch, prefix=prefix_chunks(batch, before, most or 1, self.page_size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
@@ -53,6 +53,11 @@ class Room:
     limit: int
     limited_by: str
 
+    def columns(self, window: int) -> int:
+        """Pages that hold all that the new tokens of a step see of a window, wherever in a page it begins; at most `max_pages`."""
+        ring = -(-(window - 1 + self.max_new_tokens + self.page_size - 1) // self.page_size)
+        return min(ring, self.max_pages) if window else self.max_pages
+
 
 @dataclass
 class Pool:
@@ -66,8 +71,6 @@ class Pool:
     num_pages: int
     columns: int
     window: int = 0
-    free: list[int] = field(init=False)
-    refs: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_pages - 1, 0, -1))
@@ -84,37 +87,39 @@ class Request:
     pages: tuple[list[int], ...]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One request's part of a change: the cells that change, and its length and `high` afterwards."""
+class Step(NamedTuple):
+    """One request's part of a change: the cells that change, and its length and `high` afterwards. entry: the request before it."""
 
     request: int
-    row: int
+    entry: Request
     length: int
     high: int
-    cells: tuple[Cell, ...] = ()
+    cells: Sequence[Cell] = ()
     gone: bool = False
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change, made as a whole. taken: free pages it takes from each pool. copies: (from, to) page ids of each pool."""
+class Change(NamedTuple):
+    """A change, made as a whole. copies: (from, to) page ids of each pool."""
 
-    steps: tuple[Step, ...]
-    taken: tuple[int, ...]
-    copies: tuple[list[tuple[int, int]], ...]
+    steps: Sequence[Step]
+    copies: Sequence[list[tuple[int, int]]]
 
 
 class Ledger:
     """Requests, pages and reference counts. See `PagedCache` for the meaning of each verb.
 
-    Args:
-        room: the sizes of the cache.
-        pools: one for each page table.
+    pools: one for each page table.
+    table_of: for each layer the number of its pool.
     """
 
-    def __init__(self, room: Room, pools: Sequence[Pool]) -> None:
-        self.room, self.pools, self.page_size = room, tuple(pools), room.page_size
+    def __init__(self, room: Room) -> None:
+        self.room, self.page_size = room, room.page_size
+        # A window as long as the text saves no page.
+        windows = [layer.window if room.columns(layer.window) < room.max_pages else 0 for layer in room.layers]
+        kinds = {window: room.columns(window) for window in windows}
+        self.table_of = tuple(map(list(kinds).index, windows))
+        most = room.num_pages
+        self.pools = tuple(Pool(min(most, 1 + room.max_requests * n) if window else most, n, window) for window, n in kinds.items())
         self.free_rows = list(range(room.max_requests - 1, -1, -1))
         self.requests: dict[int, Request] = {}
 
@@ -127,18 +132,17 @@ class Ledger:
 
     def alloc(self, tokens: int) -> Change:
         """A new request of `tokens` tokens. Raises TooManyRequests, RequestTooLong, OutOfPages."""
-        row = self._row()
-        return self._grow([("(new)", next(_IDS), self._empty(row), tokens)])
+        return self._grow([(next(_IDS), self._empty(), tokens)])
 
     def append(self, more: Sequence[tuple[int, int]]) -> Change:
         """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
-        return self._grow([(request, request, self.get(request), tokens) for request, tokens in more])
+        return self._grow([(request, self.get(request), tokens) for request, tokens in more])
 
     def fork(self, request: int) -> Change:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)
-        cells = tuple((i, column, page) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages))
-        return self._alone(Step(next(_IDS), self._row(), parent.length, parent.high, cells))
+        cells = [(i, column, page) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages)]
+        return Change([Step(next(_IDS), self._empty(), parent.length, parent.high, cells)], [[] for _ in self.pools])
 
     def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
@@ -154,29 +158,27 @@ class Ledger:
         return self._release(request, self.get(request), 0, gone=True)
 
     def commit(self, change: Change) -> None:
-        for pool, taken in zip(self.pools, change.taken, strict=True):
-            del pool.free[len(pool.free) - taken :]
         for step in change.steps:
-            entry = self.requests.get(step.request)
-            if entry is None:
-                self.free_rows.remove(step.row)
-                entry = self.requests[step.request] = self._empty(step.row)
-            for i, _, page in step.cells:
-                self.pools[i].refs[page] += page > 0
+            entry = step.entry
+            if step.request not in self.requests:
+                self.free_rows.remove(entry.row)
+                self.requests[step.request] = entry
             for i, column, page in step.cells:
                 pool, pages = self.pools[i], entry.pages[i]
                 pages.extend([0] * (column + 1 - len(pages)))
                 old, pages[column] = pages[column], page
-                if old:
-                    pool.refs[old] -= 1
-                    if not pool.refs[old]:
-                        pool.free.append(old)
-                while pages and not pages[-1]:
-                    pages.pop()
+                if not page:
+                    pages.pop()  # columns are released from the last one on
+                elif not pool.refs[page]:
+                    pool.free.pop()  # free pages are taken from the end on
+                pool.refs[page] += page > 0
+                pool.refs[old] -= old > 0
+                if old and not pool.refs[old]:
+                    pool.free.append(old)
             entry.length, entry.high = step.length, step.high
             if step.gone:
                 del self.requests[step.request]
-                self.free_rows.append(step.row)
+                self.free_rows.append(entry.row)
 
     def edits(self, change: Change, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
         """(row, column, page) of each pool, and (row, length): the entries that `change` writes into the tables, or (undo) overwrites.
@@ -184,15 +186,11 @@ class Ledger:
         Call it before the commit.
         """
         tables: list[list[Cell]] = [[] for _ in self.pools]
-        lengths = []
-        for step in change.steps:
-            before = self.requests.get(step.request) or self._empty(step.row)
-            for i, column, page in step.cells:
-                pages = before.pages[i]
-                old = pages[column] if column < len(pages) else 0
-                tables[i].append((step.row, column, old if undo else page))
-            lengths.append((step.row, before.length if undo else step.length))
-        return tables, lengths
+        for _, entry, _, _, cells, _ in change.steps:
+            for i, column, page in cells:
+                old = entry.pages[i][column] if column < len(entry.pages[i]) else 0
+                tables[i].append((entry.row, column, old if undo else page))
+        return tables, [(step.entry.row, step.entry.length if undo else step.length) for step in change.steps]
 
     def slots(self, request: int, start: int, stop: int, pool: int = 0) -> list[int]:
         """`page_id * page_size + offset` of the tokens `start` to `stop`; -1 for a token whose page holds a later one."""
@@ -200,20 +198,18 @@ class Ledger:
         pages, kept = entry.pages[pool], entry.high - columns * size
         return [-1 if t < kept else pages[t // size % columns] * size + t % size for t in range(start, stop)]
 
-    def _grow(self, more: list[tuple[object, int, Request, int]]) -> Change:
-        """(name for messages, id, request, tokens to add) of distinct requests."""
-        size, lengths = self.page_size, []
-        for name, _, entry, tokens in more:
-            lengths.append(entry.length + tokens)
-            if lengths[-1] > self.room.limit:
-                fail(RequestTooLong, name, lengths[-1], self.room.limit, self.room.limited_by)
+    def _grow(self, more: list[tuple[int, Request, int]]) -> Change:
+        """(id, request, tokens to add) of distinct requests."""
+        size, lengths = self.page_size, [entry.length + tokens for _, entry, tokens in more]
+        for (request, _, _), length in zip(more, lengths, strict=True):
+            if length > self.room.limit:
+                fail(RequestTooLong, request if request in self.requests else "(new)", length, self.room.limit, self.room.limited_by)
         cells: list[list[Cell]] = [[] for _ in more]
         copies: list[list[tuple[int, int]]] = []
-        taken = []
         for i, pool in enumerate(self.pools):
             wanted: list[tuple[int, int, int]] = []  # (request in `more`, column, the page to copy from, or 0)
             released: dict[int, int] = {}
-            for at, (_, _, entry, _) in enumerate(more):
+            for at, (_, entry, _) in enumerate(more):
                 pages, begin, end = entry.pages[i], entry.length // size, -(-lengths[at] // size)
                 for index in range(max(begin, end - pool.columns), end):
                     column = index % pool.columns
@@ -230,40 +226,24 @@ class Ledger:
             for (at, column, _), page in pages_of:
                 cells[at].append((i, column, page))
             copies.append([(old, page) for (_, _, old), page in pages_of if old])
-            taken.append(len(wanted))
-        steps = tuple(
-            Step(key, entry.row, length, max(entry.high, length), tuple(own))
-            for (_, key, entry, _), length, own in zip(more, lengths, cells, strict=True)
-        )
-        return Change(steps, tuple(taken), tuple(copies))
+        parts = zip(more, lengths, cells, strict=True)
+        return Change([Step(key, entry, length, max(entry.high, length), own) for (key, entry, _), length, own in parts], copies)
 
     def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)
-        cells = ((i, c, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1))
-        return self._alone(Step(request, entry.row, length, entry.high if length else 0, tuple(cells), gone))
+        cells = [(i, c, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1)]
+        return Change([Step(request, entry, length, entry.high if length else 0, cells, gone)], [[] for _ in self.pools])
 
-    def _alone(self, step: Step) -> Change:
-        """A change that takes no page."""
-        return Change((step,), (0,) * len(self.pools), tuple([] for _ in self.pools))
-
-    def _empty(self, row: int) -> Request:
-        return Request(row, 0, 0, tuple([] for _ in self.pools))
-
-    def _row(self) -> int:
+    def _empty(self) -> Request:
         if not self.free_rows:
             fail(TooManyRequests, len(self.requests))
-        return self.free_rows[-1]
+        return Request(self.free_rows[-1], 0, 0, tuple([] for _ in self.pools))
 
 
 def check_kept(field: str, length: int, high: int, window: int, room: int) -> None:
     """Raise InvalidInput when a query at position `length` sees tokens of its window that later ones have overwritten.
 
-    Args:
-        field: the argument that asks, for the message.
-        length: tokens to keep.
-        high: the most tokens there have been.
-        window: tokens a query sees; 0: all of them, and the pages hold all of them.
-        room: tokens the pages hold.
+    field: the argument that asks, for the message. high: the most tokens there have been. room: tokens the pages hold.
     """
     least = high - room + window - 1
     if window and 0 < length < least:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.ledger import Change, Layer, Ledger, Pool, Request, Room
-from attnops.cache.step import Tokens, describe, ring_columns
+from attnops.cache.ledger import Change, Layer, Ledger, Request, Room
+from attnops.cache.step import Tokens, describe
 from attnops.call import FLOATS, QUANTISED, name
 from attnops.errors import InvalidInput, fail
 from attnops.ops import copy_kv, cu_seqlens, token_rows
@@ -43,13 +43,8 @@ class Pages:
 
     def __init__(self, room: Room, *, dtype: torch.dtype, device: torch.device | str, workspace_bytes: int = 0) -> None:
         self.room, self.num_pages, self.page_size, self.max_new_tokens = room, room.num_pages, room.page_size, room.max_new_tokens
-        columns = {layer.window: ring_columns(layer.window, room.max_new_tokens, room.page_size) for layer in room.layers if layer.window}
-        # A window as long as the text saves no page.
-        windows = [layer.window if columns.get(layer.window, room.max_pages) < room.max_pages else 0 for layer in room.layers]
-        self.windows = tuple(dict.fromkeys(windows))
-        self.table_of = tuple(self.windows.index(window) for window in windows)
-        self._widths = [columns[window] if window else room.max_pages for window in self.windows]
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(room)
+        self.windows, self.table_of = tuple(pool.window for pool in self._ledger.pools), self._ledger.table_of
         alike: dict[Any, list[int]] = {}
         for number, (table, layer) in enumerate(zip(self.table_of, room.layers, strict=True)):
             alike.setdefault((table, layer.shapes), []).append(number)
@@ -63,7 +58,9 @@ class Pages:
                 self._allocations.append((table, whole))
                 found.update(zip(numbers, zip(*map(_apart, whole), strict=True), strict=True))
             self.layers = tuple(found[number] for number in range(len(room.layers)))
-            self.tables = tuple(torch.zeros((room.max_requests, width), dtype=torch.int32, device=device) for width in self._widths)
+            self.tables = tuple(
+                torch.zeros((room.max_requests, pool.columns), dtype=torch.int32, device=device) for pool in self._ledger.pools
+            )
             self.seq_lens = torch.zeros(room.max_requests, dtype=torch.int32, device=device)
         self.page_table = self.tables[0]
         for pages in self.pools:
@@ -161,21 +158,16 @@ class Pages:
         with ordinary():
             for table in (*self.tables, self.seq_lens):
                 table.zero_()
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(self.room)
 
     def plan_maker(self, tokens: int, requests: int, queries: int) -> Callable[[PagedBatch], Tensor] | None:
         """The function that makes the device plan of steps of these sizes; None: they need no plan. queries: the most of a request."""
         return None
 
-    def _new_ledger(self) -> Ledger:
-        most, requests = self.room.num_pages, self.room.max_requests
-        sizes = [(min(most, 1 + requests * n) if window else most, n, window) for n, window in zip(self._widths, self.windows, strict=True)]
-        return Ledger(self.room, [Pool(*each) for each in sizes])
-
     def _append(
-        self, requests: Sequence[int], new_tokens: int | Sequence[int], more: Callable[[PagedBatch, list[Request], list[int]], PagedBatch]
+        self, requests: Sequence[int], new_tokens: int | Sequence[int], more: Callable[[PagedBatch, list[Request]], PagedBatch]
     ) -> PagedBatch:
-        """See `batch`. more: adds to the step's description, given the requests as they were before and their counts."""
+        """See `batch`. more: adds to the step's description, given the requests as they were before."""
         if not isinstance(requests, Sequence):
             fail(InvalidInput, "requests", repr(requests), "a sequence of request ids")
         ids = tuple(requests)
@@ -193,7 +185,7 @@ class Pages:
         with ordinary():
             self._write(change)
             try:
-                found = more(self._describe([entry.row for entry in entries], counts), entries, counts)
+                found = more(self._describe([entry.row for entry in entries], counts), entries)
             except BaseException:
                 self._write(change, undo=True)
                 raise
@@ -293,15 +285,12 @@ class PagedCache(Pages):
         device: torch.device | str,
         workspace_bytes: int = 0,
     ) -> None:
-        layers = count("num_layers", num_layers, 1)
-        pages = count("num_pages", num_pages, 2, "pages, the null page included")
-        size = count("page_size", page_size, 1, "tokens")
-        heads = count("num_kv_heads", num_kv_heads, 1)
-        k_dim = count("head_dim", head_dim, 1)
-        v_dim = k_dim if v_head_dim is None else count("v_head_dim", v_head_dim, 1)
-        rows = count("max_requests", max_requests, 1)
-        width = count("max_pages_per_request", max_pages_per_request, 1)
-        scratch = count("workspace_bytes", workspace_bytes, 0)
+        pages, size = count("num_pages", num_pages, 2, "pages, the null page included"), count("page_size", page_size, 1, "tokens")
+        given = {
+            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_requests": max_requests,
+            "max_pages_per_request": max_pages_per_request, "v_head_dim": head_dim if v_head_dim is None else v_head_dim,
+        }  # fmt: skip
+        layers, heads, k_dim, rows, width, v_dim = (count(field, value, 1) for field, value in given.items())
         seen = [count(f"windows[{i}]", window, 0, "tokens") for i, window in enumerate(windows or (0,) * layers)]
         if len(seen) != layers:
             fail(InvalidInput, "windows", f"{len(seen)} windows", f"{layers}, one a layer")
@@ -309,7 +298,7 @@ class PagedCache(Pages):
         check_dtype(dtype, (*FLOATS, *QUANTISED))
         per_layer = [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen]
         room = Room(per_layer, pages, size, rows, width, new, width * size, "max_pages_per_request * page_size")
-        super().__init__(room, dtype=dtype, device=device, workspace_bytes=scratch)
+        super().__init__(room, dtype=dtype, device=device, workspace_bytes=count("workspace_bytes", workspace_bytes, 0))
         self.k_pages, self.v_pages = tuple(k for k, _ in self.layers), tuple(v for _, v in self.layers)
 
     def batch(self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1) -> PagedBatch:
@@ -326,7 +315,7 @@ class PagedCache(Pages):
             InvalidInput: no request, the same one twice, counts that do not match, or more tokens than `max_new_tokens` allows.
             UnknownRequest, RequestTooLong, OutOfPages.
         """
-        return self._append(requests, new_tokens, lambda batch, *_: batch)
+        return self._append(requests, new_tokens, lambda batch, _: batch)
 
 
 def fix_address(*tensors: Tensor, static: tuple[int, ...] = (), dynamic: tuple[int, ...] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,6 @@ class Tokens(NamedTuple):
     rows: Tensor
     cu_seqlens_q: Tensor
     longest: int
-
-
-def ring_columns(window: int, new_tokens: int, page_size: int) -> int:
-    """Pages that hold all that `new_tokens` new tokens see of a window, wherever in a page it begins."""
-    return -(-(window - 1 + new_tokens + page_size - 1) // page_size)
 
 
 def describe(
@@ -84,18 +80,10 @@ def prefix_chunks(batch: PagedBatch, before: Sequence[int], most: int, page_size
     found = []
     for start in range(0, total, size):
         stop = min(start + size, total)
+        longest = max(min(at + n, stop) - max(at, start) for at, n in zip(accumulate(before, initial=0), before, strict=False))
         # Each slice is copied to an aligned address: compiled code copies inputs that are not.
-        found.append(PrefixChunk(slots[start:stop].clone(), (ends - start).clamp(0, stop - start), _longest(before, start, stop)))
+        found.append(PrefixChunk(slots[start:stop].clone(), (ends - start).clamp(0, stop - start), longest))
     return tuple(found)
-
-
-def _longest(before: Sequence[int], start: int, stop: int) -> int:
-    """The most tokens of one request among the tokens `start` to `stop` of all."""
-    longest = at = 0
-    for tokens in before:
-        longest = max(longest, min(at + tokens, stop) - max(at, start))
-        at += tokens
-    return longest
 
 
 def common_pages(pages: Sequence[list[int]]) -> int:
