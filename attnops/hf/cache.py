@@ -1,8 +1,8 @@
 """`PagedModelCache`: a cache in pages that attnops owns, with the interface of transformers' caches.
 
 It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and values: `update` returns the new ones as
-they came, and the attention function writes and reads the pages (see `attnops.hf.paged_attention`). `update` adds one dimension, so that a
-consumer which does not know of this cache fails instead of computing nonsense.
+they came, with one more dimension, so that a consumer which does not know of this cache fails instead of computing nonsense. The attention
+function writes and reads the pages (see `attnops.hf.paged_attention`).
 
 A row is a request, and has the same pages as long as the cache lives. Padding on the left is not stored: the token of row b at position p
 of the padded batch is token `p - pad[b]` of its pages.
@@ -11,6 +11,7 @@ of the padded batch is token `p - pad[b]` of its pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class Returned:
         fail(InvalidInput, "past_key_values", "the cache of a generate() call that has ended", want)
 
 
+@dataclass(eq=False)
 class State:
     """The pages while one cache uses them, shared by the cache and its layers: when all of these are gone, the pages are free again.
 
@@ -64,13 +66,12 @@ class State:
     rows: set while a step in graphs is traced or captured (attnops.hf.decode).
     """
 
-    def __init__(self, pages: ModelPages) -> None:
-        self.pages: Any = pages
-        self.give_back: Any = None
-        self.step: Step | None = None
-        self.filled = False
-        self.unfinished = 0
-        self.rows: Rows | None = None
+    pages: Any
+    give_back: Any = None
+    step: Step | None = None
+    filled: bool = False
+    unfinished: int = 0
+    rows: Rows | None = None
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
@@ -113,36 +114,6 @@ class PagedLayer(CacheLayerMixin):
         """Positions there is room for."""
         return int(self.state.pages.sizes.length)
 
-    def reset(self) -> None:
-        """Forget every token."""
-        self.state.pages.clear()
-        self.state.end_step()
-        self.state.filled = False
-
-    def crop(self, tokens_to_remove: Any) -> None:
-        """Forget the last `-tokens_to_remove` positions. A positive number, as transformers once had it, is the length to keep.
-
-        Raises InvalidInput, and forgets no token, when a sliding window needs tokens whose pages have been used again.
-        """
-        if self.number == 0:
-            self.keep(self.left(tokens_to_remove))
-
-    def left(self, tokens_to_remove: Any) -> Tensor:
-        """int64 `[]`, positions that `crop` would keep. Raises as it would."""
-        pages = self.state.pages
-        seen: Tensor = pages.seen
-        asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
-        left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
-        pages.check_length(left)
-        return left
-
-    def keep(self, length: Tensor) -> None:
-        """Forget all but the first `length` `[]` positions."""
-        seen, unfinished = self.state.pages.seen, self.state.unfinished
-        if unfinished:
-            self.state.unfinished = max(0, unfinished - int(seen - length))
-        seen.copy_(length)
-
     def offload(self) -> None:
         """No effect: pages stay on their device."""
 
@@ -165,28 +136,24 @@ class PagedModelCache(Cache):
     """
 
     def __init__(self, pages: ModelPages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]], filled: bool = False) -> None:
-        """A cache over `pages`.
+        """A cache over `pages`, for the layers of these numbers, which rise.
 
-        Args:
-            pages: the pages.
-            paged_layers: numbers, rising, of the model's layers that have pages.
-            others: makes the caches of the other layers, by number.
-            filled: the pages keep their tokens.
+        others: makes the caches of the other layers, by number.
+        filled: the pages keep their tokens.
         """
-        self.state = State(pages)
-        self.state.filled = filled
+        self.state = State(pages, filled=filled)
         if not filled:
             pages.clear()
         at = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
-        self._others = others
-        rest = others()
-        count = max((*paged_layers, *rest)) + 1
-        super().__init__(layers=[PagedLayer(self.state, at[i]) if i in at else rest[i] for i in range(count)])
+        self._others, rest = others, others()
+        super().__init__(layers=[PagedLayer(self.state, at[i]) if i in at else rest[i] for i in sorted((*at, *rest))])
 
     def reset(self) -> None:
         """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
-        super().reset()
+        self.state.pages.clear()
+        self.state.end_step()
+        self.state.filled = False
         for layer, states in self._others().items():
             self.layers[layer] = states
 
@@ -196,12 +163,17 @@ class PagedModelCache(Cache):
         Raises InvalidInput when a sliding window needs tokens that are gone. States of linear attention that cannot go back raise
         transformers' own RuntimeError.
         """
-        first: Any = self.layers[self.first_layer]
-        left = first.left(tokens_to_remove)
+        pages, unfinished = self.state.pages, self.state.unfinished
+        seen: Tensor = pages.seen
+        asked = torch.as_tensor(tokens_to_remove, dtype=seen.dtype, device=seen.device).reshape(())
+        left = torch.where(asked > 0, torch.minimum(seen, asked), (seen + asked).clamp(min=0))
+        pages.check_length(left)
         others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
         for layer in others:
             layer.crop(tokens_to_remove)
-        first.keep(left)
+        if unfinished:
+            self.state.unfinished = max(0, unfinished - int(seen - left))
+        seen.copy_(left)
 
     @property
     def max_batch(self) -> int:
@@ -237,10 +209,9 @@ class PagedModelCache(Cache):
         """
         if layer == self.first_layer:
             self.state.step = self._begin(start, count, heads)
-        step = self.state.step
-        if step is None:
+        if self.state.step is None:
             fail(InvalidInput, "layer_idx", layer, f"layer {self.first_layer} before it: the first layer begins a step of this cache")
-        return step
+        return self.state.step
 
     def wrote(self, layer: int) -> None:
         """Note that `layer` has written its part of the step. With the last layer's part the step is whole."""
@@ -248,25 +219,24 @@ class PagedModelCache(Cache):
             self.state.step, self.state.unfinished = None, 0
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
-        pages, rows, unfinished = self.state.pages, start.shape[0], self.state.unfinished
+        state, rows, unfinished = self.state, start.shape[0], self.state.unfinished
         if unfinished:
             got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
             fail(InvalidInput, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
-        device = pages.seen.device
-        before = pages.seen - start
+        pages, real, fresh = state.pages, None if state.rows is None else state.rows.real, not state.filled
+        device, before = pages.seen.device, pages.seen - start
         positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
-        if self.state.rows is not None:
-            positions = torch.where(self.state.rows.real, positions, -1)
+        if real is not None:
+            positions = torch.where(real, positions, -1)
         owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
         cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
-        fresh = not self.state.filled
         batch = pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads)
         long = not fresh and count > pages.sizes.drafts
         past = tuple(pages.past(before, table) if window and long else None for table, window in enumerate(pages.windows))
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(positions, FakeTensor):
-            pages.advance(start if self.state.rows is None else torch.where(self.state.rows.real, start, EMPTY), count)
-            self.state.filled, self.state.unfinished = True, count
+            pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
+            state.filled, state.unfinished = True, count
         return Step(batch, past, fresh)
 
 
@@ -278,11 +248,6 @@ class PagedKeyCache(PagedModelCache):
     """A `PagedModelCache` of keys and values."""
 
 
-def default_layers(config: Any) -> list[Any]:
-    """Empty caches of all layers, as transformers makes them."""
-    return list(DynamicCache(config=config).layers)
-
-
 def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
     """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them.
 
@@ -292,9 +257,9 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     missing = [i for i in range(count) if i not in set(paged_layers)]
     if not missing:
         return {}
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin  # transformers 5.4 does not have it
 
-    made = default_layers(config)
+    made: list[Any] = DynamicCache(config=config).layers
     for i in missing:
         if i >= len(made) or not isinstance(made[i], LinearAttentionCacheLayerMixin) or isinstance(made[i], CacheLayerMixin):
             kind = type(made[i]).__name__ if i < len(made) else "none"

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.errors import InvalidInput, PatchError, fail
-from attnops.hf.cache import PagedKeyCache, default_layers
+from attnops.hf.cache import PagedKeyCache
 from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
@@ -147,7 +147,7 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     if getattr(config, "num_kv_shared_layers", None):
         got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
         fail(PatchError, f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
-    made = default_layers(config)
+    made: list[Any] = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:
         fail(PatchError, f'patch: cache="paged" got chunked attention in {name}; pages are read whole or through a sliding window')
@@ -183,8 +183,6 @@ def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int
     No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
     Raises InvalidInput when a layer keeps no keys and values.
     """
-    from transformers.cache_utils import DynamicCache
-
     cache = DynamicCache(config=config)
     device = owner.get_input_embeddings().weight.device
     token = torch.zeros((1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device)
