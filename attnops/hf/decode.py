@@ -77,6 +77,7 @@ class Decoder:
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, for that reason or because they asked for more than logits.
+    look: the model ran without graphs, as it does on every prompt, and weights may have been replaced since: the next step looks at them.
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
@@ -86,7 +87,7 @@ class Decoder:
         self._over: _Over | None = None
         self._user: Callable[[], State | None] = lambda: None
         self._given: tuple[Any, ...] = ()
-        self._look = True
+        self.look = True
         # Graphs have one set of buffers. While one thread uses them, others run without graphs.
         self._lock = threading.Lock()
 
@@ -110,7 +111,7 @@ class Decoder:
         if not _is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         batch = input_ids.shape[0]
-        if position_ids is not None and (position_ids.shape, position_ids.dtype) != (input_ids.shape, torch.int64):
+        if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{batch}, 1], or None")
         if not state.filled or state.unfinished:
             fail(InvalidInput, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
@@ -145,10 +146,6 @@ class Decoder:
                 self._over.cache.state.end_step()
             self._lock.release()
 
-    def prompted(self) -> None:
-        """The model ran without graphs, as it does on every prompt. Between two of them weights may be replaced."""
-        self._look = True
-
     @staticmethod
     def could_serve(given: dict[str, Any]) -> bool:
         """Is this call of the model one token more for the rows of a cache?"""
@@ -159,22 +156,20 @@ class Decoder:
         """Could it serve this call, and does the call ask for logits only?"""
         if not self.could_serve(given) or given["past_key_values"].state.unfinished:
             return False
-        ids, positions = given["input_ids"], given.get("position_ids")
-        if ids.dtype != torch.int64 or (positions is not None and (positions.shape, positions.dtype) != (ids.shape, ids.dtype)):
-            return False
-        return all(value is None or value is False for name, value in given.items() if name not in _KNOWN)
+        ids = given["input_ids"]
+        asks_more = any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN)
+        return ids.dtype == torch.int64 and _are_positions(given.get("position_ids"), ids) and not asks_more
 
-    def free(self) -> None:
-        """Give the graphs' memory back. The next step captures anew."""
+    def free(self, used: bool = True) -> None:
+        """Give the graphs' memory back. The next step captures anew. used: even where a living cache is on the captured pages."""
         with self._lock:
-            self._forget()
-
-    def let_go(self) -> None:
-        """As `free`, unless a living cache is on the pages that were captured."""
-        with self._lock:
-            user = self._user()
-            if self._over is not None and (user is None or user.pages is not self._over.cache.state.pages):
+            if used or not self._used():
                 self._forget()
+
+    def _used(self) -> bool:
+        """Is the last served cache alive, on the pages that were captured?"""
+        user = self._user()
+        return self._over is not None and user is not None and user.pages is self._over.cache.state.pages
 
     def _forget(self) -> None:
         if self._over is not None:
@@ -183,17 +178,15 @@ class Decoder:
 
     def _of(self, state: State) -> _Over | None:
         """The graphs over these pages, made now if they were not before; None: they are over those of another cache that lives."""
-        captured = None if self._over is None else self._over.cache.state.pages
-        user = self._user()
-        if captured is not None and captured is not state.pages and user is not None and user.pages is captured:
+        over, user = self._over, self._user()
+        if over is not None and over.cache.state.pages is not state.pages and self._used():
             return None
-        if self._look or user is not state:
+        if self.look or user is not state:
             given = guarded_state(self._model)
             if given != self._given:
                 self._forget()
-                captured = None
-            self._given, self._look = given, False
-        if captured is not state.pages:
+            self._given, self.look = given, False
+        if self._over is None or self._over.cache.state.pages is not state.pages:
             self._renew(state.pages)
         if user is not state:
             self._user = weakref.ref(state)
@@ -226,7 +219,11 @@ def _is_one_token(ids: Any) -> bool:
     return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
 
 
-def _shown(given: Tensor) -> str:
+def _are_positions(given: Any, ids: Tensor) -> bool:
+    return given is None or (given.shape, given.dtype) == (ids.shape, torch.int64)
+
+
+def _shown(given: Any) -> str:
     return f"{name(given.dtype)} {list(given.shape)}"
 
 
@@ -252,34 +249,26 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     """The state that graphs of a model's steps depend on besides their arguments: graphs captured at an equal state may be replayed.
 
     It is the policy, autocast, and for each module its identity, its number of hooks, its strings and flags (`training`, names of merged
-    adapters) and the addresses of its tensors. It takes some microseconds a module. Raises InvalidInput: a weight is on meta, where
-    accelerate offloads it.
+    adapters) and the addresses of its tensors. It takes some microseconds a module. Raises InvalidInput for a weight on meta (offloaded).
     """
     found: list[Any] = [active_policy(), casting()]
     for module in model.modules():
-        _add(module, found)
+        own = vars(module)
+        found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+        for field in own.keys() - INTERNAL:
+            value = own[field]
+            if isinstance(value, (bool, str)):
+                found += field, value
+            elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
+                found += field, tuple(value)
+        if (absorbed := own.get(HELD)) is not None:
+            # Made from the parameters, and kept until these are written.
+            found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
+        for field, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None and t.is_meta:
+                want = "weights that stay on the device; decode='hf' for a model that is offloaded"
+                fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
+            if t is not None:
+                # Tensor subclasses keep their numbers in tensors of their own, and have no address.
+                found.append((t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t))
     return tuple(found)
-
-
-def _add(module: nn.Module, found: list[Any]) -> None:
-    own = vars(module)
-    found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
-    for field in own.keys() - INTERNAL:
-        value = own[field]
-        if isinstance(value, (bool, str)):
-            found += field, value
-        elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
-            found += field, tuple(value)
-    if (absorbed := own.get(HELD)) is not None:
-        # Made from the parameters, and kept until these are written.
-        found += id(absorbed.weight), tuple(0 if p.is_inference() else p._version for p in module.parameters())
-    for held in (module._parameters, module._buffers):
-        found += [_place(module, field, t) for field, t in held.items() if t is not None]
-
-
-def _place(module: nn.Module, field: str, t: Tensor) -> Any:
-    if t.is_meta:
-        want = "weights that stay on the device; decode='hf' for a model that is offloaded"
-        fail(InvalidInput, "decode", f"graphs over {type(module).__name__}.{field}, which is on meta", want)
-    # Tensor subclasses keep their numbers in tensors of their own, and have no address.
-    return (t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in PLAIN else id(t)

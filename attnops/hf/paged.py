@@ -30,13 +30,13 @@ from attnops.hf.interface import check_kernel
 from attnops.hf.match import Match, Site
 from attnops.hf.methods import Method
 from attnops.hf.paged_attention import dims_of, hand_over
+from attnops.hf.paged_models import refuse
 from attnops.hf.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
-_SLOT = "_attnops_pages"
 
 MOST_FOR_BOTH = 2
 """Pages that fit two calls of generate() may be so many times those of the larger call."""
@@ -51,7 +51,7 @@ class PagedMode:
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
         if supported.older_than(supported.PAGED):
-            fail(PatchError, f'patch: cache="paged" got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
+            refuse(f'got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
         self._owner: Any = owner
         self.kernel, self.implementation, self.decode = kernel, implementation, decode
         sites = [site for site in found.sites if site.reason is None]
@@ -59,7 +59,7 @@ class PagedMode:
         if not self.latents:
             sites = [site for site in sites if paged_models.keeps_keys(site.module)]
         for why in self._refusals(sites, found):
-            fail(PatchError, f'patch: cache="paged" {why}')
+            refuse(why)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
         modules: list[Any] = [site.module for site in sites]
@@ -67,7 +67,7 @@ class PagedMode:
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
         model = type(owner).__name__
         if len(set(self.layers)) != len(self.layers):
-            fail(PatchError, f'patch: cache="paged" got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module')
+            refuse(f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
         self.blocks = not self.latents and paged_models.sees_blocks(owner)
         self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
         try:
@@ -75,8 +75,7 @@ class PagedMode:
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
-            want = f"{_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)"
-            fail(PatchError, f'patch: cache="paged" got {model} without {want}')
+            refuse(f"got {model} without {_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)")
         if decode.mode != "hf" and others:
             got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
@@ -94,12 +93,9 @@ class PagedMode:
         """The reasons against pages, before layers are looked at."""
         model = type(self._owner).__name__
         if self.latents:
-            others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
-            if others:
-                more = f"\n  and {len(others) - 8} more" if len(others) > 8 else ""
-                names = "\n  ".join(others[:8])
-                want = "takes models whose every attention caches latents, or none"
-                yield f"{want}. {model} has some with expand_kv, and others:\n  {names}{more}"
+            if others := [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]:
+                names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
+                yield f"takes models whose every attention caches latents, or none. {model} has some with expand_kv, and others:\n  {names}"
             for site in sites:
                 paged_models.check_module(site.path, site.module)
             return
@@ -140,10 +136,9 @@ class PagedMode:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
                 module.__dict__["expand_kv"] = functools.partial(paged_models.let_through, module)
         if hasattr(owner, "generate"):
-            changes.append(Method(owner, _PREPARE, _prepare))
-        owner.__dict__[_SLOT] = self
+            changes.append(Method(owner, _PREPARE, self.prepare))
         if self.decode.mode != "hf":
-            self._forward = Method(owner, "forward", _forward)
+            self._forward = Method(owner, "forward", self.forward)
             changes.append(self._forward)
 
     def decoder(self) -> Decoder:
@@ -163,7 +158,6 @@ class PagedMode:
             module.__dict__.pop("expand_kv", None)
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
-        self._owner.__dict__.pop(_SLOT, None)
         if self._decoder is not None:
             self._decoder.free()
         if self.packed is not None:
@@ -171,11 +165,6 @@ class PagedMode:
             replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
             self.packed = None
         self._free = []  # another list: pages that are still lent must not come back to this one
-
-    def elsewhere(self) -> str | None:
-        """The attention implementation of a layer that was switched after the patch, or None: it does not know pages."""
-        names = (module.config._attn_implementation_internal for module in self._modules)
-        return next((str(name) for name in names if name != self.implementation), None)
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache on pages of its own. Raises InvalidInput, PageSizeConflict."""
@@ -200,7 +189,7 @@ class PagedMode:
                     wanted = both
             pages = None  # before the larger ones are made
             if self._decoder is not None:
-                self._decoder.let_go()
+                self._decoder.free(used=False)
             pages = ModelPages(wanted)
         cache = self._over(pages)
         dropped = weakref.finalize(cache.state, _keep, self._free, pages)
@@ -234,6 +223,73 @@ class PagedMode:
             self._kept = paged_models.probe(self._owner, self._config(), self._modules, self._windows, dtype)
         return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
 
+    def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
+        if torch.compiler.is_compiling():
+            return method.original(*args, **kwargs)
+        generation = None if args or torch.is_grad_enabled() else current_generation()
+        if generation is not None:
+            decoder = self.decoder()
+            cache: Any = kwargs.get("past_key_values")
+            # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
+            mask, prompt = kwargs.get("attention_mask"), generation.prompt
+            if prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt):
+                if decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
+                    logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+                    if logits is not None:
+                        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+                        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                decoder.plain_steps += decoder.could_serve(kwargs)
+        if self._decoder is not None:
+            self._decoder.look = True
+        return method.original(*args, **kwargs)
+
+    def prepare(
+        self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
+        owner, given = self._owner, model_kwargs.get("past_key_values")
+        if (generation := running_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
+            generation.prompt = prompt.shape[1]
+        beams = generation_config.num_beams or 1
+        rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
+        # The attention implementation of a layer that was switched after the patch does not know pages.
+        names = (module.config._attn_implementation_internal for module in self._modules)
+        elsewhere = next((str(name) for name in names if name != self.implementation), None)
+        if isinstance(given, PagedModelCache):
+            if elsewhere is not None:
+                want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+                fail(InvalidInput, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
+            for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
+                if got > most:
+                    fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
+            if beams > 1:
+                fail(InvalidInput, "num_beams", beams, "1 with a paged cache: rows keep their pages")
+        named = generation_config.cache_implementation
+        if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
+            # Some checkpoints have it, unnoticed by a user who asks for pages.
+            warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
+            warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=4)
+        configs = generation_config, owner.config
+        reasons = {
+            "output_attentions=True wants keys at hand": any(getattr(c, "output_attentions", None) for c in configs),
+            "tokens of an image see each other both ways": self.blocks and paged_models.has_blocks(model_kwargs),
+        }
+        for why in (why for why, holds in reasons.items() if holds and given is None):
+            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache", stacklevel=4)
+        other = generation_config.use_cache is False or named is not None or any(reasons.values())
+        chosen = other or given is not None or elsewhere is not None
+        # An assistant is called again and again with one cache, for a few tokens more each time.
+        if not chosen and not getattr(generation_config, "is_assistant", False):
+            if beams == 1:
+                model_kwargs["past_key_values"] = cache = self.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
+                if generation is not None:
+                    generation.lent.append(cache)
+                return None
+            warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=4)
+        return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
 
 def _keep(free: list[ModelPages], pages: ModelPages) -> None:
     # One set is enough for one conversation at a time; further ones were for threads.
@@ -247,79 +303,6 @@ def give_back(cache: PagedModelCache) -> None:
     if state.give_back is not None:
         state.pages, state.step = Returned(), None
         state.give_back()
-
-
-def _forward(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a patched model: graphs for the decode steps of its `generate()`, the model's own forward for all other calls."""
-    mode: PagedMode | None = method.owner.__dict__.get(_SLOT)
-    if torch.compiler.is_compiling() or mode is None:
-        return method.original(*args, **kwargs)
-    generation = None if args or torch.is_grad_enabled() else current_generation()
-    if generation is not None:
-        decoder = mode.decoder()
-        cache: Any = kwargs.get("past_key_values")
-        # The prompt's mask was checked, and generate() only appends ones to it. Each chunk of a prompt brings more of the mask.
-        mask, prompt = kwargs.get("attention_mask"), generation.prompt
-        whole = prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
-        if whole and decoder.serves(kwargs) and generation.checked is cache.state.pages.pad:
-            logits: Any = decoder.step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
-            if logits is not None:
-                from transformers.modeling_outputs import CausalLMOutputWithPast
-
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-            decoder.plain_steps += 1
-            return method.original(**kwargs)
-        decoder.plain_steps += whole and decoder.could_serve(kwargs)
-    if mode._decoder is not None:
-        mode._decoder.prompted()
-    return method.original(*args, **kwargs)
-
-
-def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """`_prepare_cache_for_generation` of a patched model: a paged cache, where transformers would have made one of its own choice."""
-    owner = method.owner
-    names = ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
-    asked = dict(zip(names, args, strict=False)) | kwargs
-    generation_config, model_kwargs, generation_mode, batch_size, max_cache_length = (asked[name] for name in names)
-    mode: PagedMode = owner.__dict__[_SLOT]
-    given = model_kwargs.get("past_key_values")
-    if (generation := running_generation()) is not None and (prompt := model_kwargs.get("attention_mask")) is not None:
-        generation.prompt = prompt.shape[1]
-    beams = generation_config.num_beams or 1
-    rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
-    elsewhere = mode.elsewhere()
-    if isinstance(given, PagedModelCache):
-        if elsewhere is not None:
-            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-            fail(InvalidInput, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
-        for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-            if got > most:
-                fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
-        if beams > 1:
-            fail(InvalidInput, "num_beams", beams, "1 with a paged cache: rows keep their pages")
-    named = generation_config.cache_implementation
-    if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
-        # Some checkpoints have it, unnoticed by a user who asks for pages.
-        warning = f"attnops: the model's generation config asks for the cache {named!r}, so generate() uses that and not pages"
-        warnings.warn(f"{warning}; set model.generation_config.cache_implementation = None for pages", stacklevel=4)
-    reasons = {
-        "output_attentions=True wants keys at hand": any(getattr(c, "output_attentions", None) for c in (generation_config, owner.config)),
-        "tokens of an image see each other both ways": mode.blocks and paged_models.has_blocks(model_kwargs),
-    }
-    for why, holds in reasons.items():
-        if holds and given is None:
-            warnings.warn(f"attnops: {why}, so generate() uses transformers' own cache", stacklevel=4)
-    other = generation_config.use_cache is False or named is not None or any(reasons.values())
-    chosen = other or given is not None or elsewhere is not None
-    # An assistant is called again and again with one cache, for a few tokens more each time.
-    if not chosen and not getattr(generation_config, "is_assistant", False):
-        if beams == 1:
-            model_kwargs["past_key_values"] = cache = mode.lend(rows, max_cache_length, *_drafts(generation_config, generation_mode))
-            if generation is not None:
-                generation.lent.append(cache)
-            return None
-        warnings.warn("attnops: beam search reorders its cache, so generate() uses transformers' own and not pages", stacklevel=4)
-    return method.original(*args, **kwargs)
 
 
 def _drafts(generation_config: Any, generation_mode: Any) -> tuple[int, int]:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnops.cache.batch import PagedBatch
 from attnops.call import name
 from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
-from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Step
+from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache
 from attnops.hf.descriptor import Range
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
@@ -72,7 +73,7 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
         dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
 
     Returns:
-        None for the first latents of an empty cache, which are only written: see `expands`.
+        None for the first latents of an empty cache, which are only written: the caller expands them.
 
     Raises:
         InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
@@ -85,9 +86,14 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     if not isinstance(asked.cache, PagedLatentCache):
         fail(InvalidInput, "attnops_cache", type(asked.cache).__name__, "a PagedLatentCache, which the hook of a patched module passes on")
     asked.unknown["sinks"] = asked.sinks
-    found = _checked(asked)
-    step = _write_latents(asked, found)
-    return None if expands(step) else absorbed(asked, step, found.window_left, latent)
+    found, cache, layer = _checked(asked), asked.cache, asked.module.layer_idx
+    step = cache.step_of(layer, found.start, asked.query.shape[2], asked.query.shape[1])
+    pages = cache.pages_of(layer)
+    latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
+    write_latent(latents, rotated, pages, step.batch.slots)
+    cache.wrote(layer)
+    # In expanded form where the cache has no tokens but the step's own, which need no gather.
+    return None if step.fresh and step.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, step.batch, found.window_left, latent)
 
 
 def _checked(asked: Asked) -> Range:
@@ -151,27 +157,11 @@ def dims_of(module: Any) -> LatentDims:
     return LatentDims(module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank, module.v_head_dim)
 
 
-def _write_latents(asked: Asked, found: Range) -> Step:
-    cache, layer = asked.cache, asked.module.layer_idx
-    step: Step = cache.step_of(layer, found.start, asked.query.shape[2], asked.query.shape[1])
-    pages = cache.pages_of(layer)
-    latent, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (asked.key, asked.value))
-    write_latent(latent, rotated, pages, step.batch.slots)
-    cache.wrote(layer)
-    return step
-
-
-def expands(step: Step) -> bool:
-    """Does this step attend in expanded form? It does where the cache has no tokens but its own, which need no gather."""
-    return step.fresh and step.batch.max_seqlen_q > ABSORB_UP_TO
-
-
-def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> Tensor:
+def absorbed(asked: Asked, now: PagedBatch, window_left: int, kernel: str | None) -> Tensor:
     """`[B, S, H, v]`: attention of the step's tokens to the pages, without unfolding them."""
-    module, query = asked.module, asked.query
+    module, query, kind = asked.module, asked.query, asked.query.device.type
     batch, heads, queries, _ = query.shape
     dims, pages = dims_of(module), asked.cache.pages_of(module.layer_idx)
-    kind = query.device.type
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
     scale = query.shape[3] ** -0.5 if asked.scale is None else asked.scale
     # Autocast would compute the products in another dtype than that of the pages.
@@ -180,6 +170,6 @@ def absorbed(asked: Asked, step: Step, window_left: int, kernel: str | None) -> 
         w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, asked.key[0]))
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, (w_uk, w_uv), pages, step.batch, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
+            dims, q_nope, q_pe, (w_uk, w_uv), pages, now, scale=scale, window_left=window_left, softcap=asked.softcap, kernel=kernel,
         )  # fmt: skip
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,11 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     return device, dtype
 
 
+def refuse(why: str) -> NoReturn:
+    """Raise PatchError: the reason against pages."""
+    fail(PatchError, f'patch: cache="paged" {why}')
+
+
 # Models of latents ----------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +95,7 @@ def check_module(path: str, module: Any) -> None:
     name = f"{path} ({type(module).__name__})"
     missing = [part for part in (*_LATENT_SIZES, "kv_b_proj") if not hasattr(module, part)]
     if missing:
-        fail(PatchError, f'patch: cache="paged" got {name} without {", ".join(missing)}, want a module as DeepSeek-V3\'s')
+        refuse(f"got {name} without {', '.join(missing)}, want a module as DeepSeek-V3's")
     dims = dims_of(module)
     device, dtype = where(module)
     if device.type == "meta" or any(isinstance(p, FakeTensor) for p in module.parameters()):
@@ -108,7 +113,7 @@ def check_module(path: str, module: Any) -> None:
     except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
         raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
     if not same:
-        fail(PatchError, f'patch: cache="paged" got {name}, whose expand_kv does more than unfold latents by its kv_b_proj')
+        refuse(f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj")
 
 
 # Models of keys and values --------------------------------------------------------------------------------------------
@@ -146,22 +151,22 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     name = type(owner).__name__
     if getattr(config, "num_kv_shared_layers", None):
         got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
-        fail(PatchError, f"patch: cache=\"paged\" got {got}, whose layers read each other's keys; want a layer for each's own")
+        refuse(f"got {got}, whose layers read each other's keys; want a layer for each's own")
     made: list[Any] = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:
-        fail(PatchError, f'patch: cache="paged" got chunked attention in {name}; pages are read whole or through a sliding window')
+        refuse(f"got chunked attention in {name}; pages are read whole or through a sliding window")
     found = []
     for layer in layers:
         kind = made[layer] if layer < len(made) else None
         if type(kind).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not isinstance(kind, CacheLayerMixin):
             got = f"layer {layer} ({type(kind).__name__}) of {name}, which pages here cannot hold"
-            fail(PatchError, f'patch: cache="paged" got {got}; want plain keys and values, all or those of a sliding window')
+            refuse(f"got {got}; want plain keys and values, all or those of a sliding window")
         window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
         found.append(int(window or 0))
     if any(found) and not _masks_slide(owner):
         got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
-        fail(PatchError, f'patch: cache="paged" got {got}; want a model whose masks slide as its cache does')
+        refuse(f"got {got}; want a model whose masks slide as its cache does")
     return tuple(found)
 
 
