@@ -137,21 +137,22 @@ def eager_logits(name):
 def counted():
     """Within the block: how often a patched layer attended in each form."""
     calls = {"absorbed": 0, "expanded": 0}
-    absorbed, expands = paged_attention.absorbed, paged_attention.expands
+    absorbed, write = paged_attention.absorbed, paged_attention.write_latent
 
     def attend(*args, **kwargs):
         calls["absorbed"] += 1
+        calls["expanded"] -= 1
         return absorbed(*args, **kwargs)
 
-    def decide(step):
-        calls["expanded"] += expands(step)
-        return expands(step)
+    def written(*args, **kwargs):
+        calls["expanded"] += 1
+        return write(*args, **kwargs)
 
-    paged_attention.absorbed, paged_attention.expands = attend, decide
+    paged_attention.absorbed, paged_attention.write_latent = attend, written
     try:
         yield calls
     finally:
-        paged_attention.absorbed, paged_attention.expands = absorbed, expands
+        paged_attention.absorbed, paged_attention.write_latent = absorbed, write
 
 
 # Models of ordinary attention over pages -------------------------------------------------------------------------------
