@@ -29,7 +29,7 @@ from attnops.bench.rows import Make, Row, Way, time_if_right, with_ratios
 from attnops.inputs import equip_as_used
 from attnops.ops import OPS
 from attnops.select import choose
-from attnops.testing import Call, Features, Source, builders, latent
+from attnops.testing import Call, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune.clock import Timed, host_us, kernels_us, steps_us
 
@@ -91,12 +91,12 @@ def rows_of(case: str, ways: Any, want: Any, clock: Any, peer: str, more: Any = 
 
 def paged(page: int, batch: int, keys: int, device: str, queries: int = 0) -> Call:
     """Prompts over pages, or `queries` queries a request of `keys` keys."""
-    return builders.paged(Source(1, device), (queries or keys,) * batch, (keys,) * batch, page, LLAMA, padding=0, promise=True)
+    return builders.paged(Source(1, device), (queries or keys,) * batch, (keys,) * batch, page, LLAMA, padding=None)
 
 
 def packed(batch: int, keys: int, device: str) -> Call:
     """Prompts one after the other."""
-    return builders.varlen(Source(1, device), (keys,) * batch, (keys,) * batch, LLAMA, padding=(0, 0), promise=True)
+    return builders.varlen(Source(1, device), (keys,) * batch, (keys,) * batch, LLAMA, padding=None)
 
 
 def dense(batch: int, keys: int, device: str) -> Call:
@@ -106,7 +106,7 @@ def dense(batch: int, keys: int, device: str) -> Call:
 
 def latents(features: Any, batch: int, keys: int, device: str, queries: int = 0) -> Call:
     """Latent attention: a prompt, or `queries` queries a request."""
-    return latent.mla(Source(1, device), (queries or keys,) * batch, (keys,) * batch, 64, features, padding=0)
+    return builders.mla(Source(1, device), (queries or keys,) * batch, (keys,) * batch, 64, features, padding=0)
 
 
 CALLS: dict[str, Callable[..., Call]] = {
@@ -162,7 +162,7 @@ def step_rows(batch: int, tokens: int, q_heads: int, kv_heads: int, dim: int, de
     """The rows of one shape."""
     f = replace(LLAMA, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim)
     call = builders.dense(Source(0, device), batch, tokens, tokens, f)
-    flat = builders.varlen(Source(0, device), (tokens,) * batch, (tokens,) * batch, f, padding=(0, 0), promise=True)
+    flat = builders.varlen(Source(0, device), (tokens,) * batch, (tokens,) * batch, f, padding=None)
     flat = flat.with_(**{n: call.arguments[n].flatten(0, 1) for n in INPUTS})
 
     def step(op: Callable[..., Any], call: Call = call, ours: bool = False) -> Way:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
-from attnops.testing import Call, Features, Source, builders, latent, moves, sparse
+from attnops.testing import Call, Features, Source, builders, latent
 from attnops.testing.check import clone
 from attnops.tune.clock import Run
 
@@ -61,7 +61,7 @@ def mla(build: Any, tokens: int, **more: Any) -> Callable[[Source], Call]:
 
 
 def copies(entries: int, layers: int) -> Callable[[Source], Call]:
-    return lambda s: moves.copy(s, tuple(enumerate(s.permutation(entries))), layers, -(-entries // 16), 16, LLAMA)
+    return lambda s: builders.copy(s, tuple(enumerate(s.permutation(entries))), layers, -(-entries // 16), 16, LLAMA)
 
 
 def tables(op: str, batch: int = 64, width: int = 512, page: int = 16) -> Callable[[Source], Call]:
@@ -80,10 +80,10 @@ CASES = (
     Case("write_kv 4096 float8", kv(4096, kv_dtype=E4M3), compiled=True, sweep=True),
     Case("write_kv 64 float8", kv(64, kv_dtype=E4M3)),
     Case("write_kv 4096 int8", kv(4096, kv_dtype=INT8)),
-    Case("write_latent 4096", mla(latent.write_latent, 4096), compiled=True),
-    Case("write_latent 64", mla(latent.write_latent, 64)),
-    Case("write_latent_packed 4096", mla(sparse.write_packed, 4096), compiled=True),
-    Case("write_latent_packed 64", mla(sparse.write_packed, 64)),
+    Case("write_latent 4096", mla(builders.write_latent, 4096), compiled=True),
+    Case("write_latent 64", mla(builders.write_latent, 64)),
+    Case("write_latent_packed 4096", mla(builders.write_packed, 4096), compiled=True),
+    Case("write_latent_packed 64", mla(builders.write_packed, 64)),
     Case("copy_kv 64 slots, 32 layers", copies(64, 32), compiled=True),
     Case("copy_kv 8 slots, 32 layers", copies(8, 32)),
     Case("copy_kv 256 slots, 32 layers", copies(256, 32)),

@@ -50,7 +50,7 @@ class Case(kernels.Case):
         """Its tensors. Float8 latents are rounded from 16 bits; a merge is of `batch` tokens' outputs."""
         s, float8 = self.shape, self.shape.dtype == "float8_e4m3fn"
         if s.op == "merge_state":
-            return builders.merge(Source(0, str(pool.device)), self.batch, s.q_heads, s.v_head_dim, torch.bfloat16, stale=False)
+            return builders.merge(Source(0, str(pool.device)), (self.batch, s.q_heads, s.v_head_dim), torch.bfloat16, stale=False)
         if not float8:
             return super().call(pool)
         call = kernels.Case("", replace(s, dtype="bfloat16", kv_dtype="bfloat16"), self.batch, self.queries, self.keys).call(pool)

@@ -13,7 +13,7 @@ from attnops.measured import Table, in_force
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target
 from attnops.select import Policy, select, select_by, without_sizes
-from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, vertical_slash
+from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, invariant, may_be_chosen, only, rows_of, same_bits
 
@@ -159,11 +159,11 @@ def test_attention(name, features):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_latents(dtype):
     f = replace(DEEPSEEK, dtype=dtype, head_dim=80, v_head_dim=64, q_heads=8, lse=True)
-    same_bits(latent.mla(Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
+    same_bits(builders.mla(Source(4), TWELVE, LENGTHS, 16, f), GROUPS)
 
 
 def test_vertical_slash():
-    same_bits(vertical_slash.attention(Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)), GROUPS)
+    same_bits(builders.slash_attention(Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)), GROUPS)
 
 
 def test_ranges_do_not_follow_from_the_longest_mate():

@@ -76,14 +76,17 @@ def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: 
     """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
     if not (rules.causal or rules.left >= 0 or rules.right >= 0 or rules.chunk or start is not None or end is not None):
         return None
-    j = torch.arange(keys, device=offset.device)[None, None, :]
+    j = torch.arange(keys, device=offset.device)
     position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
-    see = near(torch.ones_like(j <= position), position, j, rules)
+    return near(within(j[None], start, end)[:, None].expand(-1, queries, -1), position, j, rules)
+
+
+def within(j: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
+    """bool `[B or 1, K]`: start <= j < end, of each request. j: `[1, K]`; start, end: `[B or 1]`."""
+    see = torch.ones_like(j, dtype=torch.bool)
     if start is not None:
-        see = see & (j >= start[:, None, None])
-    if end is not None:
-        see = see & (j < end[:, None, None])
-    return see
+        see = see & (j >= start[:, None])
+    return see if end is None else see & (j < end[:, None])
 
 
 def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
@@ -201,12 +204,7 @@ def in_range(rows: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
     """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys `[start, end)`: they may hold NaN there, and 0 * NaN is NaN."""
     if start is None and end is None:
         return rows
-    j = torch.arange(rows.shape[1], device=rows.device)[None]
-    inside = torch.ones_like(j, dtype=torch.bool)
-    if start is not None:
-        inside = inside & (j >= start[:, None])
-    if end is not None:
-        inside = inside & (j < end[:, None])
+    inside = within(torch.arange(rows.shape[1], device=rows.device)[None], start, end)
     return torch.where(inside[..., None, None], rows, 0.0)
 
 

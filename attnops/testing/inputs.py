@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.inputs.call import QUANTISED as QUANTISED, Call as Call
+from attnops.layout import Arg
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,31 @@ class Features:
         """The value's head dim."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
+    @property
+    def rope_dim(self) -> int:
+        """Of latents, the numbers that are rotated."""
+        return self.head_dim - self.v_dim
+
     def sizes(self) -> dict[str, int]:
         """The sizes of heads by the letters of the records' layouts."""
-        rope = self.head_dim - self.v_dim
         heads = {"Hq": self.q_heads, "H": self.q_heads, "Hkv": self.kv_heads}
-        return heads | {"D": self.head_dim, "Dv": self.v_dim, "Dc": self.v_dim, "Dr": rope}
+        return heads | {"D": self.head_dim, "Dv": self.v_dim, "Dc": self.v_dim, "Dr": self.rope_dim}
+
+    def narrow(self) -> list[str]:
+        """Those of the letters whose dims are 1 here where the layout leaves the choice."""
+        mask = [size for letter, size in (("b", "B"), ("h", "Hq"), ("q", "S")) if letter not in self.mask_shape]
+        return mask if self.scale_per_head else [*mask, "Hkv"]
 
     def statics(self) -> dict[str, Any]:
         """The scalar arguments of the op that are not at their defaults."""
+        left, right = self.window
+        given = {"window_left": (left, -1), "window_right": (right, -1), "softcap": (self.softcap, 0.0), "attention_chunk": (self.chunk, 0)}
         out: dict[str, Any] = {"scale": self.head_dim**-0.5 if self.scale is None else self.scale, "causal": self.causal}
-        for name, value in (("window_left", self.window[0]), ("window_right", self.window[1])):
-            if value != -1:
-                out[name] = value
-        return out | ({"softcap": self.softcap} if self.softcap else {}) | ({"attention_chunk": self.chunk} if self.chunk else {})
+        return out | {n: value for n, (value, off) in (given | {"return_lse": (self.lse, False)}).items() if value != off}
+
+
+SPREAD = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}
+"""Of the rows of a write into quantised pages: some exceed the range of the dtype by far."""
 
 
 class Source:
@@ -76,9 +90,10 @@ class Source:
         return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * spread).to(dtype).to(self.device)
 
     def stored(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Keys or values in the format of a cache of `dtype`."""
-        if dtype == torch.int8:
-            return torch.randint(-127, 128, shape, generator=self.generator).to(dtype).to(self.device)
+        """Keys or values in the format of a cache of `dtype`; uint8 is any bytes."""
+        if dtype in (torch.int8, torch.uint8):
+            top = torch.iinfo(dtype).max
+            return torch.randint(-127 if dtype == torch.int8 else 0, top + 1, shape, generator=self.generator).to(dtype).to(self.device)
         return self.normal(*shape, dtype=dtype, spread=8.0 if dtype in QUANTISED else 1.0)
 
     def scales(self, heads: int, dtype: torch.dtype) -> Tensor:
@@ -86,13 +101,13 @@ class Source:
         low = 1 / 64 if dtype == torch.int8 else 1 / 8
         return (low * (1 + torch.rand(heads, generator=self.generator))).float().to(self.device)
 
-    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        """These ints as a tensor."""
+    def ints(self, values: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        """These ints, or lists of ints, as a tensor."""
         return torch.tensor(list(values), dtype=dtype, device=self.device)
 
     def cumulative(self, lengths: Sequence[int]) -> Tensor:
         """int32 `[B + 1]`: 0 and the running sums."""
-        return self.ints([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+        return self.ints(accumulate(lengths, initial=0))
 
     def permutation(self, n: int) -> list[int]:
         """0 to n - 1 in random order."""
@@ -102,31 +117,35 @@ class Source:
         """bool, True with probability `p`."""
         return (torch.rand(shape, generator=self.generator) < p).to(self.device)
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """An output to write into."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def past(self, end: int, total: int) -> Tensor:
+        """bool `[total]`: True from `end` on."""
+        return torch.arange(total, device=self.device) >= end
 
-    def argument(self, name: str, shape: Sequence[int], f: Features) -> Tensor | None:
-        """The tensor of this name of an attention call, as `f` asks; None where it asks for none, or where lengths decide."""
-        kv, quantised = f.kv_dtype or f.dtype, f.kv_dtype is not None
-        if name in ("query", "q_nope", "q_pe"):
-            loud = 60.0 if f.loud else 1.0
-            return self.normal(*shape, dtype=f.dtype, spread=loud) if f.q_dtype is None else self.stored(*shape, dtype=f.q_dtype)
-        if name in ("key", "value", "k_pages", "v_pages", "latent_pages"):
+    def query(self, shape: Sequence[int], f: Features) -> Tensor:
+        """A query in the dtype that `f` asks for."""
+        return self.stored(*shape, dtype=f.q_dtype) if f.q_dtype else self.normal(*shape, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
+
+    def argument(self, a: Arg, shape: Sequence[int], f: Features, stored: str) -> Tensor | None:
+        """The tensor of this argument as `f` asks; None where it asks for none, or where lengths decide. stored: that of `Spec`."""
+        kv = torch.uint8 if a.dtypes == (torch.uint8,) else f.kv_dtype or f.dtype
+        quantised = {"k_scale": f.kv_dtype, "v_scale": f.kv_dtype, "kv_scale": f.kv_dtype, "q_scale": f.q_dtype}
+        if stored in (a.name, a.dtypes):
             return self.stored(*shape, dtype=kv)
-        if name in ("k_scale", "v_scale", "kv_scale"):
-            return self.scales(shape[0] if f.scale_per_head else 1, kv) if quantised else None
-        if name == "q_scale":
-            return None if f.q_dtype is None else self.scales(shape[0] if f.scale_per_head else 1, f.q_dtype)
-        if name == "sinks":
-            return None if f.sinks is None else self.normal(*shape, dtype=f.sinks)
-        if name == "mask":
+        if a.name in ("query", "q_nope", "q_pe"):
+            return self.query(shape, f)
+        if a.name in ("key", "value", "latent", "k_pe"):
+            return self.normal(*shape, dtype=f.dtype, spread=SPREAD.get(kv, 1.0))
+        if (dtype := quantised.get(a.name)) is not None:
+            return self.scales(shape[0], dtype)
+        if a.name == "sinks" and f.sinks is not None:
+            return self.normal(*shape, dtype=f.sinks)
+        if a.name == "mask":
             return self.mask(shape, f)
-        if name == "temperature":
-            return self.normal(*shape).exp() if f.temperature else None
-        if name == "output":
-            return self.empty(*shape, dtype=f.dtype)
-        return self.empty(*shape, dtype=torch.float32) if name == "lse" and f.lse else None
+        if a.name == "temperature" and f.temperature:
+            return self.normal(*shape).exp()
+        if a.name == "output" or (a.name == "lse" and f.lse):
+            return torch.empty(*shape, dtype=f.dtype if a.name == "output" else torch.float32, device=self.device)
+        return None
 
     def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:
         """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every key."""
@@ -157,19 +176,22 @@ class Case:
         return f"{self.op}:{self.label}"
 
 
-Build = Callable[[Source, Features], Call]
+Rows = dict[str, tuple[Any, ...]]
 
 
-def table(op: str, build: Callable[..., Call], rows: Mapping[str, tuple[Any, ...]]) -> tuple[Case, ...]:
-    """A case a row, which holds the builder's arguments after the source; a dict at its end holds those given by name."""
+def table(op: str, build: Callable[..., Call], rows: Rows) -> tuple[Case, ...]:
+    """A case a row, which holds the builder's arguments after the source: Features is `f`, a dict holds those given by name."""
 
-    def bound(row: tuple[Any, ...]) -> Callable[[Source], Call]:
-        more = row[-1] if row and isinstance(row[-1], dict) else None
-        return lambda source: build(source, *row) if more is None else build(source, *row[:-1], **more)
+    def case(name: str, row: tuple[Any, ...]) -> Case:
+        named: dict[str, Any] = {}
+        for part in row:
+            named |= {"f": part} if isinstance(part, Features) else part if isinstance(part, dict) else {}
+        lengths = [part for part in row if not isinstance(part, (dict, Features))]
+        return Case(op, name, lambda source: build(source, *lengths, **named))
 
-    return tuple(Case(op, name, bound(row)) for name, row in rows.items())
+    return tuple(case(name, row) for name, row in rows.items())
 
 
-def points(op: str, rows: Mapping[str, tuple[Build, Features]]) -> tuple[Case, ...]:
-    """A case a row: a shape and its features."""
-    return table(op, lambda source, build, f: build(source, f), rows)
+def crossed(shapes: Rows, features: Mapping[str, Features]) -> Rows:
+    """The rows of every shape with all of these features."""
+    return {f"{shape}-{name}": (*row, f) for shape, row in shapes.items() for name, f in features.items()}

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from attnops.kernel import all_kernels, kernels_of
 from attnops.select import select
-from attnops.testing import Call, Features, Source, builders, latent, vertical_slash
+from attnops.testing import Call, Features, Source, builders
+from attnops.testing.builders import sparse
 from attnops.testing.latent import DEEPSEEK
-from attnops.testing.sparse import sparse
 from tests.mates import POLICY, may_be_chosen, only, results, rows_of, same_bits
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -48,9 +48,9 @@ BATCHES: dict[str, Callable[[Features], Call]] = {
     "paged_attention.decode": lambda f: builders.paged(source(), (1,) * 12, LENGTHS, 64, f),
 }
 LATENTS: dict[str, Callable[[], Call]] = {
-    "16 heads": lambda: latent.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),
-    "128 heads": lambda: latent.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
-    "decode": lambda: latent.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "16 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, lse=True)),
+    "128 heads": lambda: builders.mla(source(), QUERIES, LENGTHS, 64, replace(DEEPSEEK, q_heads=128)),
+    "decode": lambda: builders.mla(source(), (1,) * 12, LENGTHS, 64, replace(DEEPSEEK, q_heads=128, lse=True)),
 }
 COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",)}
 INVARIANT = [k for k in all_kernels() if k.invariant]
@@ -90,7 +90,7 @@ def test_latents(name: str | None, batch: str) -> None:
 @pytest.mark.parametrize("name", kernels("vertical_slash_attention"))
 def test_vertical_slash(name: str | None) -> None:
     f = replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
-    check(vertical_slash.attention(source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
+    check(builders.slash_attention(source(), QUERIES, LENGTHS, f, verticals=40, slashes=10), GROUPS, name)
 
 
 @pytest.mark.parametrize("lengths", [False, True])
@@ -154,5 +154,5 @@ def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
 def test_merges(name: str, op: str) -> None:
     if name not in kernels_of(op) or not kernels_of(op)[name].invariant:
         pytest.skip(f"{op} has no such kernel")
-    call = builders.merge(source(), 64, 32, 128, BF16) if op == "merge_state" else builders.merge_states(source(), 64, 5, 32, 128, BF16)
+    call = builders.merge(source(), (64, 32, 128), BF16) if op == "merge_state" else builders.merge(source(), (64, 5, 32, 128), BF16)
     check(call, [(3,), (63,), (1, 5, 9), tuple(range(40))], name)

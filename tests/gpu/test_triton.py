@@ -8,7 +8,7 @@ import torch
 
 from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
-from attnops.testing import Features, Source, builders, check_kernel, latent
+from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.gpu.first_use import MOST, first_use
 
@@ -29,10 +29,10 @@ LONG = {
     "d256_softcap": lambda s: builders.paged(s, (1, 100), (3000, 200), 16, replace(LLAMA, head_dim=256, softcap=30.0)),
     "tree": lambda s: builders.paged(s, (16, 60), (1500, 200), 16, replace(LLAMA, mask="bool")),
     "group_20": lambda s: builders.paged(s, (1, 70), (3000, 200), 16, replace(LLAMA, q_heads=20, kv_heads=1)),
-    "mla": lambda s: latent.mla(s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
-    "mla_128_heads": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
-    "mla_verify": lambda s: latent.mla(s, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
-    "mla_float8": lambda s: latent.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
+    "mla": lambda s: builders.mla(s, (1, 1, 1), (8000, 70, 1), 64, DEEPSEEK),
+    "mla_128_heads": lambda s: builders.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, lse=True)),
+    "mla_verify": lambda s: builders.mla(s, (8, 5), (4000, 70), 64, replace(DEEPSEEK, window=(1000, -1), lse=True)),
+    "mla_float8": lambda s: builders.mla(s, (1, 2), (4000, 70), 64, replace(DEEPSEEK, q_heads=128, kv_dtype=E4M3)),
 }
 
 
@@ -51,7 +51,7 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
 
     call = {
         "paged_attention": lambda: builders.paged(Source(2, "cuda"), (1,) * 8, (20000, 1, 70, 3000, 9000, 4096, 17, 0), 16, LLAMA),
-        "mla_attention": lambda: latent.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
+        "mla_attention": lambda: builders.mla(Source(2, "cuda"), (1,) * 4, (20000, 70, 0, 5000), 64, replace(DEEPSEEK, lse=True)),
     }[op]()
     for splits in (2, 7, 40):
         choice = grids.Choice(grids.Tile(16, 32, 4, 2), splits)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import kernels_of
-from attnops.testing import Call, Features, builders, latent, moves, sparse
+from attnops.testing import Call, Features, builders, latent
 from attnops.testing.check import clone
 from tests.gpu.first_use import MOST, first_use
 from tests.gpu.wide import DeviceSource
@@ -35,7 +35,7 @@ def write(f: Features, tokens: int, page: int = 16, **more: Any) -> Call:
 
 def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = False) -> Call:
     pairs = tuple(enumerate(source().permutation(entries)))
-    return moves.copy(source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
+    return builders.copy(source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
 
 
 def table(op: str, batch: int, width: int, page: int) -> Call:
@@ -53,9 +53,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "write_kv_float32_int8": lambda: write(replace(LLAMA, dtype=F32, kv_dtype=INT8), 777),
     "write_kv_odd": lambda: write(replace(LLAMA, head_dim=80, v_head_dim=24, kv_heads=5), 999),
     "write_kv_interleaved": lambda: write(LLAMA, 999, interleaved=True),
-    "write_latent": lambda: latent.write_latent(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
-    "write_latent_float8": lambda: latent.write_latent(source(), scattered(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3)),
-    "write_latent_packed": lambda: sparse.write_packed(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
+    "write_latent": lambda: builders.write_latent(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
+    "write_latent_float8": lambda: builders.write_latent(source(), scattered(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3)),
+    "write_latent_packed": lambda: builders.write_packed(source(), scattered(4096), 64, 64, latent.DEEPSEEK),
     **{f"copy_kv_{n}": lambda n=n: copy(n) for n in (1, 7, 64, 256, 257, 4000)},
     "copy_kv_layers": lambda: copy(200, 40),
     "copy_kv_float8": lambda: copy(100, 8, replace(LLAMA, kv_dtype=E4M3)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from attnops.testing import builders, latent
-from attnops.testing.inputs import QUANTISED, Call, Case, Features, Source
+from attnops.testing.inputs import QUANTISED, Case, Features, Rows, Source, table
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
-Build = Callable[[Source, Features], Call]
+TIGHT = {"padding": 0}
 
 
 class DeviceSource(Source):
@@ -31,24 +30,8 @@ class DeviceSource(Source):
         return self.normal(*shape, dtype=dtype, spread=8.0 if dtype in QUANTISED else 1.0)
 
 
-def _paged(q_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, **more: Any) -> Build:
-    return lambda source, f: builders.paged(source, q_lens, seq_lens, page_size, f, **more)
-
-
-def _dense(batch: int, queries: int, keys: int, **more: Any) -> Build:
-    return lambda source, f: builders.dense(source, batch, queries, keys, f, **more)
-
-
-def _varlen(lengths: Sequence[int], keys: Sequence[int] | None = None) -> Build:
-    return lambda source, f: builders.varlen(source, lengths, lengths if keys is None else keys, f)
-
-
-def _mla(q_lens: Sequence[int], seq_lens: Sequence[int], page_size: int, **more: Any) -> Build:
-    return lambda source, f: latent.mla(source, q_lens, seq_lens, page_size, f, **more)
-
-
-def _decode(page: int, *lengths: int) -> Build:
-    return _paged((1,) * len(lengths), lengths, page, padding=0)
+def _decode(page: int, *lengths: int) -> tuple[Any, ...]:
+    return (1,) * len(lengths), lengths, page, TIGHT
 
 
 LLAMA = Features(dtype=BF16, q_heads=8, kv_heads=2, head_dim=128, causal=True, lse=True)
@@ -71,52 +54,49 @@ VARIANTS: dict[str, Features] = {
 }
 
 
-def _points() -> dict[str, dict[str, tuple[Build, Features]]]:
-    paged: dict[str, tuple[Build, Features]] = {}
+def _points() -> dict[str, Rows]:
+    paged: Rows = {}
     for page in (1, 16, 64, 128, 256):
-        paged[f"decode_page_{page}"] = (_decode(page, *RAGGED), LLAMA)
-        paged[f"extend_page_{page}"] = (_paged(NEW, KNOWN, page), LLAMA)
+        paged[f"decode_page_{page}"] = (*_decode(page, *RAGGED), LLAMA)
+        paged[f"extend_page_{page}"] = (NEW, KNOWN, page, LLAMA)
     for name, f in VARIANTS.items():
-        paged[f"decode_{name}"] = (_decode(64, *RAGGED), f)
-        paged[f"extend_{name}"] = (_paged(NEW, KNOWN, 64), f)
+        paged[f"decode_{name}"] = (*_decode(64, *RAGGED), f)
+        paged[f"extend_{name}"] = (NEW, KNOWN, 64, f)
     for length in (1, 127, 8192, 32768):
-        paged[f"decode_{length}"] = (_decode(16, length), LLAMA)
-    paged["decode_64_requests"] = (_decode(16, *(17 * i + 1 for i in range(64))), LLAMA)
-    paged["extend_32768"] = (_paged((64,), (32768,), 64), LLAMA)
-    paged["verify"] = (_paged((4,) * 4, (70, 4, 900, 333), 64, padding=0), LLAMA)
-    paged["prefill"] = (_paged((2048, 77), (2048, 77), 64), LLAMA)
+        paged[f"decode_{length}"] = (*_decode(16, length), LLAMA)
+    paged["decode_64_requests"] = (*_decode(16, *(17 * i + 1 for i in range(64))), LLAMA)
+    paged["extend_32768"] = ((64,), (32768,), 64, LLAMA)
+    paged["verify"] = ((4,) * 4, (70, 4, 900, 333), 64, TIGHT, LLAMA)
+    paged["prefill"] = ((2048, 77), (2048, 77), 64, LLAMA)
 
-    dense: dict[str, tuple[Build, Features]] = {f"square_{n}": (_dense(2, n, n), LLAMA) for n in (1, 77, 512, 4096)}
-    dense |= {name: (_dense(2, 260, 260), f) for name, f in VARIANTS.items()}
-    dense |= {"decode_32768": (_dense(1, 1, 32768), LLAMA), "extend_32768": (_dense(1, 64, 32768), LLAMA)}
-    dense |= {"lengths": (_dense(4, 1, 1024, end=(1, 1024, 300, 77)), LLAMA), "batch": (_dense(16, 130, 130), LLAMA)}
+    dense: Rows = {f"square_{n}": (2, n, n, LLAMA) for n in (1, 77, 512, 4096)}
+    dense |= {name: (2, 260, 260, f) for name, f in VARIANTS.items()}
+    dense |= {"decode_32768": (1, 1, 32768, LLAMA), "extend_32768": (1, 64, 32768, LLAMA)}
+    dense |= {"lengths": (4, 1, 1024, {"end": (1, 1024, 300, 77)}, LLAMA), "batch": (16, 130, 130, LLAMA)}
 
-    varlen: dict[str, tuple[Build, Features]] = {name: (_varlen((1, 300, 77, 513)), f) for name, f in VARIANTS.items()}
-    varlen |= {"one": (_varlen((4096,)), LLAMA), "many": (_varlen(tuple(range(1, 65))), LLAMA)}
-    varlen |= {"extend": (_varlen((64, 1, 300), (32768, 5, 300)), LLAMA), "plain": (_varlen((1, 300, 77, 513)), LLAMA)}
+    varlen: Rows = {name: (*[(1, 300, 77, 513)] * 2, f) for name, f in VARIANTS.items()}
+    varlen |= {"one": (*[(4096,)] * 2, LLAMA), "many": (*[tuple(range(1, 65))] * 2, LLAMA)}
+    varlen |= {"extend": ((64, 1, 300), (32768, 5, 300), LLAMA), "plain": (*[(1, 300, 77, 513)] * 2, LLAMA)}
 
     deepseek = replace(latent.DEEPSEEK, lse=True)
-    mla: dict[str, tuple[Build, Features]] = {}
+    mla: Rows = {}
     for page in (1, 16, 64, 128):
         for heads in (16, 128):
-            mla[f"decode_page_{page}_heads_{heads}"] = (_mla((1,) * 4, RAGGED, page, padding=0), replace(deepseek, q_heads=heads))
+            mla[f"decode_page_{page}_heads_{heads}"] = (*_decode(page, *RAGGED), replace(deepseek, q_heads=heads))
     for length in (1, 8192, 32768):
-        mla[f"decode_{length}"] = (_mla((1,), (length,), 64, padding=0), deepseek)
-    mla["heads_64_float16"] = (_mla((1,) * 4, RAGGED, 64, padding=0), replace(deepseek, q_heads=64, dtype=F16))
-    mla["verify_2"] = (_mla((2,) * 3, (70, 900, 333), 64, padding=0), deepseek)
-    mla["verify_4_heads_128"] = (_mla((4,) * 3, (70, 900, 333), 64, padding=0), replace(deepseek, q_heads=128))
-    mla["extend"] = (_mla(NEW, KNOWN, 64), deepseek)
-    mla["float8_cache"] = (_mla((1,) * 4, RAGGED, 64, padding=0), replace(deepseek, kv_dtype=E4M3))
-    mla["float8"] = (_mla((1,) * 4, RAGGED, 64, padding=0, q_dtype=E4M3), replace(deepseek, kv_dtype=E4M3))
-    mla["no_lse"] = (_mla((1,) * 4, RAGGED, 64, padding=0), latent.DEEPSEEK)
+        mla[f"decode_{length}"] = (*_decode(64, length), deepseek)
+    mla["heads_64_float16"] = (*_decode(64, *RAGGED), replace(deepseek, q_heads=64, dtype=F16))
+    mla["verify_2"] = ((2,) * 3, (70, 900, 333), 64, TIGHT, deepseek)
+    mla["verify_4_heads_128"] = ((4,) * 3, (70, 900, 333), 64, TIGHT, replace(deepseek, q_heads=128))
+    mla["extend"] = (NEW, KNOWN, 64, deepseek)
+    mla["float8_cache"] = (*_decode(64, *RAGGED), replace(deepseek, kv_dtype=E4M3))
+    mla["float8"] = (*_decode(64, *RAGGED), replace(deepseek, q_dtype=E4M3, kv_dtype=E4M3))
+    mla["no_lse"] = (*_decode(64, *RAGGED), latent.DEEPSEEK)
     return {"paged_attention": paged, "attention": dense, "varlen_attention": varlen, "mla_attention": mla}
 
 
-def _bound(build: Build, f: Features) -> Callable[[Source], Call]:
-    return lambda source: build(source, f)
-
-
 WIDE: dict[str, tuple[Case, ...]] = {
-    op: tuple(Case(op, name, _bound(build, f)) for name, (build, f) in points.items()) for op, points in _points().items()
+    op: table(op, build, rows)
+    for (op, rows), build in zip(_points().items(), (builders.paged, builders.dense, builders.varlen, builders.mla), strict=True)
 }
 """The grid of each attention op by name."""

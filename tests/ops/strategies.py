@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from attnops.ops import OPS
-from attnops.testing import CASES, Features, Source, builders, latent, moves, rope_quantize, sparse, vertical_slash
+from attnops.testing import CASES, Features, Source, builders
 
 FEW, LENGTH, SOURCE, FLAG = st.integers(0, 2), st.integers(0, 5), st.builds(Source, st.integers(0, 99)), st.booleans()
 FLOAT = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -86,7 +86,7 @@ def writes(draw, build, f):
 
 
 def latents(source, slots, pages, page, f, index):
-    return latent.write_latent(source, slots, pages, page, f, index, quantised=f.kv_dtype is not None and f.scale_per_head)
+    return builders.write_latent(source, slots, pages, page, f, index, quantised=f.kv_dtype is not None and f.scale_per_head)
 
 
 @st.composite
@@ -94,26 +94,26 @@ def sparse_mla(draw):
     packed, topk, pages = draw(FLAG), draw(st.integers(0, 6)), draw(st.integers(0, 3))
     counts = draw(st.lists(st.integers(0, topk if pages else 0), max_size=4))
     f, flags = of_lists(draw(features()), packed), {n: draw(FLAG) for n in ("lengths", "twice", "whole")}
-    return sparse.sparse(draw(SOURCE), counts, topk, (pages, draw(st.sampled_from([1, 3, 4]))), f, packed=packed, **flags)
+    return builders.sparse(draw(SOURCE), counts, topk, (pages, draw(st.sampled_from([1, 3, 4]))), f, packed=packed, **flags)
 
 
 def rotated():
     positions = st.lists(st.integers(0, 6), max_size=4)
     more = {"scales": st.tuples(SCALES, SCALES), "interleaved": FLAG, "index": INDEX, "fused": FLAG}
-    return st.builds(rope_quantize.rope_quantize, SOURCE, positions, LATENT, rows=st.just(7), **more)
+    return st.builds(builders.rope_quantize, SOURCE, positions, LATENT, rows=st.just(7), **more)
 
 
 def slash_indexes():
     lens = lengths(st.sampled_from([0, 1, 63, 64, 65, 130]), st.sampled_from([0, 1, 64, 90]))
     sizes = st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), FLAG, st.sampled_from([0, 70])
-    return st.builds(lambda source, lens, *more: vertical_slash.indexes(source, *lens, *more), SOURCE, lens, *sizes)
+    return st.builds(lambda source, lens, *more: builders.slash_indexes(source, *lens, *more), SOURCE, lens, *sizes)
 
 
 def slash_attention():
     f = features(masks=False, kv=st.none()).map(lambda f: replace(f, softcap=0.0, window=(-1, -1), sinks=None))
     lens, slack = lengths(st.sampled_from([0, 1, 5, 66]), st.sampled_from([0, 1, 70])), st.sampled_from([0, 1, 70])
     sizes = st.integers(1, 6), st.integers(1, 4)
-    return st.builds(lambda s, lens, *rest, **more: vertical_slash.attention(s, *lens, *rest, **more), SOURCE, lens, f, *sizes, slack=slack)
+    return st.builds(lambda s, lens, *rest, **more: builders.slash_attention(s, *lens, *rest, **more), SOURCE, lens, f, *sizes, slack=slack)
 
 
 @st.composite
@@ -122,7 +122,7 @@ def copy(draw):
     slot = st.integers(-1, pages * page - 1)
     target = draw(st.lists(slot, unique_by=lambda s: s if s >= 0 else object(), max_size=6))
     pairs = [(draw(slot), to) for to in target]
-    return moves.copy(draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
+    return builders.copy(draw(SOURCE), pairs, layers, pages, page, draw(features()), draw(INDEX), draw(FLAG))
 
 
 def backward(forward):
@@ -144,13 +144,13 @@ CALLS |= {
     "varlen_attention_backward": backward(varlen),
     "paged_attention": paged(builders.paged, features()),
     "write_kv": writes(builders.write, features()),
-    "mla_attention": paged(latent.mla, LATENT),
+    "mla_attention": paged(builders.mla, LATENT),
     "write_latent": writes(latents, LATENT),
     "rope_quantize_latent": rotated(),
     "sparse_mla_attention": sparse_mla(),
-    "write_latent_packed": writes(sparse.write_packed, features().map(lambda f: of_lists(f, True))),
-    "merge_state": st.builds(builders.merge, SOURCE, LENGTH, *MERGED[1:], FLOAT),
-    "merge_states": st.builds(builders.merge_states, SOURCE, LENGTH, *MERGED, FLOAT, st.sampled_from([0.0, 0.4])),
+    "write_latent_packed": writes(builders.write_packed, features().map(lambda f: of_lists(f, True))),
+    "merge_state": st.builds(builders.merge, SOURCE, st.tuples(LENGTH, *MERGED[1:]), FLOAT),
+    "merge_states": st.builds(builders.merge, SOURCE, st.tuples(LENGTH, *MERGED), FLOAT, st.sampled_from([0.0, 0.4])),
     "vertical_slash_indexes": slash_indexes(),
     "vertical_slash_attention": slash_attention(),
     "copy_kv": copy(),

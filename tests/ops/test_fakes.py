@@ -15,7 +15,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops.op import watch
 from attnops.problem import Extent, Target
-from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle, sparse
+from attnops.testing import CASES, Call, Features, Source, builders, latent, oracle
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 
@@ -203,12 +203,12 @@ def full_call(op) -> Call:
         "varlen_attention_backward": lambda: builders.backward(s, builders.varlen(s, (3, 4), (5, 6), FULL), lse_grad=True),
         "paged_attention": lambda: builders.paged(s, (3, 4), (5, 6), 4, replace(no_mask, temperature=True)),
         "write_kv": lambda: builders.write(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8)),
-        "mla_attention": lambda: latent.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
-        "write_latent": lambda: latent.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
-        "sparse_mla_attention": lambda: sparse.sparse(s, (5, 0, 7), 7, (4, 16), replace(sparse.PACKABLE, sinks=torch.float32, lse=True),
+        "mla_attention": lambda: builders.mla(s, (3, 4), (5, 6), 4, replace(no_mask, head_dim=20, kv_dtype=torch.int8, v_head_dim=16)),
+        "write_latent": lambda: builders.write_latent(s, (3, -1, 5), 4, 3, Features(kv_dtype=torch.int8, v_head_dim=12)),
+        "sparse_mla_attention": lambda: builders.sparse(s, (5, 0, 7), 7, (4, 16), replace(latent.PACKABLE, sinks=torch.float32, lse=True),
                                                       lengths=True, packed=True),
-        "write_latent_packed": lambda: sparse.write_packed(s, (3, -1, 5), 4, 3, sparse.PACKABLE),
-        "merge_state": lambda: builders.merge(s, 5, 2, 4, torch.float32),
+        "write_latent_packed": lambda: builders.write_packed(s, (3, -1, 5), 4, 3, latent.PACKABLE),
+        "merge_state": lambda: builders.merge(s, (5, 2, 4), torch.float32),
     }  # fmt: skip
     return make[op]() if op in make else CASES[op][0].call()
 

@@ -10,7 +10,7 @@ from attnops.testing import Source, builders
 @given(st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=30)
 def test_many_at_once_are_two_at_a_time(parts, seed):
-    call = builders.merge_states(Source(seed), 3, parts, 2, 4, torch.float64, empty=0.4)
+    call = builders.merge(Source(seed), (3, parts, 2, 4), torch.float64, empty=0.4)
     outputs, lses = call.arguments["outputs"], call.arguments["lses"]
     merged = outputs[:, 0], lses[:, 0]
     for n in range(1, parts):

@@ -14,7 +14,7 @@ from attnops.call import changed
 from attnops.kernel import Kernel, Tolerance, all_kernels, kernels_of
 from attnops.ops import OPS
 from attnops.reference import attention as formulas
-from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, latent, oracle
+from attnops.testing import CASES, Call, Features, Mismatch, Source, builders, check_kernel, oracle
 from attnops.testing.builders import Pages
 from attnops.testing.check import clone, fill
 from tests.ops.strategies import CALLS
@@ -560,7 +560,7 @@ def loud(op, sign, sinks):
     elif op == "paged_attention":
         call = builders.paged(Source(0), (1, 2), (5, 4), 2, f, padding=0, pages=Pages(wider=0, spare=0))
     else:
-        call = latent.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, pages=Pages(wider=0, spare=0))
+        call = builders.mla(Source(0), (1, 2), (5, 4), 2, replace(f, q_heads=2, head_dim=4, v_head_dim=3), 0, pages=Pages(wider=0, spare=0))
 
     def change(n, t):
         t = t.double() if t.is_floating_point() else t

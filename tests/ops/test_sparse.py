@@ -13,7 +13,7 @@ from attnops import ops
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.reference.latent_format import GROUP, pack, packed_bytes, unpack
-from attnops.testing import CASES, Source, oracle, sparse
+from attnops.testing import CASES, Source, builders, latent, oracle
 from attnops.testing.check import clone, fill
 
 INF = float("inf")
@@ -76,8 +76,8 @@ def test_reference_equals_loops(case):
 
 
 def small(counts=(5, 2), topk=6, **more):
-    f = replace(sparse.SMALL, dtype=torch.float64, lse=True)
-    return dict(sparse.sparse(Source(5), counts, topk, (4, 16), f, **more).arguments)
+    f = replace(latent.SMALL, dtype=torch.float64, lse=True)
+    return dict(builders.sparse(Source(5), counts, topk, (4, 16), f, **more).arguments)
 
 
 def attend(t, **more):
@@ -120,7 +120,7 @@ def test_a_token_without_entries(sinks):
     for more in (
         {"indices": torch.full((2, 6), -1, dtype=torch.int32)},
         {"indices": torch.empty((2, 0), dtype=torch.int32)},
-        {"topk_length": torch.zeros(2, dtype=torch.int32), "indices": torch.full((2, 6), sparse.PAST, dtype=torch.int32)},
+        {"topk_length": torch.zeros(2, dtype=torch.int32), "indices": torch.full((2, 6), builders.PAST, dtype=torch.int32)},
     ):
         output, lse = attend(t, sinks=sinks, **more)
         assert not output.any()
@@ -138,8 +138,8 @@ def test_sinks_are_those_of_attention():
 
 
 def test_a_quantised_query_gives_bfloat16():
-    f = replace(sparse.SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    t = dict(sparse.sparse(Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
+    f = replace(latent.SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    t = dict(builders.sparse(Source(1), (3, 1), 4, (4, 16), replace(f, q_dtype=torch.float8_e4m3fn)).arguments)
     assert ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype == torch.bfloat16
 
 

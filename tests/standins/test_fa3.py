@@ -182,9 +182,9 @@ class Ops(TorchDispatchMode):
 def test_nothing_but_the_kernel_runs_where_nothing_is_padding(standin, float8):
     f = Features(dtype=BF16, head_dim=64, causal=True)
     f = replace(f, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn) if float8 else f
-    decode = builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
-    extend = builders.paged(Source(0), (90, 70), (90, 100), 16, f, padding=0, promise=True)
-    packed = builders.varlen(Source(0), (90, 70), (90, 100), f, padding=(0, 0), promise=True)
+    decode = builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=None)
+    extend = builders.paged(Source(0), (90, 70), (90, 100), 16, f, padding=None)
+    packed = builders.varlen(Source(0), (90, 70), (90, 100), f, padding=None)
     dense = builders.dense(Source(0), 2, 1, 40, f)
     for call in (decode, extend, packed, dense):
         with Ops() as seen, torch.no_grad():
@@ -324,7 +324,7 @@ def test_the_stand_in_has_the_wheels_schema():
 @torch.no_grad()
 def test_a_repeated_promised_call_is_the_raw_op_alone(standin):
     """The eager cache serves calls like an earlier one, and no other."""
-    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=128), padding=0, promise=True))
+    call = half(builders.paged(Source(3), (1, 1), (5, 9), 4, Features(head_dim=128), padding=None))
     others = ({"padded": True}, {"holes": True}, {"lse": torch.empty(2, 4)})
     for asked in ({}, {}, *others, {}):
         with Ops() as seen, attnops.use(kernel={"paged_attention": "fa3"}):

@@ -11,7 +11,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Source, check_kernel, latent
+from attnops.testing import CASES, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins.sgl_kernel_fa3 import installed
@@ -30,7 +30,7 @@ def standin():
 
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]

@@ -23,7 +23,8 @@ from attnops.problem import Problem, Target, pretend
 from attnops.select import Policy, select
 from attnops.testing import CASES, Features, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
-from attnops.testing.cases import FEATURES, PAGED_SHAPES, VARLEN_SHAPES
+from attnops.testing.cases import FEATURES, PAGED, PAGED_SHAPES, VARLEN as RAGGED, VARLEN_SHAPES
+from attnops.testing.inputs import table
 from tests.gpu.flashinfer_modules import module_of
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_modules as standin
@@ -56,12 +57,15 @@ def paged(q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, f=LLAMA, seed=0,
 FIT = [name for name, f in FEATURES.items() if f.mask == "none" and f.kv_dtype is None]
 EVERYWHERE = ("plain", "lse_sinks", "causal_window")
 PATHS = {"main": "fa2", "decode": "decode", "extend": "fa3"}
-SHAPES = {"main": lambda s, f: builders.paged(s, (1, 4, 0, 2), (6, 4, 0, 21), 16, f), **PAGED_SHAPES}
-SHAPES |= {"extend": lambda s, f: builders.paged(s, (40, 0, 70, 1), (45, 3, 90, 30), 16, f)}
+SHAPES = {"main": PAGED, **PAGED_SHAPES, "extend": ((40, 0, 70, 1), (45, 3, 90, 30), 16)}
 
 
 def points(shapes, full):
     return [(shape, name) for shape in shapes for name in (FIT if shape in full else EVERYWHERE)]
+
+
+def made(build, row, f):
+    return table("", build, {"": (*row, f)})[0].call()
 
 
 def narrow(name):
@@ -71,7 +75,7 @@ def narrow(name):
 
 @pytest.mark.parametrize(("shape", "name"), points(SHAPES, PATHS), ids=lambda v: v)
 def test_grid(calls, shape, name):
-    figures = check_kernel(KERNEL, SHAPES[shape](Source(0), narrow(name)))
+    figures = check_kernel(KERNEL, made(builders.paged, SHAPES[shape], narrow(name)))
     if figures.refused:
         assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "plan", "attention_chunk"}
@@ -80,7 +84,7 @@ def test_grid(calls, shape, name):
 
 @pytest.mark.parametrize("shape", PATHS)
 def test_the_grid_takes_every_path(sm90, shape):
-    check_kernel(KERNEL, SHAPES[shape](Source(0), narrow("causal")))
+    check_kernel(KERNEL, made(builders.paged, SHAPES[shape], narrow("causal")))
     assert {c.partition(".")[0] for c in sm90} == {PATHS[shape]}
 
 
@@ -126,14 +130,12 @@ def test_outputs_of_other_layouts_are_copied_into(sm90):
 # Packed ---------------------------------------------------------------------------------------------------------------
 
 VARLEN = kernels_of("varlen_attention")["flashinfer"]
-PACKED = {"main": lambda s, f: builders.varlen(s, (3, 0, 5, 1), (7, 2, 5, 4), f), **VARLEN_SHAPES}
-PACKED |= {"longer": lambda s, f: builders.varlen(s, (140, 3), (200, 130), f)}
-PACKED |= {"tall": lambda s, f: builders.varlen(s, (200, 90), (70, 80), f)}
+PACKED = {"main": RAGGED, **VARLEN_SHAPES, "longer": ((140, 3), (200, 130)), "tall": ((200, 90), (70, 80))}
 
 
 @pytest.mark.parametrize(("shape", "name"), points(PACKED, ("main", "longer")), ids=lambda v: v)
 def test_packed_grid(calls, shape, name):
-    figures = check_kernel(VARLEN, PACKED[shape](Source(0), narrow(name)))
+    figures = check_kernel(VARLEN, made(builders.varlen, PACKED[shape], narrow(name)))
     if figures.refused:
         assert name not in EVERYWHERE
         assert {r.field for r in figures.refused} <= {"window", "softcap", "attention_chunk"}

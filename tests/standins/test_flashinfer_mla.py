@@ -16,7 +16,7 @@ from attnops.kernels.shared.plan import FIRST, HEADER, host_lengths
 from attnops.ops import OPS, LatentSpec, mla_attention, plan_mla_attention, plan_sizes
 from attnops.problem import Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Source, check_kernel, latent, planned
+from attnops.testing import CASES, Source, builders, check_kernel, planned
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
@@ -41,7 +41,7 @@ def kernel(request, calls):
 
 
 def call(q_lens=(1, 4, 0, 2), seq_lens=(70, 4, 9, 130), page=64, f=DEEPSEEK, padding=2, seed=0, **more):
-    return latent.mla(Source(seed), q_lens, seq_lens, page, f, padding, **more)
+    return builders.mla(Source(seed), q_lens, seq_lens, page, f, padding, **more)
 
 
 # Numerics -------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from attnops.problem import Extent, Target, pretend
 from attnops.reference.rope_quantize import rotate
 from attnops.select import select
 from attnops.testing import CASES, Source, check_kernel
+from attnops.testing.builders import rope_quantize
 from attnops.testing.latent import DEEPSEEK, SMALL
-from attnops.testing.rope_quantize import rope_quantize
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import flashinfer_rope as standin
 

@@ -15,7 +15,7 @@ from attnops.measured import Grid, Table, costs
 from attnops.ops import OPS, decode_rows, mla_attention
 from attnops.problem import Target, pretend, problem_of
 from attnops.select import select, use
-from attnops.testing import CASES, Source, check_kernel, latent, with_device_plan
+from attnops.testing import CASES, Source, builders, check_kernel, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune import shapes
 from attnops.tune.timing import Stopwatch, runner
@@ -37,7 +37,7 @@ def loaded(monkeypatch):
 
 
 def batch(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), f=DEEPSEEK, padding=0, **more):
-    return latent.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
+    return builders.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
 
 
 def rows(call, **more):
@@ -169,7 +169,8 @@ def test_an_output_of_the_caller_is_written():
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (2, 0, 3), (1, 0, 0)])
 def test_a_plan_says_the_same(name, q_lens, causal, heads):
     float8 = E4M3 if name == "flashmla_fp8" else None
-    call = batch(q_lens, f=replace(DEEPSEEK, lse=True, kv_dtype=float8, causal=causal, q_heads=heads), padding=2, q_dtype=float8)
+    f = replace(DEEPSEEK, lse=True, q_dtype=float8, kv_dtype=float8, causal=causal, q_heads=heads)
+    call = batch(q_lens, f=f, padding=2)
     calls = [call, *(call.with_(holes=False, plan=make(call, causal=causal)) for make in (rows, scheduled))]
     assert all(check_kernel(KERNELS[name], c).worst <= 1.0 for c in calls[1:])
     outs = []

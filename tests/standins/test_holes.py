@@ -17,7 +17,7 @@ from attnops.kernels.sgl import wheel
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
 from attnops.reference.holes import UNKNOWN
-from attnops.testing import Features, Source, builders, check_kernel, latent
+from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.standins import (
     flash_attn_cute,
@@ -123,7 +123,7 @@ def test_where_no_page_may_move(name, features):
 @pytest.mark.parametrize("name", LATENT)
 def test_latents(name, queries, holes, ids):
     float8 = {"q_dtype": E4M3} if name == "flashmla_fp8" else {}
-    call = holed(latent.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], ids)
+    call = holed(builders.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], ids)
     figures = check("mla_attention", name, LATENT[name], call)
     assert figures.worst <= 1.0 and not figures.refused, figures
 
@@ -131,7 +131,7 @@ def test_latents(name, queries, holes, ids):
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ("paged", "mla") for name in PLANNING[op]])
 def test_a_plan_of_another_number_of_pages_is_for_promised_tables_alone(op, name):
     """It took ids past the pool for pages, or pages for ids past the pool."""
-    build, way = (builders.paged, PAGED) if op == "paged" else (latent.mla, LATENT)
+    build, way = (builders.paged, PAGED) if op == "paged" else (builders.mla, LATENT)
     call, kernel = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK), kernels_of(f"{op}_attention")[name]
     install, target = way[name]
     with install(), pretend(target):
@@ -176,7 +176,7 @@ def test_slots_outside_the_pages_are_not_written(name):
 
 @pytest.mark.parametrize("op", ["paged", "mla"])
 def test_a_device_plan_of_a_table_with_holes_is_refused(op):
-    build = builders.paged if op == "paged" else latent.mla
+    build = builders.paged if op == "paged" else builders.mla
     call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
     overloads = getattr(torch.ops.attnops, f"{op}_attention")
     for run in (overloads.default, overloads.sdpa if op == "paged" else overloads.fa3):

@@ -83,8 +83,8 @@ def a_call(op, name):
     if op == "attention":
         return builders.dense(Source(0), 2, 5, 5, f)
     if op == "varlen_attention":
-        return builders.varlen(Source(0), (5, 3), (5, 3), f, padding=(0, 0), promise=True)
-    return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=0, promise=True)
+        return builders.varlen(Source(0), (5, 3), (5, 3), f, padding=None)
+    return builders.paged(Source(0), (1, 1), (9, 30), 16, f, padding=None)
 
 
 @pytest.mark.parametrize(("op", "name", "planned"), EXTRA, ids=str)

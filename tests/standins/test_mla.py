@@ -15,7 +15,7 @@ from attnops.kernels.sgl.flashmla import LIBRARY
 from attnops.kernels.shared.memory import COUNTERS, total
 from attnops.ops import mla_attention
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Call, Source, check_kernel, latent, with_device_plan
+from attnops.testing import CASES, Call, Source, builders, check_kernel, with_device_plan
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
@@ -41,12 +41,12 @@ def loaded(monkeypatch):
 
 
 def decode(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, **more: Any) -> Call:
-    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 def decode_for(name: str, f=DEEPSEEK, **more: Any) -> Call:
     """A call that the kernel takes."""
-    return decode(f=replace(f, kv_dtype=E4M3), q_dtype=E4M3, **more) if name == "flashmla_fp8" else decode(f=f, **more)
+    return decode(f=replace(f, q_dtype=E4M3, kv_dtype=E4M3), **more) if name == "flashmla_fp8" else decode(f=f, **more)
 
 
 # The truth about the foreign ops --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.sgl import flashmla, flashmla_sparse, wheel
 from attnops.ops import sparse_mla_attention, write_latent_packed
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Call, Source, check_kernel, sparse
+from attnops.testing import CASES, Call, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import schemas, sgl_kernel_sparse as standin
@@ -34,7 +34,7 @@ def loaded(monkeypatch):
 
 
 def call(counts=(128, 3), topk=128, pages=4, page=64, f=LSE, **more: Any) -> Call:
-    return sparse.sparse(Source(0), counts, topk, (pages, page), f, **more)
+    return builders.sparse(Source(0), counts, topk, (pages, page), f, **more)
 
 
 class Spy(TorchDispatchMode):
@@ -176,7 +176,7 @@ def test_lengths_become_none_where_the_kernel_takes_no_lengths():
     assert (spy.given[0][2][:, 0] >= 0).sum(1).tolist() == [5, 0]
     spy = spied(call((5, 0), lengths=True))
     assert spy.given[0][6].tolist() == [5, 0]
-    assert (spy.given[0][2][0, 0, 5:] == sparse.PAST).all()
+    assert (spy.given[0][2][0, 0, 5:] == builders.PAST).all()
 
 
 @pytest.mark.parametrize("lengths", [False, True])
@@ -205,7 +205,7 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
 
     kernel = replace(plain, name="another", run=body, takes=plain.takes - {"holes"}) if name == "another" else kernels_of(OP)[name]
     if name == "another" and lengths:
-        holed = holed.with_(indices=indices.masked_fill(indices == sparse.PAST, -1))
+        holed = holed.with_(indices=indices.masked_fill(indices == builders.PAST, -1))
     with pretend(SM90):
         assert check_kernel(kernel, holed).worst <= 1.0
 

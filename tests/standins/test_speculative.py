@@ -20,7 +20,7 @@ from attnops.kernels.flashinfer import trtllm
 from attnops.kernels.sgl import wheel
 from attnops.ops import LatentSpec, mla_attention, token_rows
 from attnops.problem import Target, pretend
-from attnops.testing import Call, Source, check_kernel, equip, latent
+from attnops.testing import Call, Source, builders, check_kernel, equip
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK, SMALL
 from tests.graphs.standin import StandIn
@@ -73,10 +73,9 @@ def ready(name: str) -> Iterator[None]:
 def call(name: str, q_lens, seq_lens, padding=0, **more) -> Call:
     """A call that the kernel takes."""
     if name in ("reference", "triton"):
-        return latent.mla(Source(0), q_lens, seq_lens, 16, replace(SMALL, dtype=BF16), padding, **more)
-    float8 = name == "flashmla_fp8"
-    f = replace(DEEPSEEK, kv_dtype=E4M3) if float8 else DEEPSEEK
-    return latent.mla(Source(0), q_lens, seq_lens, 64, f, padding, q_dtype=E4M3 if float8 else None, **more)
+        return builders.mla(Source(0), q_lens, seq_lens, 16, replace(SMALL, dtype=BF16), padding, **more)
+    f = replace(DEEPSEEK, q_dtype=E4M3, kv_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
+    return builders.mla(Source(0), q_lens, seq_lens, 64, f, padding, **more)
 
 
 def test_every_kernel_is_here():

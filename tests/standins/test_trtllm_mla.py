@@ -14,7 +14,7 @@ from attnops.kernels.shared import memory as _workspace
 from attnops.ops import decode_rows, mla_attention
 from attnops.problem import Target, pretend
 from attnops.select import workspace_bytes
-from attnops.testing import CASES, Source, check_kernel, equip, latent, refusals
+from attnops.testing import CASES, Source, builders, check_kernel, equip, refusals
 from attnops.testing.builders import Pages
 from attnops.testing.latent import DEEPSEEK
 from tests.lowering.models import compiled_code, kernel_calls
@@ -33,7 +33,7 @@ def calls():
 
 
 def call(q_lens=(1, 2, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=1, **more):
-    return latent.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
+    return builders.mla(Source(0), q_lens, seq_lens, page, f, padding, **more)
 
 
 DEEP = [c for c in CASES["mla_attention"] if c.label.startswith("deepseek")]
@@ -68,7 +68,7 @@ def test_what_the_function_is_given(calls):
 
 
 def test_scales_are_one_tensor_each_and_the_base_is_always_said(calls):
-    given = equip(KERNEL, call(f=FLOAT8, q_dtype=E4M3))
+    given = equip(KERNEL, call(f=replace(FLOAT8, q_dtype=E4M3)))
     KERNEL.run(given.record)
     seen, t = calls[-1][1], given.arguments
     torch.testing.assert_close(seen["bmm1_scale"], t["q_scale"] * t["kv_scale"] * t["scale"])

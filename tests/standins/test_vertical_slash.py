@@ -15,8 +15,8 @@ from attnops.kernels.sgl import wheel
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import select
-from attnops.testing import CASES, Source, check_kernel, vertical_slash
-from attnops.testing.vertical_slash import HALF, SMALL
+from attnops.testing import CASES, Source, builders, check_kernel
+from attnops.testing.data_cases import HALF, SLASH as SMALL
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_small
 
@@ -65,7 +65,7 @@ def test_an_index_by_hand():
 def test_the_index_covers_what_was_asked(queries, more, verticals, slashes, seed):
     """Every diagonal, every column up to the last run of blocks, nothing twice; blocks and columns ascend and begin among the keys."""
     keys = queries + more
-    call = vertical_slash.indexes(Source(seed), (queries,), (keys,), 1, verticals, slashes)
+    call = builders.slash_indexes(Source(seed), (queries,), (keys,), 1, verticals, slashes)
     count, offset, columns, column = (x[0, 0] for x in OPS["vertical_slash_indexes"].reference(call.record))
     for row in range(count.shape[0]):
         starts = offset[row, : count[row]].tolist()
@@ -88,7 +88,7 @@ def test_an_index_of_everything_is_plain_attention(case):
     q_lens, k_lens = made.arguments["q_lens"].tolist(), made.arguments["k_lens"].tolist()
     heads, longest = made.arguments["vertical"].shape[1], max(k_lens, default=0)
     f = replace(SMALL, q_heads=heads, kv_heads=1, dtype=torch.float64)
-    call = vertical_slash.attention(Source(1), q_lens, k_lens, f)
+    call = builders.slash_attention(Source(1), q_lens, k_lens, f)
     every = torch.arange(longest, -1, -1, dtype=I32).expand(len(q_lens), heads, -1).contiguous()
     given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
     index = ops.vertical_slash_indexes(
@@ -116,7 +116,7 @@ def test_grid(standin, case):
 @settings(max_examples=60)
 def test_the_reference_walks_as_the_kernel_does(q_lens, more, data):
     sizes = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
-    call = vertical_slash.indexes(
+    call = builders.slash_indexes(
         Source(data.draw(st.integers(0, 99))), q_lens, [n + more for n in q_lens], 2, *sizes, data.draw(st.booleans())
     )
     want = OPS["vertical_slash_indexes"].reference(call.record)
@@ -135,7 +135,7 @@ def test_counts_take_the_other_op(standin):
 
 
 def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
-    call = vertical_slash.attention(Source(4), (70, 3), (90, 3), HALF)
+    call = builders.slash_attention(Source(4), (70, 3), (90, 3), HALF)
     odd = call.with_(
         output=torch.empty(call.arguments["output"].transpose(1, 2).shape, dtype=BF16).transpose(1, 2),
         block_offset=torch.stack([call.arguments["block_offset"]] * 2, -1)[..., 0],
@@ -161,13 +161,13 @@ def test_the_output_is_written_in_place_and_other_layouts_are_taken(standin):
 )
 def test_no_launch_has_more_requests_than_its_lse_has_room_for(standin, q_lens, padding, slack, launches):
     k_lens = [n + 70 for n in q_lens]
-    call = vertical_slash.attention(Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
+    call = builders.slash_attention(Source(4), q_lens, k_lens, HALF, padding=(padding, 0), slack=slack)
     assert check_kernel(sgl("vertical_slash_attention"), call).worst <= 1.0
     assert standin == ["varlen_fwd_sparse"] * launches
 
 
 def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
-    a = vertical_slash.attention(Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
+    a = builders.slash_attention(Source(4), (64, 3), (64, 3), HALF, padding=(0, 0)).arguments
     index = [a[n] for n in ("block_count", "block_offset", "column_count", "column_index")]
     with pytest.raises(RuntimeError, match=r"illegal memory access was encountered \(lse\)"):
         torch.ops.sgl_kernel.varlen_fwd_sparse(
@@ -177,7 +177,7 @@ def test_one_launch_for_ragged_requests_writes_past_its_lse(standin):
 
 
 def test_misaligned_rows_are_refused_before_the_launch(standin):
-    call = vertical_slash.attention(Source(4), (7,), (9,), HALF)
+    call = builders.slash_attention(Source(4), (7,), (9,), HALF)
     key = call.arguments["key"]
     shifted = torch.zeros(key.numel() + 1, dtype=BF16)[1:].view(key.shape)
     with pytest.raises(InvalidInput, match=r"^key: got strides"):
@@ -198,9 +198,9 @@ def test_opcheck(standin, op):
 
 
 def test_compiled(standin):
-    call = vertical_slash.attention(Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
+    call = builders.slash_attention(Source(4), (70, 130), (90, 200), HALF, padding=(0, 0))
     given = {n: call.arguments[n] for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
-    made = vertical_slash.indexes(Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
+    made = builders.slash_indexes(Source(4), (70, 130), (90, 200), 4, 9, 4).arguments
 
     def run(given):
         index = ops.vertical_slash_indexes(**made)

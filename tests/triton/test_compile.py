@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnops.kernel import kernels_of
-from attnops.testing import Features, Source, builders, latent
+from attnops.testing import Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.triton.process import compiled
 
@@ -30,7 +30,7 @@ def paged(f, q_len, page=16, keys=2048, **more):
 
 
 def mla(f, page=64):
-    return lambda: latent.mla(Source(), (1,), (2048,), page, f, padding=0)
+    return lambda: builders.mla(Source(), (1,), (2048,), page, f, padding=0)
 
 
 # What is served most: the call, and the bytes of registers that may spill on SM90.
@@ -184,6 +184,6 @@ def test_stage_two_begins_early():
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @compiled
 def test_merge(dtype):
-    for call in (builders.merge(Source(), 64, 32, 128, dtype), builders.merge_states(Source(), 64, 5, 32, 128, dtype)):
+    for call in (builders.merge(Source(), (64, 32, 128), dtype), builders.merge(Source(), (64, 5, 32, 128), dtype)):
         [(kernel, given)] = launched(call, 90)
         assert spilled(compile_for(90, kernel, given, dtype), 90) == 0

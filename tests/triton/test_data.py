@@ -13,7 +13,7 @@ from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import tiles
 from attnops.ops import OPS
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Features, Source, builders, check_kernel, latent, moves, sparse
+from attnops.testing import CASES, Features, Source, builders, check_kernel, data_cases, latent
 from attnops.testing.check import clone
 from tests.ops.strategies import CALLS
 from tests.triton.process import interpreted
@@ -149,7 +149,7 @@ def test_what_is_not_finite_stays_so():
         top = torch.finfo(stored).max
         got = call.arguments["k_pages"][0, 2, 0].float()
         assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
-    packed = sparse.write_packed(Source(), (1,), 1, 2, sparse.PACKABLE)
+    packed = builders.write_packed(Source(), (1,), 1, 2, latent.PACKABLE)
     packed.arguments["latent"][0, 5] = float("inf")
     with pretend(SM90):
         kernels_of("write_latent_packed")["triton"].run(packed.record)
@@ -164,9 +164,9 @@ def spread(source):
     small = replace(f, head_dim=20, v_head_dim=16)
     return {
         "write_kv": builders.write(source, (7, -1, 0, 11), 4, 3, f),
-        "write_latent": latent.write_latent(source, (7, -1, 0, 11), 4, 3, small),
-        "write_latent_packed": sparse.write_packed(source, (7, -1, 0, 11), 4, 3, sparse.PACKABLE),
-        "copy_kv": moves.copy(source, moves.PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
+        "write_latent": builders.write_latent(source, (7, -1, 0, 11), 4, 3, small),
+        "write_latent_packed": builders.write_packed(source, (7, -1, 0, 11), 4, 3, latent.PACKABLE),
+        "copy_kv": builders.copy(source, data_cases.PAIRS["cycle"], 2, 4, 3, Features(dtype=F16)),
         **{op: CASES[op][0].call() for op in TABLES},
     }
 
@@ -192,8 +192,8 @@ def test_many_tokens(op):
     wide = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
     call = {
         "write_kv": lambda: builders.write(Source(2), slots, 20, 16, wide),
-        "write_latent": lambda: latent.write_latent(Source(2), slots, 20, 16, latent.DEEPSEEK),
-        "write_latent_packed": lambda: sparse.write_packed(Source(2), slots, 20, 16, latent.DEEPSEEK),
+        "write_latent": lambda: builders.write_latent(Source(2), slots, 20, 16, latent.DEEPSEEK),
+        "write_latent_packed": lambda: builders.write_packed(Source(2), slots, 20, 16, latent.DEEPSEEK),
     }[op]()
     check(call)
     check_bits(call)
@@ -204,7 +204,7 @@ def test_many_tokens(op):
 def test_copies_that_overlap(entries):
     """On both sides of the change from one launch to a scratch, and with a scratch that holds one layer at a time."""
     turned = Source(entries).permutation(entries)
-    call = moves.copy(Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3))
+    call = builders.copy(Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3))
     check_bits(call)
     before, tiles.SCRATCH = tiles.SCRATCH, 1
     try:

@@ -8,7 +8,7 @@ import torch
 
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
-from attnops.testing import Features, Source, builders, latent, moves, sparse
+from attnops.testing import Features, Source, builders, latent
 from tests.triton.process import compiled
 from tests.triton.test_compile import MEMORY, TYPES, compile_for, recorded, spilled
 
@@ -28,7 +28,8 @@ def stored(dtype, tokens=4096):
 
 
 def copy(entries, f=LLAMA, latents=False):
-    return lambda: moves.copy(Source(), tuple((i, entries - 1 - i) for i in range(entries)), 2, -(-entries // 16), 16, f, latents=latents)
+    pairs = [(i, entries - 1 - i) for i in range(entries)]
+    return lambda: builders.copy(Source(), pairs, 2, -(-entries // 16), 16, f, latents=latents)
 
 
 def indices():
@@ -48,13 +49,13 @@ CALLS = {
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
-    "write_latent": (lambda: latent.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
-    "write_latent_1": (lambda: latent.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
+    "write_latent": (lambda: builders.write_latent(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 128)),
+    "write_latent_1": (lambda: builders.write_latent(Source(), range(1), 1, 64, latent.DEEPSEEK), (64, 64)),
     "write_latent_quantised": (
-        lambda: latent.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True),
+        lambda: builders.write_latent(Source(), range(4096), 64, 64, replace(latent.DEEPSEEK, kv_dtype=E4M3), quantised=True),
         (128, 128),
     ),
-    "write_latent_packed": (lambda: sparse.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
+    "write_latent_packed": (lambda: builders.write_packed(Source(), range(4096), 64, 64, latent.DEEPSEEK), (128, 64)),
     "copy_kv_4": (copy(4), (128, 128)),
     "copy_kv_64": (copy(64), (128, 128)),
     "copy_kv_256": (copy(256), (128, 128)),

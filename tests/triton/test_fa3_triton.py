@@ -9,7 +9,7 @@ import pytest
 from attnops.kernel import kernels_of
 from attnops.problem import Target, pretend
 from attnops.select import select
-from attnops.testing import Source, check_kernel, latent
+from attnops.testing import Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import POLICY, same_bits
 from tests.standins.sgl_kernel_fa3 import installed
@@ -28,7 +28,7 @@ def standin():
 
 
 def call(q_lens, seq_lens, heads=16, page=16, padding=2):
-    return latent.mla(Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
+    return builders.mla(Source(0), q_lens, seq_lens, page, replace(DEEPSEEK, q_heads=heads, lse=True), padding)
 
 
 @pytest.mark.parametrize(("heads", "q_lens"), [(16, (1, 2, 1)), (16, (3, 20, 0, 8, 9)), (128, (9, 12)), (3, (12,))])

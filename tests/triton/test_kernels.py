@@ -11,7 +11,7 @@ from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import Policy, select
-from attnops.testing import CASES, Features, Source, builders, latent
+from attnops.testing import CASES, Features, Source, builders
 from attnops.testing.latent import DEEPSEEK
 from tests.helpers import fresh_process
 from tests.lowering.models import PagedModel, compiled_code, decode, kernel_calls, prefill
@@ -40,7 +40,7 @@ def test_a_request_does_not_see_its_mates(op):
     q_lens, lens = (1, 20, 1, 7, 1), (400, 130, 90, 300, 17)
     call = {
         "paged_attention": lambda: builders.paged(Source(4), q_lens, lens, 16, f),
-        "mla_attention": lambda: latent.mla(Source(4), q_lens, lens, 16, small),
+        "mla_attention": lambda: builders.mla(Source(4), q_lens, lens, 16, small),
     }[op]()
     with mode("deterministic"):
         assert select(call.problem, Policy(deterministic=True)).kernel is triton(op)
@@ -59,7 +59,7 @@ def test_parts_are_bounded(op):
     for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
         call = {
             "paged_attention": lambda q=q_lens: builders.paged(Source(4), q, (400, 130, 90, 300, 17), 16, f, padding=3),
-            "mla_attention": lambda q=q_lens: latent.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
+            "mla_attention": lambda q=q_lens: builders.mla(Source(4), q, (400, 130, 90, 300, 17), 16, small, padding=3),
         }[op]()
         results = []
         try:

@@ -11,7 +11,7 @@ from attnops.call import changed
 from attnops.kernel import kernels_of
 from attnops.kernels.triton.launch import grids
 from attnops.problem import Target, pretend
-from attnops.testing import CASES, Features, Source, builders, check_kernel, latent
+from attnops.testing import CASES, Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.mates import invariant
 from tests.ops.strategies import CALLS
@@ -139,7 +139,7 @@ def test_ragged(name):
 @interpreted
 def test_latents(heads, queries, name):
     f = replace(DEEPSEEK, q_heads=heads, window=(100, -1) if heads == 16 else (-1, -1), lse=True)
-    check(latent.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
+    check(builders.mla(Source(0), (queries, queries), (110, queries), 64, f, 1), name)
 
 
 @interpreted
@@ -159,7 +159,7 @@ def test_stored_keys(kv):
     for per_head in (True, False):
         check(builders.paged(Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
     if kv != torch.float8_e5m2:
-        check(latent.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+        check(builders.mla(Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -226,9 +226,9 @@ def test_any_layout(op):
     source = Source(7)
     call = {
         "paged_attention": lambda: builders.paged(source, (1, 3), (40, 21), 4, f),
-        "mla_attention": lambda: latent.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
-        "merge_state": lambda: builders.merge(source, 5, 4, 8, F16, 0.2, 0.2),
-        "merge_states": lambda: builders.merge_states(source, 5, 3, 4, 8, F16, 0.2),
+        "mla_attention": lambda: builders.mla(source, (1, 3), (40, 21), 4, replace(f, head_dim=20, v_head_dim=16)),
+        "merge_state": lambda: builders.merge(source, (5, 4, 8), F16, 0.2, 0.2),
+        "merge_states": lambda: builders.merge(source, (5, 3, 4, 8), F16, 0.2),
     }[op]()
     for n, t in call.tensors().items():
         if t.numel() == 1:
