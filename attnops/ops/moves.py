@@ -11,7 +11,7 @@ from attnops.call import INDEX, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import moves
+from attnops.reference import data
 
 PAGES = (*STORED, torch.uint8)
 """What pages may hold; uint8 is that of packed latents."""
@@ -46,7 +46,7 @@ class CopyKV(Call):
     target: Tensor = arg("N", INDEX)
 
 
-COPY_KV = define(Op(CopyKV, moves.copy_kv, about="copy of keys and values between slots, in all layers"))
+COPY_KV = define(Op(CopyKV, data.copy_kv, about="copy of keys and values between slots, in all layers"))
 
 
 def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, kernel: str | None = None) -> None:

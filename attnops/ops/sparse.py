@@ -14,7 +14,7 @@ from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
 from attnops.ops.mla import facts, output_dtypes, query_rules
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import sparse
+from attnops.reference import mla
 from attnops.reference.latent_format import GROUP, packed_bytes
 
 PACKED = (torch.uint8,)
@@ -64,7 +64,7 @@ class SparseMlaAttention(Call):
 
 
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
-SPARSE = define(Op(SparseMlaAttention, sparse.sparse_mla_attention, about=ABOUT))
+SPARSE = define(Op(SparseMlaAttention, mla.sparse_mla_attention, about=ABOUT))
 
 
 def sparse_mla_attention(
@@ -147,7 +147,7 @@ class WriteLatentPacked(Call):
 
 
 WRITE_PACKED = define(
-    Op(WriteLatentPacked, sparse.write_latent_packed, about="quantising write of new latents and rotated keys into packed pages")
+    Op(WriteLatentPacked, mla.write_latent_packed, about="quantising write of new latents and rotated keys into packed pages")
 )
 
 

@@ -154,15 +154,6 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return weights / torch.where(total == 0, 1.0, total)[..., None], top, total
 
 
-def logsumexp(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """`[B, Hq, S]` over the last dim of `logits`, with the sink's logit `[Hq]` among them. No key at all gives -inf, or the sink."""
-    if logits.shape[-1] == 0:
-        lse = logits.new_full(logits.shape[:-1], float("-inf"))
-    else:
-        lse = torch.logsumexp(logits, -1)
-    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None].expand_as(lse))
-
-
 def attention(call: Attention) -> tuple[Tensor, Tensor]:
     """The reference of `attnops.attention`."""
     query, like = call.query, result_dtype(call.query, call.q_scale)

@@ -1,4 +1,4 @@
-"""Reference data movement: KV write, merging of partial results, and the metadata ops. All are plain, capturable torch ops."""
+"""Reference data movement: KV write and copy, merging of partial results, and the metadata ops. All are plain, capturable torch ops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnops.ops.by_token import DecodeRows
     from attnops.ops.merge import MergeState, MergeStates
     from attnops.ops.metadata import CuSeqlens, KVIndices, SlotMapping, TokenRows
+    from attnops.ops.moves import CopyKV
     from attnops.ops.paged import WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
 
@@ -64,6 +65,21 @@ def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tens
     slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
     kept = pages[slot // page, slot % page]
     return slot, torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
+
+
+def copy_kv(call: CopyKV) -> None:
+    """The reference of `attnops.ops.copy_kv`. It reads all rows into a tensor of their own before it writes the first."""
+    source, total = call.source, call.k_pages.shape[1] * call.k_pages.shape[2]
+    slots = torch.where((source < 0) | (source >= total), -1, call.target.long())
+    at = source.long().clamp(0, max(total - 1, 0))
+    for pages in (call.k_pages, call.v_pages):
+        if pages is None or source.shape[0] == 0 or pages.numel() == 0:
+            continue
+        # Few torch ops know float8.
+        bits = pages.view(torch.uint8) if pages.dtype.itemsize == 1 and pages.is_floating_point() else pages
+        by_slot = bits.movedim(0, 2)
+        page = by_slot.shape[1]
+        store(by_slot, by_slot[at // page, at % page], slots)
 
 
 def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:

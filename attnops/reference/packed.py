@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attnops.ops.mla import MlaAttention
     from attnops.ops.paged import PagedAttention
     from attnops.ops.varlen import VarlenAttention, VarlenAttentionBackward
+    from attnops.ops.vertical_slash import VerticalSlashAttention
 
 
 def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -80,32 +81,23 @@ def lengths_of(cu_seqlens: Tensor) -> Tensor:
 
 def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     """The reference of `attnops.varlen_attention`."""
-    query, queries, keys = call.query, call.cu_seqlens_q, call.cu_seqlens_k
-    rules, like = Rules.of(call), result_dtype(query, call.q_scale)
-    out, lse = attend(
-        wide_query(pad(_indexable(query, like), queries, call.max_seqlen_q), call.q_scale),
-        dequantise(pad(_indexable(call.key, like), keys, call.max_seqlen_k), call.k_scale, like),
-        dequantise(pad(_indexable(call.value, like), keys, call.max_seqlen_k), call.v_scale, like),
-        _visible(call),
-        padded_mask(call.mask, queries, call.max_seqlen_q, call.max_seqlen_k),
-        call.sinks,
-        rules,
-    )
-    packed = compact(unpad(out, queries, query.shape[0]).to(like))
-    if not call.return_lse:
-        return packed, no_lse(query)
-    return packed, compact(unpad(lse.transpose(1, 2), queries, query.shape[0], float("-inf")).float())
+    keys, longest, like = call.cu_seqlens_k, call.max_seqlen_k, result_dtype(call.query, call.q_scale)
+    key, value = (pad(dequantise(x, scale, like), keys, longest) for x, scale in ((call.key, call.k_scale), (call.value, call.v_scale)))
+    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, longest)
+    out, lse = over_requests(call, wide_query(call.query, call.q_scale), key, value, lengths_of(keys), mask, Rules.of(call))
+    return compact(out.to(like)), compact(lse.float()) if call.return_lse else no_lse(call.query)
 
 
-def _visible(call: VarlenAttention | VarlenAttentionBackward) -> Tensor | None:
-    ends = lengths_of(call.cu_seqlens_k)
-    offset = ends - lengths_of(call.cu_seqlens_q)
-    return visible(call.max_seqlen_q, call.max_seqlen_k, offset, None, ends, Rules.of(call))
-
-
-def _indexable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantised numbers in `dtype`, which holds them exactly: float8 has no `where`."""
-    return x.to(dtype) if x.dtype.itemsize == 1 else x
+def over_requests(
+    call: VarlenAttention | PagedAttention | MlaAttention | VerticalSlashAttention, query: Tensor, key: Tensor, value: Tensor,
+    ends: Tensor, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output `[T, Hq, Dv]`, lse `[T, Hq]`) of a packed query over keys and values `[B, K, Hkv, ...]` that end at `ends`; inputs wide."""
+    starts, width = call.cu_seqlens_q, call.max_seqlen_q
+    see = visible(width, key.shape[1], ends - lengths_of(starts), None, ends, rules)
+    temperature = None if temperature is None else pad(temperature, starts, width)
+    out, lse = attend(pad(query, starts, width), key, value, see, mask, getattr(call, "sinks", None), rules, temperature)
+    return unpad(out, starts, query.shape[0]), unpad(lse.transpose(1, 2), starts, query.shape[0], float("-inf"))
 
 
 def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
@@ -115,15 +107,21 @@ def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int
 
 def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference of the gradients of query, key, value and sinks (`[0]` where there are none)."""
-    queries, keys = call.cu_seqlens_q, call.cu_seqlens_k
-    by_query = {n: getattr(call, n) for n in ("grad_output", "grad_lse", "query", "output", "lse")}
-    dense = {n: pad(x, queries, call.max_seqlen_q) for n, x in by_query.items() if x is not None}
-    dense |= {n: pad(getattr(call, n), keys, call.max_seqlen_k) for n in ("key", "value")}
-    mask = padded_mask(call.mask, queries, call.max_seqlen_q, call.max_seqlen_k)
-    query, key, value, _, sinks = gradients(changed(call, mask=mask, **dense), _visible(call))
-    where = ((query, queries, call.query), (key, keys, call.key), (value, keys, call.value))
+    query, key, value, _, sinks = gradients(*padded(call))
+    where = ((query, call.cu_seqlens_q, call.query), (key, call.cu_seqlens_k, call.key), (value, call.cu_seqlens_k, call.value))
     query, key, value = (compact(unpad(grad, cu, x.shape[0])) for grad, cu, x in where)
     return query, key, value, sinks
+
+
+def padded(call: VarlenAttentionBackward) -> tuple[VarlenAttentionBackward, Tensor | None]:
+    """(the call with a row `[B, width, ...]` for each request, which key each query sees)."""
+    queries, keys, longest = call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q
+    by_query = {n: getattr(call, n) for n in ("grad_output", "grad_lse", "query", "output", "lse")}
+    dense = {n: pad(x, queries, longest) for n, x in by_query.items() if x is not None}
+    dense |= {n: pad(getattr(call, n), keys, call.max_seqlen_k) for n in ("key", "value")}
+    ends = lengths_of(keys)
+    see = visible(longest, call.max_seqlen_k, ends - lengths_of(queries), None, ends, Rules.of(call))
+    return changed(call, mask=padded_mask(call.mask, queries, longest, call.max_seqlen_k), **dense), see
 
 
 def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
@@ -137,27 +135,22 @@ def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
 def paged_attention(call: PagedAttention) -> None:
     """The reference of `attnops.paged_attention`."""
     call = without_holes(call, call.k_pages)
-    query, like = call.query, result_dtype(call.query, call.q_scale)
-
-    def rows(pages: Tensor, scale: Tensor | None) -> Tensor:
-        return dequantise(gather_pages(pages, call.page_table), scale, like)
-
-    attend_pages(
-        call,
-        wide_query(pad(_indexable(query, like), call.cu_seqlens_q, call.max_seqlen_q), call.q_scale),
-        rows(call.k_pages, call.k_scale),
-        rows(call.v_pages, call.v_scale),
-        None if call.temperature is None else pad(call.temperature, call.cu_seqlens_q, call.max_seqlen_q),
-    )
+    like = result_dtype(call.query, call.q_scale)
+    pages = (call.k_pages, call.k_scale), (call.v_pages, call.v_scale)
+    key, value = (dequantise(gather_pages(x, call.page_table), scale, like) for x, scale in pages)
+    attend_pages(call, wide_query(call.query, call.q_scale), key, value, call.temperature)
 
 
 def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | None = None) -> None:
-    """Write output and lse of a call, given its padded query and its gathered pages, `[B, S or K, H, D]`, in the accumulation dtype."""
-    ends, keys, tokens = call.seq_lens.long(), key.shape[1], call.output.shape[0]
-    see = visible(call.max_seqlen_q, keys, ends - lengths_of(call.cu_seqlens_q), None, ends, Rules.of(call))
-    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, keys)
+    """Write output and lse of a call, given its query `[T, ...]` and its gathered pages `[B, K, H, D]`, in the accumulation dtype."""
+    ends = call.seq_lens.long()
+    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, key.shape[1])
     key, value = in_range(key, None, ends), in_range(value, None, ends)
-    out, lse = attend(query, key, value, see, mask, call.sinks, Rules.of(call), temperature)
-    call.output.copy_(unpad(out, call.cu_seqlens_q, tokens))
+    write_results(call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature))
+
+
+def write_results(call: Any, output: Tensor, lse: Tensor) -> None:
+    """Write `[T, Hq, Dv]` and `[T, Hq]` where the call wants them."""
+    call.output.copy_(output)
     if call.lse is not None:
-        call.lse.copy_(unpad(lse.transpose(1, 2), call.cu_seqlens_q, tokens, float("-inf")))
+        call.lse.copy_(lse)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import Rules, attend, compact, visible, wide
-from attnops.reference.packed import lengths_of, pad, unpad
+from attnops.reference.attention import Rules, compact, wide
+from attnops.reference.packed import lengths_of, over_requests, pad, write_results
 
 if TYPE_CHECKING:
     from attnops.ops.vertical_slash import VerticalSlashAttention, VerticalSlashIndexes
@@ -69,17 +69,12 @@ def vertical_slash_indexes(call: VerticalSlashIndexes) -> tuple[Tensor, Tensor, 
 
 def vertical_slash_attention(call: VerticalSlashAttention) -> None:
     """The reference of `attnops.ops.vertical_slash_attention`."""
-    queries, keys, longest_q, longest_k = call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
-    ends = lengths_of(keys)
-    see = visible(longest_q, longest_k, ends - lengths_of(queries), None, ends, Rules(call.scale, causal=True))
-    blocks = _listed(call.block_offset, call.block_count, BLOCK, longest_k)
-    chosen = blocks | _listed(call.column_index, call.column_count, 1, longest_k)
-    mask = chosen.repeat_interleave(BLOCK, 2)[:, :, :longest_q]
-    key, value = (wide(pad(x, keys, longest_k)) for x in (call.key, call.value))
-    out, lse = attend(wide(pad(call.query, queries, longest_q)), key, value, see, mask, None, Rules.of(call))
-    call.output.copy_(unpad(out, queries, call.query.shape[0]))
-    if call.lse is not None:
-        call.lse.copy_(unpad(lse.transpose(1, 2), queries, call.query.shape[0], float("-inf")))
+    keys, longest = call.cu_seqlens_k, call.max_seqlen_k
+    chosen = _listed(call.block_offset, call.block_count, BLOCK, longest) | _listed(call.column_index, call.column_count, 1, longest)
+    mask = chosen.repeat_interleave(BLOCK, 2)[:, :, : call.max_seqlen_q]
+    key, value = (wide(pad(x, keys, longest)) for x in (call.key, call.value))
+    found = over_requests(call, wide(call.query), key, value, lengths_of(keys), mask, Rules(call.scale, causal=True))
+    write_results(call, *found)
 
 
 def _listed(starts: Tensor, count: Tensor, width: int, keys: int) -> Tensor:

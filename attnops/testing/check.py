@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from attnops.reference.data import rows_schedule_words
 from attnops.reference.latent_format import GROUP, LEAST, TOP, unpack
 from attnops.reference.rope_quantize import scaled
 from attnops.testing.inputs import Call
+
+Errors = dict[str, tuple[float, float]]
 
 
 class Mismatch(AssertionError):
@@ -63,40 +65,39 @@ def check_kernel(kernel: Kernel, call: Call) -> Figures:
     check(call.record)
     if refused := refusals(kernel, call):
         return Figures(kernel.name, kernel.op, refused)
-    figures = _check_run(kernel, kernel.run, call)
+    figures = _check_run(kernel, call)
     if (with_plan := with_device_plan(kernel, call)) is not call:
-        figures = max(figures, _check_run(kernel, kernel.run, with_plan), key=lambda f: f.worst)
+        figures = max(figures, _check_run(kernel, with_plan), key=lambda f: f.worst)
     return figures
 
 
-def _check_run(kernel: Kernel, run: Callable[..., Any], call: Call) -> Figures:
+def _check_run(kernel: Kernel, call: Call) -> Figures:
     # A workspace can be larger than all other arguments, so it is copied once for the run and once by the oracle.
     clean = call.map(lambda n, t: fill(clone(t), call.free[n], False) if n in call.free else t if n == "workspace" else clone(t))
     given = call.map(lambda n, t: _poisoned(call, n, t))
     before = {n: clone(t) for n, t in given.tensors().items() if n not in given.mutated}
     with torch.no_grad():
-        returned = run(given.record)
+        returned = kernel.run(given.record)
     where = f"{kernel.op}.{kernel.name}"
     results = _results(given, returned, where)
     _check_layout(results, given, where)
     for name, copy in before.items():
         if not _same_bits(given.arguments[name], copy):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
-    if kernel.op == "rope_quantize_latent":
-        return Figures(kernel.name, kernel.op, errors=_rotated(kernel, clean, results))
-    if kernel.op == "write_latent_packed":
-        return Figures(kernel.name, kernel.op, errors=_written_packed(kernel, clean, results["latent_pages"]))
-    if kernel.op in WRITES:
-        return Figures(kernel.name, kernel.op, errors=_written(kernel, clean, results))
-    expected = oracle(clean)
-    allowed = budget.allowance(clean, expected, kernel.tolerance.rounded_sums)
-    errors = {}
+    errors = CHECKS.get(kernel.op, _compared)(kernel, clean, results)
+    return Figures(kernel.name, kernel.op, errors=errors)
+
+
+def _compared(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
+    expected, errors = oracle(call), {}
+    allowed = budget.allowance(call, expected, kernel.tolerance.rounded_sums)
     for name, got in results.items():
         if name in ("plan", "workspace"):
             continue  # private to the kernel
-        start = _schedule_words(clean) if kernel.op == "decode_rows" else 0
-        errors[name] = compare(f"{where}: {name}", got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance.factor)
-    return Figures(kernel.name, kernel.op, errors=errors)
+        start = _schedule_words(call) if kernel.op == "decode_rows" else 0
+        what = f"{kernel.op}.{kernel.name}: {name}"
+        errors[name] = compare(what, got[start:], expected[name][start:], allowed.get(name, 0.0), kernel.tolerance.factor)
+    return errors
 
 
 def oracle(call: Call) -> dict[str, Tensor]:
@@ -202,63 +203,59 @@ def _schedule_words(call: Call) -> int:
 WRITES = {
     "write_kv": (("k_pages", ("key",), "k_scale"), ("v_pages", ("value",), "v_scale")),
     "write_latent": (("latent_pages", ("latent", "k_pe"), "kv_scale"),),
+    "write_latent_packed": (("latent_pages", ("latent", "k_pe"), ""),),
 }
 """Ops that write slots: the pages, the arguments whose rows they store, end to end, and the scale."""
 
 
-def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Compare every slot of the pages: a written one holds its row within half a step, the others are unchanged."""
-    errors = {}
-    slots = call.arguments["slots"].long()
-    real = slots[slots >= 0]
-    for pages, rows, scale in WRITES[kernel.op]:
-        got = results[pages]
-        exact = torch.cat([call.arguments[n].double() for n in rows], -1)[slots >= 0]
+def _written(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
+    """Compare every slot of the pages: a written one holds its row within half a step, the others keep their bytes."""
+    errors, slots = {}, call.arguments["slots"]
+    real = slots[slots >= 0].long()
+    for pages, names, scale in WRITES[kernel.op]:
+        what, got = f"{kernel.op}.{kernel.name}: {pages}", results[pages]
+        before, after = (t.flatten(0, 1).view(torch.uint8) for t in (call.arguments[pages], got))
+        changed = (after != before).flatten(1).any(1)
+        changed[real] = False
+        if changed.any():
+            raise Mismatch(f"{what}: slot {int(changed.nonzero()[0])} changed, but no token is stored there")
+        parts, rows = [call.arguments[n][slots >= 0].double() for n in names], after[real]
+        exact = torch.cat(parts, -1)
         if call.arguments.get(scale) is not None:
             exact = exact / call.arguments[scale].double().reshape(-1, 1)
-        if got.dtype.itemsize == 1:
-            top = 127.0 if got.dtype == torch.int8 else torch.finfo(got.dtype).max
-            exact = exact.clamp(-top, top)
-        want = call.arguments[pages].double().flatten(0, 1)
-        allowed = torch.zeros_like(want)
-        want[real] = exact
-        # Quantised rows are stored unchanged.
-        allowed[real] = 0.0 if call.arguments[rows[0]].dtype == got.dtype else budget.stored(exact, got.dtype)
-        what = f"{kernel.op}.{kernel.name}: {pages}"
-        errors[pages] = compare(what, got.double().flatten(0, 1), want, allowed, 1.0)
+        if kernel.op == "write_latent_packed":
+            allowed, found = _packed(what, parts[0], parts[1], rows)
+        else:
+            quantised = call.arguments[names[0]].dtype == got.dtype  # stored unchanged
+            exact, allowed = budget.stored(exact, torch.float64 if quantised else got.dtype)
+            found = rows.view(got.dtype).double()
+        errors[pages] = compare(what, found, exact, allowed, 1.0)
     return errors
 
 
-def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Compare stored numbers with exact ones: within half a step, plus float32's rounding of the rotation."""
-    wide = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
-    parts, errors = scaled(wide.record), {}
-    for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
-        top = torch.finfo(got.dtype).max
-        want = exact.clamp(-top, top)
-        # A rotation keeps the length of a pair, so the largest number bounds the terms of its sums.
-        allowed = budget.stored(want, got.dtype) + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
-        errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
-    return errors
-
-
-def _written_packed(kernel: Kernel, call: Call, got: Tensor) -> dict[str, tuple[float, float]]:
-    """As `_written`: scales are exact, unwritten slots keep their bytes, and numbers read back are within half a step."""
-    what = f"{kernel.op}.{kernel.name}: latent_pages"
-    slots, latent, k_pe = (call.arguments[n] for n in ("slots", "latent", "k_pe"))
-    real, before, after = slots[slots >= 0].long(), call.arguments["latent_pages"].flatten(0, 1), got.flatten(0, 1)
-    kept = torch.ones(before.shape[0], dtype=torch.bool, device=got.device)
-    kept[real] = False
-    if not torch.equal(after[kept], before[kept]):
-        raise Mismatch(f"{what}: slot {int(torch.nonzero((after != before).any(1) & kept)[0])} changed, but no token is stored there")
-    latent, k_pe, rows = latent[slots >= 0].double(), k_pe[slots >= 0].double(), after[real]
+def _packed(what: str, latent: Tensor, k_pe: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(the allowed error, the numbers) of packed rows. Compares the scales, which are exact."""
     groups = latent.unflatten(-1, (-1, GROUP))
     mantissa, exponent = torch.frexp(groups.abs().amax(-1) / TOP)
     scale = torch.exp2((exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(min=LEAST).double())
     scale = torch.where(mantissa == 0, 2.0**LEAST, scale)
     found = rows[:, latent.shape[1] : rows.shape[1] - 2 * k_pe.shape[1]].clone(memory_format=torch.contiguous_format).view(torch.float32)
     compare(f"{what}: scale", found, scale, 0.0, 1.0)
-    step = (budget.stored(groups / scale[..., None], torch.float8_e4m3fn) * scale[..., None]).flatten(-2)
-    allowed = torch.cat([step, k_pe.abs() * 2.0**-8], -1)
-    want = torch.cat([latent, k_pe], -1)
-    return {"latent_pages": compare(what, unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64), want, allowed, 1.0)}
+    step = (budget.stored(groups / scale[..., None], torch.float8_e4m3fn)[1] * scale[..., None]).flatten(-2)
+    return torch.cat([step, k_pe.abs() * 2.0**-8], -1), unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64)
+
+
+def _rotated(kernel: Kernel, call: Call, results: Mapping[str, Tensor]) -> Errors:
+    """Compare stored numbers with exact ones: within half a step, plus float32's rounding of the rotation."""
+    wide = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
+    parts, errors = scaled(wide.record), {}
+    for (name, got), exact in zip(results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True):
+        want, allowed = budget.stored(exact, got.dtype)
+        # A rotation keeps the length of a pair, so the largest number bounds the terms of its sums.
+        allowed = allowed + 2.0**-21 * exact.abs().amax(-1, keepdim=True)
+        errors[name] = compare(f"{kernel.op}.{kernel.name}: {name}", got.double(), want, allowed, 1.0)
+    return errors
+
+
+CHECKS = dict.fromkeys(WRITES, _written) | {"rope_quantize_latent": _rotated}
+"""By op, the comparison of results in place of `_compared`."""

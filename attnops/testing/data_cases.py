@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -104,64 +103,54 @@ SLASHES: Rows = {
 }  # fmt: skip
 
 
-def _metadata() -> dict[str, tuple[Case, ...]]:
-    lengths = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}
-    ints = (torch.int32, torch.int64)
-
-    def case(op: str, label: str, make: Callable[[Source], dict[str, Any]]) -> Case:
-        return Case(op, label, lambda source: Call(op, make(source)))
-
-    def rows(source: Source, lens: tuple[int, ...], more: int) -> dict[str, Any]:
-        return {"cu_seqlens": source.cumulative(lens), "num_tokens": sum(lens) + more}
-
-    def slots(source: Source, page: int, dtype: torch.dtype) -> dict[str, Any]:
-        positions, rows = (0, 4, -1, 7, 2, 99, 5), (0, 1, 0, -1, 2, 1, 2)
-        table = source.ints((5, 2, -1, 0, 7, 3, 1, -1, 6)).reshape(3, 3)
-        return {"positions": source.ints(positions, dtype), "rows": source.ints(rows, dtype), "page_table": table, "page_size": page}
-
-    def indices(source: Source, page: int, lens: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        table = source.ints(source.permutation(len(lens) * 5)).reshape(len(lens), 5)
-        return {"page_table": table, "seq_lens": source.ints(lens, dtype), "page_size": page}
-
-    def by_token(source: Source, q_lens: tuple[int, ...], more: int, width: int, causal: bool, heads: dict[str, Any]) -> dict[str, Any]:
-        batch = len(q_lens)
-        table = source.ints([n - 1 for n in source.permutation(batch * width)]).reshape(batch, width)
-        lengths = source.ints([n + 2 * (i % 2) for i, n in enumerate(q_lens)])
-        cu = source.cumulative(q_lens)
-        return {"page_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "num_tokens": sum(q_lens) + more, "causal": causal, **heads}
-
-    def named(source: Source, holes: tuple[int, ...], q_lens: tuple[int, ...], more: dict[str, Any]) -> dict[str, Any]:
-        batch, page, width = len(q_lens), 4, 5
-        lengths = [n and n + 7 + 3 * (i % 2) for i, n in enumerate(q_lens)]
-        ids = [n - 1 for n in source.permutation(batch * width)]
-        ids = [ids[i] if i % width not in holes else (-1, batch * width, -7)[i % 3] for i in range(batch * width)]
-        table = source.ints(ids).reshape(batch, width)
-        tables = {"page_table": table, "seq_lens": source.ints(lengths), "cu_seqlens_q": source.cumulative(q_lens)}
-        return {**tables, "num_pages": batch * width, "page_size": page, **more}
-
-    places: dict[str, Any] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
-    queries: dict[str, Any] = {"ragged": (3, 0, 5, 1), "decode": (1, 1, 1), "no_requests": ()}
-    ways: dict[str, Any] = {"squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False}}
-    heads = {"rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True}}
-
-    def grid(op: str, make: Callable[..., dict[str, Any]], **axes: Sequence[Any] | dict[str, Any]) -> tuple[Case, ...]:
-        named = [axis if isinstance(axis, dict) else {str(v).removeprefix("torch."): v for v in axis} for axis in axes.values()]
-        points = product(*(axis.items() for axis in named))
-        return tuple(
-            case(op, "-".join(n for n, _ in point), partial(make, **dict(zip(axes, (v for _, v in point), strict=True))))
-            for point in points
-        )
-
-    return {
-        "cu_seqlens": grid("cu_seqlens", lambda s, lens, dtype: {"lengths": s.ints(lens, dtype)}, lens=lengths, dtype=ints),
-        "token_rows": grid("token_rows", rows, lens=lengths, more=(0, 3)),
-        "slot_mapping": grid("slot_mapping", slots, page=(1, 3, 16), dtype=ints),
-        "kv_indices": grid("kv_indices", indices, lens=lengths, page=(1, 3), dtype=ints),
-        "decode_rows": grid("decode_rows", by_token, q_lens=lengths, more=(0, 3), width=(3, 0), causal=(True, False), heads=heads),
-        "named_pages": grid("named_pages", named, holes=places, q_lens=queries, more=ways),
-    }
+def _rows(source: Source, lens: Sequence[int], more: int) -> dict[str, Any]:
+    return {"cu_seqlens": source.cumulative(lens), "num_tokens": sum(lens) + more}
 
 
+def _slots(source: Source, page: int, dtype: torch.dtype) -> dict[str, Any]:
+    positions, rows = source.ints((0, 4, -1, 7, 2, 99, 5), dtype), source.ints((0, 1, 0, -1, 2, 1, 2), dtype)
+    table = source.ints((5, 2, -1, 0, 7, 3, 1, -1, 6)).reshape(3, 3)
+    return {"positions": positions, "rows": rows, "page_table": table, "page_size": page}
+
+
+def _indices(source: Source, lens: Sequence[int], page: int, dtype: torch.dtype) -> dict[str, Any]:
+    table = source.ints(source.permutation(len(lens) * 5)).reshape(len(lens), 5)
+    return {"page_table": table, "seq_lens": source.ints(lens, dtype), "page_size": page}
+
+
+def _by_token(source: Source, q_lens: Sequence[int], more: int, width: int, causal: bool, **heads: Any) -> dict[str, Any]:
+    table = source.ints(n - 1 for n in source.permutation(len(q_lens) * width)).reshape(len(q_lens), width)
+    lengths = source.ints(n + 2 * (i % 2) for i, n in enumerate(q_lens))
+    tokens = {"cu_seqlens_q": source.cumulative(q_lens), "num_tokens": sum(q_lens) + more}
+    return {"page_table": table, "seq_lens": lengths, **tokens, "causal": causal, **heads}
+
+
+def _named(source: Source, holes: Sequence[int], q_lens: Sequence[int], **more: Any) -> dict[str, Any]:
+    page, width = 4, 5
+    total = len(q_lens) * width
+    ids = [n - 1 if i % width not in holes else (-1, total, -7)[i % 3] for i, n in enumerate(source.permutation(total))]
+    lengths = source.ints(n and n + 7 + 3 * (i % 2) for i, n in enumerate(q_lens))
+    tables = {"page_table": source.ints(ids).reshape(len(q_lens), width), "seq_lens": lengths, "cu_seqlens_q": source.cumulative(q_lens)}
+    return {**tables, "num_pages": total, "page_size": page, **more}
+
+
+def _grid(op: str, make: Callable[..., dict[str, Any]], *axes: Mapping[str, Any] | Sequence[Any]) -> tuple[Case, ...]:
+    """Every point of the axes, which hold the arguments of `make` after the source by label; a dict is arguments by name."""
+    labelled = [axis if isinstance(axis, Mapping) else {str(v).removeprefix("torch."): v for v in axis} for axis in axes]
+    points = [zip(*point, strict=True) for point in product(*(axis.items() for axis in labelled))]
+    rows: Rows = {"-".join(names): values for names, values in points}
+    return table(op, lambda source, *values, **more: Call(op, make(source, *values, **more)), rows)
+
+
+LENGTHS, INTS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}, (torch.int32, torch.int64)
+HOLES: dict[str, tuple[int, ...]] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
+WAYS: dict[str, dict[str, Any]] = {
+    "squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False},
+}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True},
+}  # fmt: skip
+QUERIES: dict[str, tuple[int, ...]] = {"ragged": (3, 0, 5, 1), "decode": (1, 1, 1), "no_requests": ()}
 DATA_CASES = {
     "write_kv": table("write_kv", builders.write, WRITES),
     "merge_state": table("merge_state", builders.merge, MERGES),
@@ -169,5 +158,10 @@ DATA_CASES = {
     "copy_kv": table("copy_kv", builders.copy, COPIES),
     "vertical_slash_indexes": table("vertical_slash_indexes", builders.slash_indexes, INDEXES),
     "vertical_slash_attention": table("vertical_slash_attention", builders.slash_attention, SLASHES),
-    **_metadata(),
+    "cu_seqlens": _grid("cu_seqlens", lambda source, lens, dtype: {"lengths": source.ints(lens, dtype)}, LENGTHS, INTS),
+    "token_rows": _grid("token_rows", _rows, LENGTHS, (0, 3)),
+    "slot_mapping": _grid("slot_mapping", _slots, (1, 3, 16), INTS),
+    "kv_indices": _grid("kv_indices", _indices, LENGTHS, (1, 3), INTS),
+    "decode_rows": _grid("decode_rows", _by_token, LENGTHS, (0, 3), (3, 0), (True, False), HEADS),
+    "named_pages": _grid("named_pages", _named, HOLES, QUERIES, WAYS),
 }

@@ -10,7 +10,7 @@ import torch
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import LOOPS, by_request
 from attnops.problem import Problem
-from attnops.reference import attention, data, holes, mla, moves, packed, rope_quantize, sparse, vertical_slash
+from attnops.reference import attention, data, holes, mla, packed, rope_quantize, vertical_slash
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -41,10 +41,10 @@ CALLED = (
     Reference("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
     Reference("mla_attention", mla.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
     Reference("write_latent", mla.write_latent, STORED, STORED, "kv_scale"),
-    Reference("sparse_mla_attention", sparse.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
-    Reference("write_latent_packed", sparse.write_latent_packed, FLOATS, BYTES),
+    Reference("sparse_mla_attention", mla.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    Reference("write_latent_packed", mla.write_latent_packed, FLOATS, BYTES),
     Reference("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
-    Reference("copy_kv", moves.copy_kv, STORED + BYTES),
+    Reference("copy_kv", data.copy_kv, STORED + BYTES),
     Reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
     Reference("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
 )

@@ -12,9 +12,8 @@ import torch
 from attnops.kernel import Inline, Invariant, Kernel, demand, register
 from attnops.problem import Problem
 from attnops.reference.data import write_kv
-from attnops.reference.mla import write_latent
+from attnops.reference.mla import write_latent, write_latent_packed
 from attnops.reference.rope_quantize import rope_quantize_latent
-from attnops.reference.sparse import write_latent_packed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Triton makes float8_e4m3fn from SM89 on.
