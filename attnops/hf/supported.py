@@ -25,7 +25,7 @@ def installed() -> str | None:
 def older_than(bound: str) -> bool:
     """Is the transformers that is installed older than this?"""
     found, wanted = parse(installed() or ""), parse(bound)
-    return found is not None and wanted is not None and found.base < wanted.base
+    return found is not None and wanted is not None and found.release < wanted.release
 
 
 def check() -> None:
