@@ -33,8 +33,8 @@ from attnops.measured import Shape
 from attnops.ops import OPS
 from attnops.testing import Call, Source, builders, equip, with_device_plan
 from attnops.tune.clock import Run, spread
+from attnops.tune.run import runner
 from attnops.tune.shapes import DENSE, MLA, PAGED
-from attnops.tune.timing import runner
 
 E4M3 = torch.float8_e4m3fn
 

@@ -30,8 +30,8 @@ from attnops.measured import Shape
 from attnops.testing import CASES as CALLS, Features, Source, builders, check_kernel
 from attnops.tune import side_by_side
 from attnops.tune.clock import Run, synchronize
+from attnops.tune.run import runner
 from attnops.tune.shapes import FP8, MLA, PAGED
-from attnops.tune.timing import runner
 
 NEAR = 0.02
 """Two kernels' results for one call differ by less, as a share of the largest value."""

@@ -1,6 +1,5 @@
 """`attnops tune`: what is timed, what is left out and why, and the command."""
 
-import importlib
 import json
 import time
 from contextlib import nullcontext
@@ -19,11 +18,10 @@ from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, 
 from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
-from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of, timing
+from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of
 from attnops.tune.clock import GraphClock, host_clock
 from attnops.tune.shapes import powers
 
-ahead = importlib.import_module("attnops.tune.ahead")
 CPU = torch.device("cpu")
 SHAPE = Shape("attention", "float32", "float32", 4, 2, 16, 16, square=True)
 PLAN = Sweep(SHAPE, (1.0, 2.0), (4.0, 8.0, 16.0), (1.0,))
@@ -221,7 +219,7 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, monkeypatch):
 
     for name, kernel in list(kernels_of("attention").items()):
         registry_module._REGISTRY.kernels["attention"][name] = replace(kernel, run=first_call(name))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
     other = replace(PLAN, shape=replace(SHAPE, causal=False))
     stopwatch = Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0)
     table, _ = measure([PLAN, other], stopwatch, CPU)
@@ -240,7 +238,7 @@ def test_a_kernel_that_compiled_once_goes_on(lab, monkeypatch):
         first[0] = 0.0
 
     registry_module._REGISTRY.kernels["attention"]["slow"] = replace(kernels_of("attention")["slow"], run=compiles_once)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
     table, _ = measure([PLAN], Stopwatch(Fake(lambda name, tokens: 10.0), first_calls_s=12.0), CPU)
     assert table.grids[0].us["slow"] == (10.0,) * 6, "the second size tells that the first one's wait was for all of them"
 
@@ -277,8 +275,8 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, monkeypatc
         assert [b.numel() for b in buffers] == [4, 8]
         now[0] += 7e-4
 
-    monkeypatch.setattr(timing, "planned", planned)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run, "planned", planned)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
 
     stopwatch = Stopwatch(lambda kernel, call, run: 10.0 + (call.arguments.get("plan") is not None), equip=equip)
     table, _ = measure([Sweep(shape, (1.0, 2.0), (1.0,), (8.0,))], stopwatch, CPU)
@@ -310,7 +308,7 @@ def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
         assert stopwatch.time(kernel, again, "kind").us and counters["stats"]["unique_graphs"] == compiled + 1, "sizes are symbolic"
         assert not stopwatch.spent_s, "its compilation is not held against it"
         call = build(shape, [1, 1], [7, 5], Pool("cpu"))
-        torch.testing.assert_close(timing.runner(kernel, call)(), want.arguments["output"])
+        torch.testing.assert_close(run.runner(kernel, call)(), want.arguments["output"])
     finally:
         monkeypatch.undo()
         forget()
@@ -398,7 +396,7 @@ def test_first_calls_do_not_go_on_for_ever(lab, monkeypatch):
 
     lab("a", slow)
     lab("b", slow)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
     report = measure([PLAN], Stopwatch(lambda *_: 10.0, first_calls_s=1e9), CPU, budget_s=20.0)[1]
     assert report.points == 3 and report.late == 3, "24 seconds hold three sizes of two kernels at five seconds"
 
@@ -407,16 +405,16 @@ def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
     seen = []
     lab("a", run=lambda q, k, v, causal=False, **_: seen.append((q.shape[0], q.shape[1])))
     lab("b", run=fails)
-    assert ahead.compile_for([PLAN], ("a",), CPU) == 6 and seen == [(b, q) for q in (4, 8, 16) for b in (1, 2)]
-    assert ahead.compile_for([PLAN], ("b",), CPU) == 0
+    assert run.compile_for([PLAN], ("a",), CPU) == 6 and seen == [(b, q) for q in (4, 8, 16) for b in (1, 2)]
+    assert run.compile_for([PLAN], ("b",), CPU) == 0
     long = replace(PLAN, queries=(float(1 << 20),))
-    assert list(ahead.kinds(long)) == [], "only small calls"
+    assert list(run.kinds(long)) == [], "only small calls"
 
 
 def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
-    assert ahead.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
-    assert ahead.compile_ahead("tiny", CPU, (), ("nobody",), workers=1, limit_s=100) == 0
+    assert run.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
+    assert run.compile_ahead("tiny", CPU, (), ("nobody",), workers=1, limit_s=100) == 0
 
 
 def test_names_narrow_the_field(lab):

@@ -27,10 +27,9 @@ from attnops.measured.shape import Work
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.select import select
-from attnops.tune.ahead import COMPILED
 from attnops.tune.clock import Run, Timed, host_clock, kernels_us
+from attnops.tune.run import COMPILED, Stopwatch, runner
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
-from attnops.tune.timing import Stopwatch, runner
 
 ROWS, REQUESTS = 32, 3
 """The last queries of the first requests are compared. All of them would take longer than the measurement."""

@@ -53,11 +53,8 @@ def run(
 
         checked(setup.model)
     with console.status("measuring") as status, quiet_transformers():
-
-        def tell(case: str) -> None:
-            status.update(escape(case))
-
-        reports = run_suites(chosen, setup, budget_s=budget_s, out=out, commit=commit, gpus=gpus, tell=tell)
+        options: dict[str, Any] = {"budget_s": budget_s, "out": out, "commit": commit, "gpus": gpus}
+        reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))
     for report in reports.values():
         show(report, console)
     written = [] if out is None else [out / f"{suite.stem}.json" for suite in chosen]

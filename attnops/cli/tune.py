@@ -19,8 +19,9 @@ from attnops.errors import InvalidInput
 from attnops.kernel import kernel_names
 from attnops.measured import Grid, Shape, Table, path_for, save
 from attnops.measured.store import check_place
-from attnops.tune import COMPILED, Report, Stopwatch, clock_for, compile_ahead, gpu_name, measure, sweeps_of
-from attnops.tune.clock import ceilings
+from attnops.tune.clock import ceilings, clock_for
+from attnops.tune.run import COMPILED, Report, Stopwatch, compile_ahead, gpu_name, measure
+from attnops.tune.shapes import sweeps_of
 
 
 def run(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
-from attnops.measured.shape import Shape, Sizes, Work
+from attnops.measured.shape import Shape, Sizes
 
 AXES = ("batch", "queries", "ratio")
 Axis = tuple[float, ...]
@@ -57,8 +57,7 @@ class Grid(Axes):
         Linear between measured points: in batch, in ratio, and in the work that more queries add. Below the first point of an axis the
         time is that point's. Beyond the last it follows the line of the last two, or is in proportion to the work of a single point.
         """
-        table = self._filled.get(kernel)
-        if table is None:
+        if (table := self._filled.get(kernel)) is None:
             return None
         b, r = _locate(self.batch, sizes.batch), _locate(self.ratio, sizes.ratio)
         q = _locate(tuple(map(self._added, self.queries)), self._added(sizes.queries))
@@ -76,31 +75,18 @@ class Grid(Axes):
 
     @functools.cached_property
     def _filled(self) -> dict[str, tuple[float, ...]]:
-        return {name: full for name, us in self.us.items() if (full := self._fill(us)) is not None}
-
-    def _fill(self, us: tuple[float | None, ...]) -> tuple[float, ...] | None:
         """Points without a time get their smaller neighbour's, in proportion to the work; kernels keep their order there."""
-        filled = list(us)
-        strides = len(self.queries) * len(self.ratio), len(self.ratio), 1
-        for here, at in enumerate(product(*(range(len(axis)) for axis in self.axes))):
-            for axis in (2, 0, 1):
-                if filled[here] is None and (i := at[axis]) and (smaller := filled[here - strides[axis]]) is not None:
-                    filled[here] = smaller * (self.axes[axis][i] / self.axes[axis][i - 1]) ** POWERS[axis]
-        known = [t for t in filled if t is not None]
-        # Points before the first time: the smallest sizes failed, and the next time is the best guess.
-        return tuple(known[0] if t is None else t for t in filled) if known else None
-
-    def best_rates(self) -> Work:
-        """The most bytes and operations a microsecond that any kernel reached here."""
-        works = list(map(self.shape.work, self.points()))
-        rates = [Work(work.bytes / us, work.flops / us) for times in self.us.values() for work, us in zip(works, times, strict=True) if us]
-        return largest(rates)
-
-
-def largest(rates: Iterable[Work]) -> Work:
-    """The most bytes and the most operations of any; 0 of none."""
-    found = [Work(0.0, 0.0), *rates]
-    return Work(max(r.bytes for r in found), max(r.flops for r in found))
+        out, strides = {}, (len(self.queries) * len(self.ratio), len(self.ratio), 1)
+        for name, us in self.us.items():
+            filled = list(us)
+            for here, at in enumerate(product(*(range(len(axis)) for axis in self.axes))):
+                for axis in (2, 0, 1):
+                    if filled[here] is None and (i := at[axis]) and (smaller := filled[here - strides[axis]]) is not None:
+                        filled[here] = smaller * (self.axes[axis][i] / self.axes[axis][i - 1]) ** POWERS[axis]
+            # Points before the first time: the smallest sizes failed, and the next time is the best guess.
+            if known := [t for t in filled if t is not None]:
+                out[name] = tuple(known[0] if t is None else t for t in filled)
+        return out
 
 
 Ends = tuple[tuple[int, float], ...]
@@ -108,13 +94,12 @@ Ends = tuple[tuple[int, float], ...]
 
 def _locate(axis: Axis, size: float) -> Ends:
     """The index and the weight of both neighbours on the axis; beyond the end of the last two."""
+    if len(axis) == 1:
+        return ((0, 1.0),)
     size = max(size, axis[0])
-    high = min(bisect_right(axis, size), len(axis) - 1)
-    low = max(high - 1, 0)
-    if high == low:
-        return ((low, 1.0),)
-    weight = (size - axis[low]) / (axis[high] - axis[low])
-    return (low, 1 - weight), (high, weight)
+    high = bisect_right(axis, size, 1, len(axis) - 1)
+    weight = (size - axis[high - 1]) / (axis[high] - axis[high - 1])
+    return (high - 1, 1 - weight), (high, weight)
 
 
 def _linear(ends: Ends, value: Callable[[int], float]) -> float:

@@ -19,8 +19,8 @@ import torch
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel
-from attnops.measured.grid import AXES, Grid, largest
-from attnops.measured.shape import Shape, Sizes, Work
+from attnops.measured.grid import AXES, Grid
+from attnops.measured.shape import Shape, Sizes
 from attnops.problem import Problem, Target
 from attnops.version import VERSION
 
@@ -90,8 +90,10 @@ class Table:
         return max(least, *(need / rate for need, rate in zip(grid.shape.work(at), self._best_rates, strict=True) if rate))
 
     @functools.cached_property
-    def _best_rates(self) -> Work:
-        return largest(g.best_rates() for g in self.grids)
+    def _best_rates(self) -> tuple[float, ...]:
+        points = ((g.shape.work(at), times) for g in self.grids for at, *times in zip(g.points(), *g.us.values(), strict=True))
+        rates = [(work.bytes / us, work.flops / us) for work, times in points for us in times if us]
+        return tuple(map(max, zip((0.0, 0.0), *rates, strict=True)))
 
     def to_json(self) -> str:
         """The file's text, one line a grid."""

@@ -1,23 +1,39 @@
-"""`measure`: times every usable kernel over a grid and makes a table of the times."""
+"""`measure`: times every kernel that can run over a grid of calls, after `compile_ahead`, and makes a table of the times."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import inf
+from multiprocessing import get_context
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from attnops.inputs import Pool, build, lengths
-from attnops.kernel import kernels_of
-from attnops.measured import Grid, Table, cpu_name, version_of
+from attnops.errors import one_line
+from attnops.inputs import Call, Pool, build, equip_as_used, lengths, planned
+from attnops.kernel import Kernel, all_kernels, kernels_of
+from attnops.measured import Grid, Sizes, Table, cpu_name, version_of
+from attnops.ops import OPS
 from attnops.problem import Target
-from attnops.tune.shapes import LARGEST_BYTES, Sweep
-from attnops.tune.timing import Stopwatch
+from attnops.tune.clock import Clock, Run, synchronize
+from attnops.tune.shapes import LARGEST_BYTES, Sweep, sweeps_of
 from attnops.version import VERSION
+
+K = TypeVar("K", bound=Hashable)
+SLOW_FIRST_CALL_S = 0.5
+"""A first call that takes longer has compiled."""
+
+COMPILED = ("triton",)
+"""Kernels with many small variants that the compiler caches on disk."""
+
+SMALL_BYTES, SMALL_FLOPS = 4e8, 4e11
 
 TOO_SLOW = 8.0
 """A kernel this many times slower than the best at a smaller size is not timed at a larger one."""
@@ -27,6 +43,182 @@ LEAST_S, HARD = 5.0, 1.2
 
 ENOUGH = 0.5
 """The share of a shape's points that must be timed: fewer, the smallest ones, say too little about large calls."""
+
+
+def runner(kernel: Kernel, call: Call) -> Run:
+    """A function that runs `kernel` on `call`. A kernel lowered in place around a foreign call runs compiled, as in users' graphs.
+
+    The compiled graph allocates and returns its output, which the foreign call then writes without a copy.
+    """
+    if kernel.core is None:
+        return functools.partial(kernel.run, call.record)
+    kwargs = call.kwargs
+    # Decode and extend are separate graphs in users' code. Here the bound would become symbolic, which kernels refuse.
+    compiled = _compiled(call.op, str(kwargs.pop("max_seqlen_q", "")))
+    return functools.partial(compiled, call.args, kwargs, f"kernel={kernel.op}:{kernel.name}")
+
+
+@contextlib.contextmanager
+def _one_compilation() -> Iterator[None]:
+    """Let equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes."""
+    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
+    with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
+        yield
+
+
+@functools.cache
+def _compiled(op: str, queries: str) -> Callable[..., Any]:
+    packet = OPS[op].packet.default
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], policy: str) -> Any:
+        # With dynamic shapes, Dynamo specialises on a string, but not on an int from outside.
+        given = {**kwargs, **({"max_seqlen_q": int(queries)} if queries else {})}
+        if "output" in given:
+            given["output"] = torch.empty_like(given["output"])
+        result = packet(*args, **given, policy=policy)
+        return given.get("output", result)
+
+    return torch.compile(run, fullgraph=True, dynamic=True)
+
+
+class Timing(NamedTuple):
+    """Device microseconds of one kernel at one size; None with the reason. broken: the kernel raised. given_up: it was not started."""
+
+    us: float | None
+    reason: str = ""
+    broken: bool = False
+    given_up: bool = False
+
+
+@dataclass
+class Stopwatch:
+    """Times kernels, and limits the time of first calls, which may compile.
+
+    A kernel compiles once for each `kind` of call, which the caller names. After slow first calls of `first_calls_s` in all, a kernel
+    stops at kinds whose last two first calls were slow. It starts on another kind only if at least half of its kinds started fast (as
+    prebuilt kernels do), and never after three times that long: flex_attention would compile for hours.
+
+    names: kernels to time; () is all. equip: adds plans and workspaces to a call. spent_s: seconds of slow first calls by kernel.
+    starting_s: seconds of all first calls. unplanned: errors of plans by kernel.
+    """
+
+    clock: Clock
+    first_calls_s: float = 20.0
+    names: tuple[str, ...] = ()
+    equip: Callable[[Kernel, Call], Call] = equip_as_used
+    spent_s: dict[str, float] = field(default_factory=dict)
+    starting_s: float = 0.0
+    unplanned: dict[str, str] = field(default_factory=dict)
+    _kinds: dict[str, dict[Hashable, tuple[bool, int]]] = field(default_factory=dict)
+    """By kernel and kind: was its first call slow, and how many of its last ones in a row."""
+
+    def candidates(self, call: Call) -> list[tuple[Kernel, Call, float | None]]:
+        """The kernels that can answer `call`, each with the call as layers make it, and the host microseconds of a host plan.
+
+        Device plans are made here, untimed, because layers share one a step. Raises torch.OutOfMemoryError.
+        """
+        out: list[tuple[Kernel, Call, float | None]] = []
+        for kernel in kernels_of(call.op).values():
+            # The cost of plain torch lowered in place depends on the fusions of Inductor.
+            if kernel.fused or (self.names and kernel.name not in self.names):
+                continue
+            reasons = {r.field for r in kernel.refusals(call.problem)}
+            try:
+                if not reasons:
+                    out.append((kernel, call if kernel.plan.device is None else self.equip(kernel, call), None))
+                elif reasons <= {"plan", "workspace"} and not kernel.refusals((given := self.equip(kernel, call)).problem):
+                    start, own = time.perf_counter(), call.problem.plan == "none" and given.problem.plan == "host"
+                    if own:  # once more, in the buffers that there are now
+                        planned(kernel, call, buffers=(given.arguments["plan"], given.arguments["workspace"]))
+                    out.append((kernel, given, (time.perf_counter() - start) * 1e6 if own else None))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a plan may raise any error: the kernel is no candidate
+                self.unplanned[kernel.name] = one_line(error)
+        return out
+
+    def time(self, kernel: Kernel, call: Call, kind: Hashable) -> Timing:
+        """Time `kernel` on `call`. An error of the kernel becomes the Timing's reason."""
+        if self._given_up(kernel.name, kind):
+            return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
+        run = runner(kernel, call)
+        try:
+            with torch.no_grad(), _one_compilation():
+                start = time.perf_counter()
+                run()
+                if any(t.is_cuda for t in call.tensors().values()):
+                    synchronize()
+                first_s = time.perf_counter() - start
+                self.starting_s += first_s
+                if kernel.core is None:
+                    self._account(kernel.name, kind, first_s)
+                return Timing(self.clock(kernel, call, run))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return Timing(None, "out of memory")
+        except Exception as error:  # a foreign kernel may raise any error: the other kernels are timed
+            return Timing(None, one_line(error), broken=True)
+
+    def _given_up(self, name: str, kind: Hashable) -> bool:
+        spent, kinds = self.spent_s.get(name, 0.0), self._kinds.get(name, {})
+        if spent <= self.first_calls_s or kind in kinds:
+            return spent > self.first_calls_s and kinds[kind][1] >= 2
+        return 2 * sum(started_slow for started_slow, _ in kinds.values()) >= len(kinds) or spent > 3 * self.first_calls_s
+
+    def _account(self, name: str, kind: Hashable, first_s: float) -> None:
+        slow, kinds = first_s > SLOW_FIRST_CALL_S, self._kinds.setdefault(name, {})
+        started_slow, in_a_row = kinds.get(kind, (slow, 0))
+        kinds[kind] = started_slow, in_a_row + 1 if slow else 0
+        if slow:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + first_s
+
+
+def side_by_side(jobs: Mapping[K, tuple[Callable[..., Any], tuple[Any, ...]]], workers: int, limit_s: float | None = None) -> dict[K, Any]:
+    """The result of each job, or its exception; TimeoutError for jobs that still run after `limit_s` seconds, whose process is killed.
+
+    jobs: by name, a function of a module's top level and its arguments.
+    """
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    futures = {pool.submit(function, *arguments): name for name, (function, arguments) in jobs.items()}
+    _, late = wait(futures, timeout=limit_s)
+    running = list((getattr(pool, "_processes", None) or {}).values()) if late else []
+    pool.shutdown(wait=not late, cancel_futures=True)
+    for process in running:  # a compiler that still runs would disturb the clock
+        process.kill()
+    return {name: TimeoutError(f"not done after {limit_s} s") if f in late else f.exception() or f.result() for f, name in futures.items()}
+
+
+def compile_ahead(grid: str, device: torch.device, ops: Sequence[str], kernels: Sequence[str], workers: int, limit_s: float) -> int:
+    """Compile `kernels` for every sweep of `grid`. Returns the number of calls made: 0 if none of `kernels` is installed.
+
+    Variants that fail or come too late compile when they are timed.
+    """
+    names = tuple(dict.fromkeys(k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))))
+    sweeps = sweeps_of(grid, ops) if names else ()
+    jobs = {at: (compile_for, (sweeps[at::workers], names, device)) for at in range(min(workers, len(sweeps)))}
+    return sum(made for made in side_by_side(jobs, workers, limit_s).values() if isinstance(made, int))
+
+
+def kinds(sweep: Sweep) -> Iterator[Sizes]:
+    """Small sizes that cover the launch variants: one request and many, few and many queries, few and many keys."""
+    batches, ratios = (dict.fromkeys((axis[0], axis[len(axis) // 2], axis[-1])) for axis in (sweep.batch, sweep.ratio))
+    for at in (Sizes(batch, queries, ratio) for queries in sweep.queries for batch in batches for ratio in ratios):
+        work = sweep.shape.work(at)
+        if sweep.allows(at) and work.bytes <= SMALL_BYTES and work.flops <= SMALL_FLOPS:
+            yield at
+
+
+def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.device) -> int:
+    """Call each of the kernels at the `kinds` of every sweep, ignoring their errors. Returns the number of calls made."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    pool, stopwatch, made = Pool(device), Stopwatch(lambda *_: 0.0, names=names), 0
+    for shape, at in ((sweep.shape, at) for sweep in sweeps for at in kinds(sweep)):
+        for kernel, given, _ in stopwatch.candidates(build(shape, *lengths(shape, at), pool)):
+            with contextlib.suppress(Exception), torch.no_grad():
+                runner(kernel, given)()
+                made += 1
+    return made
 
 
 @dataclass
@@ -66,12 +258,11 @@ def measure(
 
     def table() -> Table:
         report.seconds = round(time.monotonic() - start, 1)
-        names = sorted({(g.shape.op, name) for g in grids for name in g.us})
         launch = getattr(stopwatch.clock, "launch_us", None)
         made = {"date": time.strftime("%Y-%m-%d"), "attnops": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
         made |= {"seconds": report.seconds, "timings": report.timings} | ({} if launch is None else {"launch_us": round(launch, 2)})
-        versions = {f"{op}.{name}": version_of(kernels_of(op)[name]) for op, name in names}
-        return Table(gpu_name(device), str(Target.of(device)), versions, tuple(grids), made)
+        versions = {f"{g.shape.op}.{name}": version_of(kernels_of(g.shape.op)[name]) for g in grids for name in g.us}
+        return Table(gpu_name(device), str(Target.of(device)), dict(sorted(versions.items())), tuple(grids), made)
 
     for sweep in sweeps:
         rest = budget_s - (_timed_s(stopwatch) - began)
@@ -101,11 +292,10 @@ def _measure(
 
     limits: seconds of this shape without first calls, and the end of the whole measurement.
     """
-    share_s, end = limits
     times: dict[str, list[float | None]] = {}
     plans_us: dict[str, list[float]] = {}
     skipped: dict[str, str] = {}
-    points, start, cut = sweep.points(), _timed_s(stopwatch), 0
+    points, cut, (share_s, end), start = sweep.points(), 0, limits, _timed_s(stopwatch)
     for done, (index, at) in enumerate(((index, at) for index, at in enumerate(points) if sweep.allows(at)), 1):
         step(done)
         if _timed_s(stopwatch) - start > share_s or time.monotonic() > end:
@@ -130,12 +320,11 @@ def _measure(
                 report.timings += 1
                 if plan_us is not None:
                     plans_us.setdefault(kernel.name, []).append(plan_us)
-            elif found.broken:
+            elif found.broken or found.given_up or not any(row):
                 skipped[kernel.name] = found.reason
+            if found.broken:
                 size = f"(batch {int(at.batch)}, queries {int(at.queries)}, ratio {at.ratio:g})"
                 report.broken[f"{sweep.shape.op}.{kernel.name}"] = f"{found.reason} {size}"
-            elif not any(row) or found.given_up:
-                skipped[kernel.name] = found.reason
     # A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
     us = {name: tuple(row) for name, row in times.items() if name not in skipped and any(row)}
     host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in plans_us.items() if name in us}

@@ -18,7 +18,7 @@ from attnops.select import select, use
 from attnops.testing import CASES, Source, builders, check_kernel, with_device_plan
 from attnops.testing.latent import DEEPSEEK
 from attnops.tune import shapes
-from attnops.tune.timing import Stopwatch, runner
+from attnops.tune.run import Stopwatch, runner
 from tests.lowering.models import compiled_code, kernel_calls
 from tests.standins import sgl_kernel_mla as standin
 
