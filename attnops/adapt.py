@@ -1,4 +1,4 @@
-"""Kernels of contract 1, whose `run` takes the op's arguments one by one, as functions of a call."""
+"""What stands between a call and the function of a kernel: arguments one by one (contract 1), and tables without holes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from attnops.call import Call, Spec
-from attnops.errors import RegistrationError
+from attnops.call import Call, Spec, changed, same
+from attnops.errors import InvalidInput, RegistrationError, fail
+from attnops.reference.attention import Rules
+from attnops.reference.holes import how
 
 PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
 
@@ -41,16 +43,12 @@ def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
         spec: Spec = call.spec
         n = spec.positional
         room = n if endless else sum(name not in spec.names[n:] for name in places)
-        if all(_is(call[i], spec.args[i].default) for i in range(room, n)):
+        if all(same(call[i], spec.args[i].default) for i in range(room, n)):
             n = min(n, room)
         return run(*call[:n], **{name: call[i] for i, name in enumerate(spec.names) if i >= spec.positional and name in known})
 
     call.of_arguments, call.adapted = run, call  # type: ignore[attr-defined]
     return call
-
-
-def _is(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default))
 
 
 @functools.cache
@@ -73,3 +71,40 @@ def readable(run: object) -> bool:
         return callable(run) and bool(inspect.signature(run))
     except (TypeError, ValueError):
         return False
+
+
+def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`run` of a table or of lists without holes, and of others: it reads no page that they do not name."""
+    clean = KNOW_HOLES[op]
+
+    @functools.wraps(run)
+    def whole(call: Any) -> Any:
+        return run(clean(call) if call.holes else call)
+
+    return whole
+
+
+def _pages(call: Any) -> Any:
+    refuse_plan_of_holes(call)
+    pages = call.k_pages if "k_pages" in call.spec.names else call.latent_pages
+    asked = how(Rules.of(call), call.mask)
+    table, lengths = torch.ops.attnops.named_pages.default(
+        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked
+    )
+    return changed(call, page_table=table, seq_lens=lengths, holes=False)
+
+
+def _slots(call: Any) -> Any:
+    indices, slots = call.indices, call.latent_pages.shape[0] * call.latent_pages.shape[1]
+    return changed(call, indices=torch.where((indices >= 0) & (indices < slots), indices, -1), holes=False)
+
+
+KNOW_HOLES: dict[str, Callable[[Any], Any]] = {"paged_attention": _pages, "mla_attention": _pages, "sparse_mla_attention": _slots}
+"""The ops whose tables or lists may have holes, and the call without them."""
+
+
+def refuse_plan_of_holes(call: Any) -> None:
+    """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table that may have holes."""
+    if call.holes and call.plan is not None and call.plan.dtype == torch.int32:
+        want = "False, because a device plan is given: make it of the table that named_pages gives, and give both"
+        fail(InvalidInput, "holes", call.holes, want)

@@ -201,10 +201,11 @@ def asked(call: Call) -> frozenset[str]:
     """The optional arguments that ask a kernel for something: all but hints and those that are off."""
     optional = call.spec.optional
     given = zip(call.spec.args, values(call), strict=True)
-    return frozenset(a.name for a, value in given if a.name in optional and not _same(value, a.neutral))
+    return frozenset(a.name for a, value in given if a.name in optional and not same(value, a.neutral))
 
 
-def _same(value: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
+    """Are two values of an argument equal? Tensors are if they are one."""
     return value is other or (not isinstance(value, Tensor) and type(value) is type(other) and bool(value == other))
 
 

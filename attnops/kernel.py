@@ -13,15 +13,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import adapted as adapted, parameters_of, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, parameters_of, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import (
+    Capture as Capture,
+    Core as Core,
+    Inline as Inline,
+    Invariant as Invariant,
     Need as Need,
+    Plan as Plan,
+    Tolerance as Tolerance,
     all_of as all_of,
     arch as arch,
     arch_from as arch_from,
     at_most as at_most,
+    check_fields,
     demand as demand,
     device as device,
     dtypes as dtypes,
@@ -34,16 +41,6 @@ from attnops.needs import (
 )
 from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
-from attnops.promises import KNOW_HOLES, filled
-from attnops.traits import (
-    Capture as Capture,
-    Core as Core,
-    Inline as Inline,
-    Invariant as Invariant,
-    Plan as Plan,
-    Tolerance as Tolerance,
-    check_fields,
-)
 
 CONTRACT = 2
 """Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""

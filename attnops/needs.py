@@ -1,18 +1,27 @@
-"""The vocabulary of needs: what a kernel demands of a Problem, by the names of the Problem's fields.
+"""What a kernel says of itself: its needs, by the names of a Problem's fields, and the records of its further traits.
 
 A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError where the need is built.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from enum import Enum
+from math import inf
+from numbers import Real
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnops.errors import RegistrationError
+from attnops.package import Package
 from attnops.problem import Problem, Refusal
+
+if TYPE_CHECKING:
+    from attnops.kernel import Kernel
 
 Need = Callable[[Problem], Refusal | None]
 """A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
@@ -181,3 +190,114 @@ def features(p: Problem) -> tuple[Feature, ...]:
         (p.lse, Feature("lse", True, "no", ("return_lse", "lse"))),
     )
     return tuple(feature for is_asked, feature in asked if is_asked)
+
+
+# Further traits of a kernel -------------------------------------------------------------------------------------------
+
+
+class Capture(Enum):
+    """May the kernel live inside a CUDA graph? WHOLE: yes. NEVER: the graph is split around it."""
+
+    WHOLE = "whole"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Core:
+    """The foreign call amid the torch ops of an `Inline` kernel: an op of its own, `attnops::<op>__<kernel>`, which `run` calls.
+
+    schema, run, fake: as those of an Op. It returns fresh tensors and writes nothing, so that the compiler may put the result where
+    the op's output belongs, without a copy.
+    """
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Inline:
+    """`run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+
+    when: the Problems for which that is done; elsewhere the kernel is called, and timed, like any other. None: all.
+    core: the one call that the compiler cannot look into.
+    """
+
+    when: Callable[[Problem], bool] | None = None
+    core: Core | None = None
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Under a deterministic policy a request's result does not depend, bit for bit, on the other requests of the batch.
+
+    needs: further demands on the Problem for that. cost_us: as `Kernel.cost_us`, where the policy costs time.
+    """
+
+    needs: tuple[Need, ...] = ()
+    cost_us: Callable[[Problem], float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kernel plans for a batch.
+
+    sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the largest
+        sizes; see `attnops.ops.plan`.
+    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the device. Its users make it once a
+        step, so it is timed with the kernel. The kernel runs without one too, and then makes the same in every layer: `cost_us`
+        tells the two apart by `Problem.plan`.
+    """
+
+    sizes: Callable[..., tuple[int, int]] | None = None
+    device: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far results may be off.
+
+    factor: on the numerics budget of the op's dtype; 1.0: as good as the dtype allows.
+    rounded_sums: the lse adds up weights already rounded to the query's dtype.
+    """
+
+    factor: float = 1.0
+    rounded_sums: bool = False
+
+
+def check_fields(kernel: Kernel) -> None:
+    """Raise RegistrationError for a field of another type than it has."""
+
+    def want(ok: bool, field: str, text: str) -> None:
+        if not ok:
+            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
+
+    kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
+    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
+        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
+    for name in ("needs", *["invariant.needs"] * (kernel.invariant is not None)):
+        needs = attrgetter(name)(kernel)
+        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
+    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
+    factor = kernel.tolerance.factor
+    want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
+    for name in ("run", "cost_us"):
+        want(callable(getattr(kernel, name)), name, "a function")
+    optional = ["probe", "workspace_bytes", "plan.sizes", "plan.device"]
+    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
+    for name in optional:
+        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
+    try:
+        inspect.signature(kernel.run)
+    except (TypeError, ValueError):
+        want(False, "run", "a function whose parameters can be read")
+    # Contract 1 has needs in place of dtypes.
+    want(_dtypes(kernel.dtypes) and (kernel.contract == 1 or bool(kernel.dtypes)), "dtypes", DTYPES)
+    want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")
+
+
+DTYPES = "a tuple of at least one torch.dtype"
+
+
+def _dtypes(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(d, torch.dtype) for d in value)

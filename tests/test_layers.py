@@ -12,7 +12,6 @@ from tests.helpers import runtime_nodes, sources
 
 # A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all that it offers.
 RANKS = {
-    "attnops.adapt": 0,
     "attnops.call": 0,
     "attnops.layout": 0,
     "attnops.problem": 0,
@@ -22,10 +21,9 @@ RANKS = {
     "attnops.traced": 0,
     "attnops.reference": 0,
     "attnops.package": 1,
-    "attnops.promises": 1,
+    "attnops.adapt": 1,
     "attnops.kernel": 1,
     "attnops.needs": 1,
-    "attnops.traits": 1,
     "attnops.measured": 1,
     "attnops.select": 2,
     "attnops.kernels": 2,

@@ -12,7 +12,7 @@ from attnops.cache.paged import check_dtype, count
 from attnops.call import FLOATS
 from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import kernels_of
-from attnops.ops.latent import STORED
+from attnops.ops.mla import STORED
 from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Problem, Refusal, Target
 from attnops.select import active_policy, select

@@ -21,8 +21,8 @@ from attnops.nn import arguments as check
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.rotary import RotaryEmbedding
 from attnops.ops import merge_state, mla_attention, rope_quantize_latent, varlen_attention, write_latent
-from attnops.ops.latent import check_stored
 from attnops.ops.latent_form import LatentCall, LatentDims as LatentDims, crossover, kernel_for, tell
+from attnops.ops.mla import check_stored
 from attnops.problem import Target
 from attnops.select import active_policy, key_for
 

@@ -1,12 +1,16 @@
 """The ops: contracts in torch.library form, one family a file, and the functions users call."""
 
-from attnops.ops.by_token import decode_rows as decode_rows
 from attnops.ops.dense import attention as attention
-from attnops.ops.holes import named_pages as named_pages
-from attnops.ops.latent import write_latent as write_latent
 from attnops.ops.merge import merge_state as merge_state, merge_states as merge_states
-from attnops.ops.metadata import cu_seqlens as cu_seqlens, kv_indices as kv_indices, slot_mapping as slot_mapping, token_rows as token_rows
-from attnops.ops.mla import mla_attention as mla_attention
+from attnops.ops.metadata import (
+    cu_seqlens as cu_seqlens,
+    decode_rows as decode_rows,
+    kv_indices as kv_indices,
+    named_pages as named_pages,
+    slot_mapping as slot_mapping,
+    token_rows as token_rows,
+)
+from attnops.ops.mla import mla_attention as mla_attention, write_latent as write_latent
 from attnops.ops.moves import copy_kv as copy_kv
 from attnops.ops.op import OPS as OPS, Op as Op
 from attnops.ops.paged import paged_attention as paged_attention, write_kv as write_kv

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.ops import rules
 from attnops.ops.op import Op, define
-from attnops.reference import data
+from attnops.ops.rules import key_for
+from attnops.reference import data, holes
+from attnops.reference.attention import Rules
 from attnops.select import active_policy
 
 INT = INT32[0]
@@ -104,3 +107,148 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple
     """
     out: tuple[Tensor, Tensor, Tensor] = KV_INDICES(KVIndices(page_table, seq_lens, page_size=page_size, policy=active_policy()))
     return out
+
+
+def _row_words(call: Any) -> tuple[Any, ...]:
+    schedule = data.rows_schedule_words(call.num_tokens, call.q_heads, call.float8)
+    return (schedule + call.num_tokens * (1 + call.page_table.shape[1]),)
+
+
+def _row_rules(call: Any, sizes: Sizes) -> None:
+    need(call.q_heads > 0 or not call.float8, "float8", call.float8, "False without q_heads")
+
+
+def _row_facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    dtype = torch.float8_e4m3fn if call.float8 else call.page_table.dtype
+    return {"dtype": dtype, "kv_dtype": dtype}
+
+
+@record("decode_rows", Result("", _row_words, torch.int32), rules=_row_rules, facts=_row_facts, problem={"tokens": "num_tokens"})
+class DecodeRows(Call):
+    """The batch of a decode by token, and FlashMLA's schedule of it."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_tokens: int = arg(least=0, symbolic=True)
+    causal: bool = arg(default=True, always=True)
+    q_heads: int = arg(default=0, least=0, always=True)
+    float8: bool = arg(default=False, always=True)
+
+
+DECODE_ROWS = define(Op(DecodeRows, data.decode_rows, about="the batch by token, and FlashMLA's schedule of it"))
+
+
+def decode_rows(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_tokens: int,
+    causal: bool = True,
+    q_heads: int = 0,
+    float8: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """int32 `[S + T * (1 + max_pages)]`: S words of schedule, how many keys each token sees, each token's row of the page table.
+
+    The `plan` of a decode. Kernels that take one query token a row (FlashMLA, CUTLASS MLA) need the batch in this form and make it in
+    every layer; given as `plan` to `mla_attention` it is made once a step. It is read by the tensors' shapes alone, so a captured graph
+    may replay it. What `flashmla` works out from the lengths before it starts (how the keys are shared out among the
+    multiprocessors, 26 us for 64 tokens on an H200) is made here too if `q_heads` says for whom; other kernels pass over it.
+
+    Args:
+        page_table, seq_lens, cu_seqlens_q: int32 `[B, max_pages]`, `[B]`, `[B + 1]`, as in `paged_attention`.
+        num_tokens: T, the query's tokens; those past `cu_seqlens_q[B]` see 0 keys.
+        causal: as in the attention to come: token i of n of a request with L keys sees L - n + i + 1 keys, otherwise L.
+        q_heads: the heads of the query to come, for a plan that holds the schedule too; 0: S = 0. Otherwise
+            S = 8 * max(144 // ceil(q_heads / 64), 1) + T + 1, for 144 is the most multiprocessors a GPU of SM90 can have, and the length
+            of a plan must follow from shapes. (FlashMLA has max(SMs // ceil(q_heads / 64), 1) parts of 8 words:
+            https://github.com/deepseek-ai/FlashMLA, csrc/api/dense_decode.h.)
+        float8: is the query to come float8? Its schedule is another's, and 8 words longer.
+        kernel: force a kernel by name for this call.
+
+    Raises:
+        InvalidInput: a shape, dtype or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run. Where `flashmla`
+        cannot run either the schedule is zeros, which no kernel reads.
+    """
+    out: Tensor = DECODE_ROWS(DecodeRows(
+        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8,
+        policy=key_for("decode_rows", kernel),
+    ))  # fmt: skip
+    return out
+
+
+@record("named_pages", Result("named", like="page_table"), Result("lengths", like="seq_lens"), problem={"tokens": "B", "batch": "0"})
+class NamedPages(Call):
+    """A page table without holes, and the lengths that go with it."""
+
+    page_table: Tensor = arg("B, max_pages", INT32)
+    seq_lens: Tensor = arg("B", INT32)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32)
+    _: KW_ONLY
+    num_pages: int = arg(least=0, symbolic=True)
+    page_size: int = arg(least=1)
+    squeeze: bool = arg(default=True, always=True)
+    window_left: int = arg(default=-1, least=-1, always=True)
+
+
+NAMED_PAGES = define(Op(NamedPages, holes.named_pages, about="page table without holes"))
+
+
+def named_pages(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    num_pages: int,
+    page_size: int,
+    squeeze: bool = True,
+    window_left: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """(page table `[B, max_pages]`, lengths `[B]`), int32, for attention that does not see the keys of entries that are no page.
+
+    Attention calls it unless `holes=False` says that it need not; who calls it once a step says so. Entries within a request's length
+    that lie outside `[0, num_pages)` are holes. Pages behind a hole move forward and the length shrinks, where that moves no key among
+    the new tokens. A request with another visible hole gets length 0: it sees no key, its output is 0 and its lse -inf.
+
+    Args:
+        page_table: int32 `[B, max_pages]`. seq_lens: int32 `[B]`. cu_seqlens_q: int32 `[B + 1]`. As in `paged_attention`.
+        num_pages: pages of the pool. page_size: tokens a page.
+        squeeze: False where a key's place counts beyond its order: under a window, a chunk, or a mask. No page moves then.
+        window_left: without squeeze, holes so far back that no new token sees them do no harm; -1: all are seen.
+
+    Returns:
+        Entries that are not read for their values are a page of the request's own, or 0 where it has none.
+
+    Raises:
+        InvalidInput: a shape, dtype, device or number breaks this contract.
+    """
+    out: tuple[Tensor, Tensor] = NAMED_PAGES(NamedPages(
+        page_table, seq_lens, cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=squeeze, window_left=window_left,
+        policy=active_policy(),
+    ))  # fmt: skip
+    return out
+
+
+def whole(
+    pages: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+) -> tuple[Tensor, Tensor, bool]:
+    """(page table, lengths, may there be holes) that a traced call of attention reads: `named_pages` where a compiler sees it.
+
+    Layers that ask the same get the same tensors: `attnops.lowering` and `attnops.graphs` make them once.
+    """
+    if not isinstance(pages, Tensor) or pages.dim() < 2:
+        return page_table, seq_lens, True  # the attention op says what is wrong
+    left, right = rules.window(window)
+    asked = holes.how(Rules(0.0, causal, left, right, chunk=attention_chunk), mask)
+    return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked), False

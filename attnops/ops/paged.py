@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
 from attnops.ops import rules
-from attnops.ops.holes import whole
+from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data, packed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops.latent import SIZES
+from attnops.ops.mla import SIZES
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import rope_quantize

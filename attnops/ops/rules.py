@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.adapt import refuse_plan_of_holes
 from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Sizes, arg, group, name, need, place
 from attnops.errors import InvalidInput, fail
-from attnops.promises import refuse_plan_of_holes
 from attnops.select import _ACTIVE, key_for as _key_for
 
 UNBOUNDED = (-1, -1)

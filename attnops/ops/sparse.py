@@ -10,8 +10,7 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
-from attnops.ops.latent import SIZES, STORED, check_sizes, check_stored
-from attnops.ops.mla import facts, output_dtypes, query_rules
+from attnops.ops.mla import SIZES, STORED, check_sizes, check_stored, facts, output_dtypes, query_rules
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import mla

@@ -11,9 +11,8 @@ from attnops.reference.attention import compact
 from attnops.reference.packed import rows_of
 
 if TYPE_CHECKING:
-    from attnops.ops.by_token import DecodeRows
     from attnops.ops.merge import MergeState, MergeStates
-    from attnops.ops.metadata import CuSeqlens, KVIndices, SlotMapping, TokenRows
+    from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, SlotMapping, TokenRows
     from attnops.ops.moves import CopyKV
     from attnops.ops.paged import WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention

@@ -11,7 +11,7 @@ from attnops.call import changed
 from attnops.reference.attention import Rules
 
 if TYPE_CHECKING:
-    from attnops.ops.holes import NamedPages
+    from attnops.ops.metadata import NamedPages
     from attnops.ops.mla import MlaAttention
     from attnops.ops.paged import PagedAttention
 

@@ -24,8 +24,7 @@ from attnops.reference.latent_format import pack, unpack
 from attnops.reference.packed import attend_pages, gather_pages, write_results
 
 if TYPE_CHECKING:
-    from attnops.ops.latent import WriteLatent
-    from attnops.ops.mla import MlaAttention
+    from attnops.ops.mla import MlaAttention, WriteLatent
     from attnops.ops.sparse import SparseMlaAttention, WriteLatentPacked
 
 

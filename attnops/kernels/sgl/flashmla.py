@@ -32,7 +32,7 @@ from attnops.reference import data
 from attnops.reference.data import MOST_SMS, PART_HEADS, PART_WORDS, rows_schedule_parts, rows_schedule_words
 
 if TYPE_CHECKING:
-    from attnops.ops import by_token, mla
+    from attnops.ops import metadata, mla
 
 LIBRARY = "flashmla_ops.*"
 PACKAGE = wheel.package("0.4.3")
@@ -88,7 +88,7 @@ def _fake_core(q_nope: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 # The batch by token, and its schedule ---------------------------------------------------------------------------------
 
 
-def decode_rows(call: by_token.DecodeRows) -> Tensor:
+def decode_rows(call: metadata.DecodeRows) -> Tensor:
     """Only the vendor's op is opaque: the compiler fuses the torch ops around it."""
     tokens = call.num_tokens
     if not (call.q_heads and tokens and call.page_table.shape[0]):

@@ -14,10 +14,8 @@ from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
 from attnops.reference.latent_format import GROUP, LEAST
 
 if TYPE_CHECKING:
-    from attnops.ops.by_token import DecodeRows
-    from attnops.ops.holes import NamedPages
-    from attnops.ops.latent import WriteLatent
-    from attnops.ops.metadata import KVIndices
+    from attnops.ops.metadata import DecodeRows, KVIndices, NamedPages
+    from attnops.ops.mla import WriteLatent
     from attnops.ops.moves import CopyKV
     from attnops.ops.paged import WriteKV
     from attnops.ops.sparse import WriteLatentPacked
