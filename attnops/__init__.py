@@ -28,7 +28,7 @@ _op.bind_all()
 
 
 def _teach_inductor() -> None:
-    from attnops.lowering.install import install
+    from attnops.lowering.choose import install
 
     install()
 

@@ -48,25 +48,19 @@ def whole(code: str) -> str:
 
 
 class _Whole(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)
-        if not isinstance(node.func, ast.Name) or node.func.id not in ("min", "max"):
-            return node
-        name = f"sym_{node.func.id}"
-        return functools.reduce(lambda a, b: _call(name, a, b), node.args)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        return _call("sym_not", node.operand) if isinstance(node.op, ast.Not) else node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        sides = [node.left, *node.comparators]
-        return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
+        match node:
+            case ast.Call(ast.Name("min" | "max" as name)):
+                return functools.reduce(lambda a, b: _call(f"sym_{name}", a, b), node.args)
+            case ast.BoolOp():
+                return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
+            case ast.UnaryOp(ast.Not()):
+                return _call("sym_not", node.operand)
+            case ast.Compare():
+                sides = [node.left, *node.comparators]
+                return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
+        return node
 
 
 def _call(name: str, *given: ast.expr) -> ast.expr:

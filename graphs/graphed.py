@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,36 +25,6 @@ from .report import Report, Row
 
 Progress = Callable[[int, int, str], None]
 """Called with (buckets captured so far, all buckets, the bucket just captured)."""
-
-
-@dataclass
-class Step:
-    """A step of `breakable`: how it runs and how it becomes graphs."""
-
-    model: Callable[..., Any]
-    setup: Setup
-    compile_seconds: float = field(default=0.0, kw_only=True)
-
-    def prepare(self, bucket: Bucket, values: Values) -> None:
-        """Initialise or compile for all buckets of one trace, on the inputs of the largest."""
-        self.plain(bucket, values)
-
-    def plain(self, bucket: Bucket, values: Values) -> Any:
-        """Run the step on these inputs without graphs, as it will be captured."""
-        name, make = self.setup.batch, self.setup.plan_maker(bucket)
-        if name is None or make is None:
-            return self.model(**values)
-        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
-
-    def record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
-        """Capture the step into `into`. Returns the outputs that every replay writes."""
-        into.begin()
-        with CaptureMode(into, self.setup.outside.get(bucket.kind, ())):
-            return self.plain(bucket, values)
-
-    def pieces(self) -> dict[str, tuple[int, int]]:
-        """(different pieces, all pieces) by trace."""
-        return {}
 
 
 @dataclass
@@ -78,23 +48,23 @@ class Graphed:
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._method, self.model, self.setup = step, step.model, step.setup
-        self.buckets, self._cache, self._device = self.setup.buckets, self.setup.cache, self.setup.graphs
-        self._state = tuple({id(t): t for t in self.setup.state}.values())
-        parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters.values()
+    def __init__(self, model: Callable[..., Any], setup: Setup) -> None:
+        self.model, self.setup = model, setup
+        self.buckets, self._cache, self._device = setup.buckets, setup.cache, setup.graphs
+        self._state = tuple({id(t): t for t in setup.state}.values())
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        told = (self.setup.batch, *self.setup.tokens, *self.setup.requests)
-        unknown = [n for n in told if n is not None and n not in self._names]
+        unknown = [n for n in (setup.batch, *setup.tokens, *setup.requests) if n is not None and n not in self._names]
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        if self.setup.batch is None and self.buckets.verify:
+        if setup.batch is None and self.buckets.verify:
             want = "() where the model takes no batch: only a batch has the tokens of each request"
             fail(InvalidInput, "verify", self.buckets.verify, want)
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
         self._eager_calls = self._compared = 0
+        self._compile_seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for this call.
@@ -148,13 +118,13 @@ class Graphed:
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        made, dropped = self._method.pieces(), tuple(sorted(self.buckets.dropped, reverse=True))
+        made, dropped = self._pieces(), tuple(sorted(self.buckets.dropped, reverse=True))
         rows = tuple(
             Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
             for e in self._entries.values()
         )
         return Report(
-            rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._method.compile_seconds,
+            rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._compile_seconds,
             self._inputs.bytes if self._inputs else 0, self._eager_calls, dropped, self.setup.budget_bytes, self._compared,
         )  # fmt: skip
 
@@ -178,6 +148,29 @@ class Graphed:
         if twice := values.keys() & kwargs.keys():
             fail(InvalidInput, "arguments", sorted(twice), "each once")
         return {**values, **kwargs}
+
+    # How a step runs: `breakable`, which `piecewise` overrides ---------------------------------------------------------------------
+
+    def _prepare(self, bucket: Bucket, values: Values) -> None:
+        """Initialise or compile for all buckets of one trace, on the inputs of the largest."""
+        self._plain(bucket, values)
+
+    def _plain(self, bucket: Bucket, values: Values) -> Any:
+        """Run the step on these inputs without graphs, as it will be captured."""
+        name, make = self.setup.batch, self.setup.plan_maker(bucket)
+        if name is None or make is None:
+            return self.model(**values)
+        return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
+
+    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
+        """Capture the step into `into`. Returns the outputs that every replay writes."""
+        into.begin()
+        with CaptureMode(into, self.setup.outside.get(bucket.kind, ())):
+            return self._plain(bucket, values)
+
+    def _pieces(self) -> dict[str, tuple[int, int]]:
+        """(different pieces, all pieces) by trace."""
+        return {}
 
     # Replay --------------------------------------------------------------------------------------------------------------------
 
@@ -227,24 +220,24 @@ class Graphed:
         """Capture one bucket on padding rows. None where the budget drops it."""
         with self._capturing(values) as device:
             self._compile(bucket, values)
-            began, compiled = time.perf_counter(), self._method.compile_seconds
+            began, compiled = time.perf_counter(), self._compile_seconds
             static, planned = self._static(bucket, values)
-            need = device.measured(lambda: self._method.plain(bucket, static))
-            if self._method.compile_seconds != compiled:
+            need = device.measured(lambda: self._plain(bucket, static))
+            if self._compile_seconds != compiled:
                 # The run compiled a size that specialises. Memory of the compiler is no need of the bucket.
-                need = device.measured(lambda: self._method.plain(bucket, static))
+                need = device.measured(lambda: self._plain(bucket, static))
             if not self._fits(bucket, need):
                 return None
             recorded = Recorded(device)
             with recorded.whole():
-                out = self._method.record(bucket, static, recorded)
+                out = self._record(bucket, static, recorded)
             leaves, spec = pytree.tree_flatten(out)
             # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.setup.returns]
         rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
-        seconds = time.perf_counter() - began - (self._method.compile_seconds - compiled)
+        seconds = time.perf_counter() - began - (self._compile_seconds - compiled)
         entry = self._entries[bucket] = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
         return entry
 
@@ -252,7 +245,7 @@ class Graphed:
         """Compile once for all buckets of a trace, on the largest."""
         if bucket.trace not in self._prepared:
             largest = next(b for b in self.buckets.all() if b.trace == bucket.trace)
-            self._method.prepare(largest, self._static(largest, values)[0])
+            self._prepare(largest, self._static(largest, values)[0])
             self._prepared.add(bucket.trace)
 
     def _initialised(self, values: Values) -> tuple[Device, Inputs]:

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket, Buckets, Kind
 from .cached_guards import shape_env
 from .device import Device, Recorded
-from .graphed import Graphed, Step
+from .graphed import Graphed
 from .inputs import Setup, Values
 from .pieces import INNER, Inner, Program, compile_parts, start_workers
 from .split import split
@@ -91,7 +91,7 @@ def piecewise(
         tolerance, graphs, state,
     )  # fmt: skip
     compiler = INNER[inner] if isinstance(inner, str) else inner
-    return Graphed(Compiled(model, setup, compiler, tuple(passes), one_differs))
+    return Piecewise(model, setup, compiler, tuple(passes), one_differs)
 
 
 def breakable(
@@ -121,37 +121,36 @@ def breakable(
         buckets, batch, tuple(tokens), tuple(requests), returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
         tolerance, graphs, state,
     )  # fmt: skip
-    return Graphed(Step(model, setup))
+    return Graphed(model, setup)
 
 
-@dataclass
-class Compiled(Step):
-    """A step of `piecewise`.
+class Piecewise(Graphed):
+    """The result of `piecewise`.
 
     programs: the latest program, by trace.
     traces: the number of compilations, by trace: one, unless a size specialised.
     """
 
-    inner: Inner
-    passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
-    one_differs: bool = False
-    programs: dict[str, Program] = field(default_factory=dict)
-    traces: dict[str, int] = field(default_factory=dict)
-    _compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    _into: Recorded | None = None
+    def __init__(
+        self, model: Callable[..., Any], setup: Setup, inner: Inner, passes: tuple[Callable[[fx.GraphModule], Any], ...], one_differs: bool
+    ) -> None:
+        super().__init__(model, setup)
+        self._inner, self._passes = inner, passes
+        self.programs: dict[str, Program] = {}
+        self.traces: dict[str, int] = {}
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._into: Recorded | None = None
+        self._specialising = {b.trace for b in self.buckets.all()} if one_differs else set()
 
-    def __post_init__(self) -> None:
-        self._specialising: set[str] = {b.trace for b in self.setup.buckets.all()} if self.one_differs else set()
-
-    def prepare(self, bucket: Bucket, values: Values) -> None:
+    def _prepare(self, bucket: Bucket, values: Values) -> None:
         """Trace and compile. Raises NotCapturable for a model with graph breaks, and NoKernel."""
-        if self.inner in (INNER["inductor"], INNER["tuned"]):
+        if self._inner in (INNER["inductor"], INNER["tuned"]):
             start_workers()
         # Dynamo keeps a backend forever, so the backend may not keep the model.
         ours = weakref.proxy(self)
         self._compiled[bucket.trace] = torch.compile(self._traced(bucket), backend=lambda gm, _: ours._backend(bucket, gm), fullgraph=True)
         try:
-            self.plain(bucket, values)
+            self._plain(bucket, values)
         except (ConstraintViolationError, _SizeSpecialises):
             pass  # an error of the second trace must not have the first's in its context, where `find` would take it for the cause
         else:
@@ -159,17 +158,17 @@ class Compiled(Step):
         # Some size specialises, mostly 1. Such a size gets its own trace at its first call.
         self._specialising.add(bucket.trace)
         self.traces[bucket.trace] = 0
-        self.plain(bucket, values)
+        self._plain(bucket, values)
 
-    def plain(self, bucket: Bucket, values: Values) -> Any:
+    def _plain(self, bucket: Bucket, values: Values) -> Any:
         from torch._dynamo.exc import Unsupported, UserError
 
         began, before = time.perf_counter(), sum(self.traces.values())
         try:
             with _tracing():
-                out = self._compiled[bucket.trace](*self._given(bucket, values))
+                out = self._compiled[bucket.trace](self._given(bucket, values))
             if sum(self.traces.values()) != before:
-                self.compile_seconds += time.perf_counter() - began
+                self._compile_seconds += time.perf_counter() - began
             return out
         except ConstraintViolationError as e:
             if bucket.trace in self._specialising:
@@ -184,33 +183,33 @@ class Compiled(Step):
                 raise NotCapturable("the model", f"it cannot be traced whole: {str(e).strip().splitlines()[0]}") from e
             raise
 
-    def record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
+    def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
         self._into = into
         try:
-            return self.plain(bucket, values)
+            return self._plain(bucket, values)
         finally:
             self._into = None
 
-    def pieces(self) -> dict[str, tuple[int, int]]:
+    def _pieces(self) -> dict[str, tuple[int, int]]:
         return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
 
-    def _traced(self, bucket: Bucket) -> Callable[..., Any]:
+    def _traced(self, bucket: Bucket) -> Callable[[Values], Any]:
         """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
-        model, name, queries = self.model, self.setup.batch, 0 if bucket.kind == "mixed" else bucket.queries
-        make = self.setup.plan_maker(bucket)
+        model, name, make = self.model, self.setup.batch, self.setup.plan_maker(bucket)
+        queries = 0 if bucket.kind == "mixed" else bucket.queries
 
-        def step(values: Values, batch: PagedBatch | None) -> Any:
-            if batch is not None and name is not None:
-                batch = replace(batch, max_seqlen_q=queries or batch.slots.shape[0])
+        def step(values: Values) -> Any:
+            if name is not None:
+                batch = replace(values[name], max_seqlen_q=queries or values[name].slots.shape[0])
                 values = {**values, name: batch if make is None else replace(batch, plan=make(batch))}
             return model(**values)
 
         return step
 
-    def _given(self, bucket: Bucket, values: Values) -> tuple[Values, PagedBatch | None]:
+    def _given(self, bucket: Bucket, values: Values) -> Values:
         """The arguments of the traced function, with the sizes that differ by bucket marked dynamic."""
-        served, specialising = self.setup.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
-        tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
+        served, specialising = self.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
+        tokens, requests, setup = {b.tokens for b in served}, {b.requests for b in served}, self.setup
 
         def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
             # Marks stay on a tensor object, so every call marks a new one.
@@ -225,27 +224,24 @@ class Compiled(Step):
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
-        setup = self.setup
-        rest = {n: v for n, v in values.items() if n != setup.batch}
-        rest |= {n: marked(rest[n], tokens) for n in setup.tokens} | {n: marked(rest[n], requests) for n in setup.requests}
-        b: PagedBatch | None = None if setup.batch is None else values[setup.batch]
-        if b is not None:
-            b = replace(
+        found = values | {n: marked(values[n], tokens) for n in setup.tokens} | {n: marked(values[n], requests) for n in setup.requests}
+        if setup.batch is not None:
+            b: PagedBatch = values[setup.batch]
+            found[setup.batch] = replace(
                 b, page_table=marked(b.page_table, requests), seq_lens=marked(b.seq_lens, requests), slots=marked(b.slots, tokens),
                 cu_seqlens_q=marked(b.cu_seqlens_q, requests, 1), positions=marked(b.positions, tokens), max_seqlen_q=0,
             )  # fmt: skip
-        return rest, b
+        return found
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace = bucket.trace
-        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.setup.buckets.of_trace(trace)))):
+        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.buckets.of_trace(trace)))):
             raise _SizeSpecialises(broken)
-        for change in self.passes:
+        for change in self._passes:
             change(gm)
-        program = self.programs[trace] = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self.inner)
+        program = self.programs[trace] = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self._inner)
         self.traces[trace] = self.traces.get(trace, 0) + 1
         ours = weakref.proxy(self)
-
         return lambda *flat: program.run(flat, ours._into)
 
 

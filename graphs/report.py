@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from .buckets import Bucket
 from .graph_breaks import Break
@@ -75,15 +74,14 @@ class Report:
         """`whole` or `piecewise`, by kind of batch."""
         return {r.bucket.kind: r.mode for r in self.rows}
 
-    def cells(self) -> list[tuple[str, ...]]:
-        lines: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
+    def __str__(self) -> str:
+        cells: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
         for r in self.rows:
             between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
-            lines.append((str(r.bucket), r.mode, str(r.graphs), between, f"{r.bytes / 2**20:.1f}", f"{r.seconds:.2f}", str(r.replays)))
-        return lines
-
-    def notes(self) -> list[str]:
-        out = [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
+            cells.append((str(r.bucket), r.mode, str(r.graphs), between, f"{r.bytes / 2**20:.1f}", f"{r.seconds:.2f}", str(r.replays)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        out = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        out += [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")
         budget = f" of {self.budget_bytes / 2**20:.1f}" if self.budget_bytes is not None else ""
@@ -94,23 +92,7 @@ class Report:
             out.append(f"{self.eager_calls} calls were over the largest bucket and ran without graphs")
         if self.compared:
             out.append(f"{self.compared} replays were compared with eager")
-        return out
-
-    def __str__(self) -> str:
-        cells = self.cells()
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([*lines, *self.notes()])
-
-    def rich(self) -> Any:
-        """The same as a table of rich. Raises ImportError where rich is not installed."""
-        from rich.table import Table
-
-        head, *lines = self.cells()
-        table = Table(*head, caption="\n".join(self.notes()))
-        for line in lines:
-            table.add_row(*line)
-        return table
+        return "\n".join(out)
 
 
 @contextmanager

@@ -1,19 +1,24 @@
 """Lowering of an op to the kernel chosen for it: `attnops.<op>.default` becomes a call of `attnops.<op>.<kernel>`."""
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ..call import Call, changed, same, values
 from ..kernel import Kernel
-from ..ops import Op
+from ..ops import OPS, Op
 from ..problem import Problem
 from ..select import choose, select
 from ..traced import equal_calls
+from . import cache_key
 
 log = logging.getLogger("attnops.lowering")
+_LOCK = threading.Lock()
+_REGISTERED: set[str] = set()
 
 
 def lowering_of(op: Op) -> Callable[..., Any]:
@@ -27,15 +32,15 @@ def lowering_of(op: Op) -> Callable[..., Any]:
         lowered = kept["attnops_lowered"]
         if (earlier := kept["attnops_equal"].get(node)) is not None:
             return lowered[earlier]
-        values = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
-        call: Any = op.call(*values[0], **values[1])
+        given = pytree.tree_map_only(torch.fx.Node, _value, (node.args, node.kwargs))
+        call: Any = op.call(*given[0], **given[1])
         # Heads, head dims and page size specialise: each is a guard.
         problem = op.problem(call)
         kernel = choose(problem, call.policy)
         if log.isEnabledFor(logging.INFO):
             log.info("%s", select(problem, call.policy))
-        inline = _in_place(kernel, problem, values)
-        lowered[node] = _inline(op, kernel, values, args, kwargs) if inline else _call(op, kernel, args, kwargs)
+        inline = _in_place(kernel, problem, call)
+        lowered[node] = _inline(op, kernel, call, op.call(*args, **kwargs)) if inline else _call(op, kernel, args, kwargs)
         return lowered[node]
 
     return lower
@@ -45,7 +50,7 @@ def _value(x: Any) -> Any:
     return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 
-def _in_place(kernel: Kernel, problem: Problem, values: Any) -> bool:
+def _in_place(kernel: Kernel, problem: Problem, call: Call) -> bool:
     """Are the torch ops of `kernel` lowered here, rather than the kernel called?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -54,8 +59,7 @@ def _in_place(kernel: Kernel, problem: Problem, values: Any) -> bool:
     if not kernel.inline.when(problem):
         return False
     # Lowered torch ops need sizes at compile time. Unbacked ones are known at run time only, where the kernel's call reads them.
-    sizes = [x for x in pytree.tree_leaves(values) if isinstance(x, (torch.Tensor, torch.SymInt))]
-    return not any(map(free_unbacked_symbols, sizes))
+    return not any(free_unbacked_symbols(x) for x in values(call) if isinstance(x, (torch.Tensor, torch.SymInt)))
 
 
 def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,7 +70,7 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     # C++ cannot call a Python function, and an FX graph holds ops: both keep the dispatcher.
     in_python = not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
     if in_python:
-        args, kwargs = as_dispatched(overload, args, kwargs)
+        args, kwargs = as_dispatched(op, args, kwargs)
     before = len(graph.operations)
     result = fallback_handler(overload, add_to_fallback_set=False)(*args, **kwargs)
     # The partitioner asks the FX node's target for the tag cudagraph_unsafe, so the target must be the kernel's overload.
@@ -81,51 +85,53 @@ def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def as_dispatched(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_dispatched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments as the dispatcher gives them to a Python kernel: by position where the schema has a position, floats as
     floats, and without those at their defaults, which a kernel need not know."""
-    arguments = overload._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    for a in arguments:
-        if str(a.type) == "float" and type(given.get(a.name)) is int:
-            given[a.name] = float(given[a.name])
-    by_name = {a.name: given[a.name] for a in arguments if a.kwarg_only and not _is_default(a, given.get(a.name, a.default_value))}
-    by_position = [(a, given.get(a.name, a.default_value)) for a in arguments if not a.kwarg_only]
-    while by_position and _is_default(*by_position[-1]):
+    given = list(zip(op.spec.args, values(op.call(*args, **kwargs)), strict=True))
+    given = [(a, float(x) if a.kind == "float" and type(x) is int else x) for a, x in given]
+    by_position = [(a, x) for a, x in given if not a.keyword]
+    while by_position and same(by_position[-1][1], by_position[-1][0].default):
         by_position.pop()
-    return tuple(value for _, value in by_position), by_name
+    return tuple(x for _, x in by_position), {a.name: x for a, x in given if a.keyword and not same(x, a.default)}
 
 
-def _is_default(argument: Any, value: Any) -> bool:
-    default = argument.default_value
-    return bool(argument.has_default_value() and type(value) is type(default) and value == default)
-
-
-def _inline(op: Op, kernel: Kernel, values: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lower the kernel's own torch ops in place of a call, so that they fuse with their neighbours."""
+def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
+    """Lower the kernel's own torch ops in place of a call, so that they fuse with their neighbours. lowered: the call with IR nodes."""
     from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import NodeSource
 
-    # By name, because Inductor fills in the defaults that the graph leaves out.
-    schema = op.packet.default._schema.arguments
-    given = dict(zip((a.name for a in schema), values[0], strict=False)) | values[1]
-    lowered = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    dynamic = [n for n, x in given.items() if isinstance(x, (torch.Tensor, torch.SymInt))]
+    dynamic = [n for n, x in zip(op.spec.names, values(call), strict=True) if isinstance(x, (torch.Tensor, torch.SymInt))]
 
     def run(*traced: Any) -> Any:
-        call = op.call(**given | dict(zip(dynamic, traced, strict=True)))
         # torch 2.11 takes an output of None for a missing output node.
-        return () if (out := kernel.run(call)) is None else out
+        return () if (out := kernel.run(changed(call, **dict(zip(dynamic, traced, strict=True))))) is None else out
 
     # The comments of the generated code name the kernel.
     source = NodeSource(V.graph.current_node, "attnops")
     source.node_info = NodeSource.NodeInfo(f"attnops.{kernel.op}.{kernel.name}", str(op.packet), id(V.graph.current_node.graph))
     with V.fake_mode:
-        graph = make_fx(run, decomposition_table=select_decomp_table())(*[given[n] for n in dynamic])
+        graph = make_fx(run, decomposition_table=select_decomp_table())(*[getattr(call, n) for n in dynamic])
     for node in graph.graph.nodes:
         node.meta["from_node"] = [source]
-    out = inline_subgraph_to_ir_nodes(graph, [lowered[n] for n in dynamic], f"attnops_{kernel.op}")
+    out = inline_subgraph_to_ir_nodes(graph, [getattr(lowered, n) for n in dynamic], f"attnops_{kernel.op}")
     return None if out == () else out
+
+
+def install() -> None:
+    """Register the lowerings and the cache key. Idempotent; leaves a user's own passes and lowerings as they are.
+
+    Runs when a compiler first traces an op, so that `import attnops` stays light.
+    """
+    from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+
+    with _LOCK:
+        for op in OPS.values():
+            if op.name not in _REGISTERED:
+                add_needs_realized_inputs(op.packet.default)
+                register_lowering(op.packet.default, type_promotion_kind=None)(lowering_of(op))
+                _REGISTERED.add(op.name)
+        cache_key.install()

@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from textwrap import indent
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -16,15 +17,17 @@ from ..errors import InvalidInput
 from ..kernel import all_kernels
 from ..measured import in_force
 from ..ops import Op
-from ..ops.latent_form import FormDecision, LatentCall, watch_forms
+from ..ops.latent_form import FormDecision, watch_forms
 from ..ops.op import watch
 from ..problem import Problem, Target, pretend
 from ..select import Decision, select, workspace_bytes
 
+D = TypeVar("D", Decision, FormDecision)
+
 
 @dataclass(frozen=True)
-class CallSite:
-    """One or more calls with the same decision.
+class Site(Generic[D]):
+    """One or more calls with the same decision: on the kernel or, of latent attention (MLA), between absorbed and expanded.
 
     where: module paths, with `*` for numbers.
     count: the number of calls.
@@ -32,16 +35,7 @@ class CallSite:
 
     where: str
     count: int
-    decision: Decision
-
-
-@dataclass(frozen=True)
-class FormSite:
-    """One or more steps of latent attention (MLA) with the same decision between absorbed and expanded; fields as in CallSite."""
-
-    where: str
-    count: int
-    decision: FormDecision
+    decision: D
 
 
 @dataclass(frozen=True)
@@ -55,20 +49,17 @@ class Explanation:
 
     target: str
     assumed: tuple[str, ...] | None
-    sites: tuple[CallSite, ...]
+    sites: tuple[Site[Decision], ...]
     times: str = ""
-    forms: tuple[FormSite, ...] = ()
+    forms: tuple[Site[FormDecision], ...] = ()
 
     def __str__(self) -> str:
         assumed = "" if self.assumed is None else f", assuming packages: {', '.join(self.assumed) or 'none'}"
         lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
-        forms = list(self.forms)
+        first = {site.where: site for site in reversed(self.sites)}
         for site in self.sites:
-            before = [f for f in forms if f.where == site.where]
-            forms = [f for f in forms if f.where != site.where]
-            entries: tuple[CallSite | FormSite, ...] = (*before, site)
-            for entry in entries:
-                lines += [f"\n{entry.where}  x{entry.count}", *("  " + line for line in str(entry.decision).splitlines())]
+            for entry in (*(form for form in self.forms if first.get(form.where) is site), site):
+                lines += [f"\n{entry.where}  x{entry.count}", indent(str(entry.decision), "  ")]
         return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
 
     def chosen(self) -> tuple[str, ...]:
@@ -85,21 +76,27 @@ class Explanation:
         forms = [
             {
                 "where": f.where, "count": f.count, "form": f.decision.form, "new_tokens": f.decision.queries,
-                "absorb_up_to": f.decision.absorb_up_to, "us": {n: float(f"{us:.4g}") for n, us in f.decision.costs.items()},
+                "absorb_up_to": f.decision.absorb_up_to, "us": {n: _short(us) for n, us in f.decision.costs.items()},
             }
             for f in self.forms
         ]  # fmt: skip
-        calls = [{"where": s.where, "count": s.count, **_decision_dict(s.decision)} for s in self.sites]
+        calls = [
+            {
+                "where": s.where, "count": s.count, "op": d.problem.op, "problem": d.problem.summary(),
+                "kernel": d.kernel.name if d.kernel else None, "by_judge": d.by_judge, "can_run": list(d.passed_over),
+                "never_run": [n for n in d.costs if d.untried(n)],
+                "cost_us": {n: {"us": _short(c.us), "how": c.how} for n, c in d.costs.items()},
+                "refused": {
+                    n: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons] for n, reasons in d.refused.items()
+                },
+            }
+            for s in self.sites for d in [s.decision]
+        ]  # fmt: skip
         return {"target": self.target, "assumed": self.assumed, "times": self.times, "calls": calls, "forms": forms}
 
 
-def _decision_dict(d: Decision) -> dict[str, Any]:
-    refused = {name: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons] for name, reasons in d.refused.items()}
-    return {
-        "op": d.problem.op, "problem": d.problem.summary(), "kernel": d.kernel.name if d.kernel else None, "by_judge": d.by_judge,
-        "can_run": list(d.passed_over), "never_run": [n for n in d.costs if d.untried(n)],
-        "cost_us": {n: {"us": float(f"{c.us:.4g}"), "how": c.how} for n, c in d.costs.items()}, "refused": refused,
-    }  # fmt: skip
+def _short(us: float) -> float:
+    return float(f"{us:.4g}")
 
 
 def packages_of_kernels() -> tuple[str, ...]:
@@ -139,25 +136,24 @@ def explain(
     named = Target.parse(target, assume) if isinstance(target, str) else target
     if named is not None and named.assume is None:
         named = dataclasses.replace(named, assume=packages_of_kernels())
-    found: dict[tuple[str, Problem, str], tuple[int, Decision]] = {}
-    formed: dict[tuple[str, LatentCall, int], tuple[int, FormDecision]] = {}
+    found: dict[Any, Site[Decision]] = {}
+    formed: dict[Any, Site[FormDecision]] = {}
     call = getattr(model, "_orig_mod", model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
         path = stack.enter_context(_module_path(call))
         fake = stack.enter_context(_fake_mode(args, kwargs))
 
-        def watcher(op: Op, problem: Problem, policy: str) -> None:
+        def count(sites: dict[Any, Site[D]], decision: D, *facts: object) -> None:
+            site = sites.setdefault((path(), facts), Site(path(), 0, decision))
+            sites[path(), facts] = dataclasses.replace(site, count=site.count + 1)
+
+        def on_call(op: Op, problem: Problem, policy: str) -> None:
             decision = select(problem, policy)
-            spot = (path(), problem, decision.policy.key)
-            found[spot] = (found.get(spot, (0, decision))[0] + 1, decision)
+            count(found, decision, problem, decision.policy.key)
 
-        def form_watcher(decision: FormDecision) -> None:
-            spot = (path(), decision.call, decision.queries)
-            formed[spot] = (formed.get(spot, (0, decision))[0] + 1, decision)
-
-        stack.callback(watch(watcher))
-        stack.callback(watch_forms(form_watcher))
+        stack.callback(watch(on_call))
+        stack.callback(watch_forms(lambda decision: count(formed, decision, decision.call, decision.queries)))
         if "torch._dynamo" in sys.modules:  # compiled submodules run uncompiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(call, nn.Module) and not call.training:
@@ -165,19 +161,17 @@ def explain(
         fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
         call(*fake_args, **fake_kwargs)
     here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
-    sites = tuple(CallSite(where, count, decision) for (where, _, _), (count, decision) in found.items())
-    forms = tuple(FormSite(where, count, decision) for (where, _, _), (count, decision) in formed.items())
-    explanation = Explanation(here, named.assume if named else None, sites, _times(sites), forms)
+    sites = tuple(found.values())
+    explanation = Explanation(here, named.assume if named else None, sites, _times(sites), tuple(formed.values()))
     if not quiet:
         print(explanation)
     return explanation
 
 
-def _times(sites: tuple[CallSite, ...]) -> str:
+def _times(sites: tuple[Site[Decision], ...]) -> str:
     """The source of the measured times, "" where no choice uses any."""
     for site in sites:
-        decision = site.decision
-        if decision.measured and (table := (found := in_force(decision.problem.target)).table) is not None:
+        if site.decision.measured and (table := (found := in_force(site.decision.problem.target)).table) is not None:
             kind = "the table shipped with attnops" if found.shipped else "this machine's table"
             return f"measured times: {table.source or table.gpu}, {kind}" + (f", scaled to {table.gpu}" if table.source else "")
     return ""

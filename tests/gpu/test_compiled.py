@@ -21,7 +21,7 @@ def step(batch: int, length: int, seed: int) -> Step:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_paged_decode_follows_changed_lengths_and_tables(mode: str, found: dict[str, Any]) -> None:
-    from attnops.lowering.install import install
+    from attnops.lowering.choose import install
 
     install()
     model = PagedModel(3).cuda().eval()

@@ -45,9 +45,9 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
 @pytest.mark.parametrize("mode", MODES)
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
-    method = modes.Compiled if mode is piecewise else modes.Step
-    real = method.prepare
-    monkeypatch.setattr(method, "prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
+    method = modes.Piecewise if mode is piecewise else modes.Graphed
+    real = method._prepare
+    monkeypatch.setattr(method, "_prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
     pair.step._device = pair.device = device
     batch, _ = pair.batches("ab", 1)
@@ -56,7 +56,7 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     # One for each kind, which is compiled, and one for all captures.
     assert (device.outer, device.inner, device.measured_runs) == (3, SIX, SIX)
     if mode is piecewise:
-        assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+        assert pair.step.traces == {"decode": 1, "mixed": 1}
     pair.agree("cd")
     pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
     assert device.outer == 3, "nothing was left to capture"
@@ -74,7 +74,7 @@ def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
     device.need = lambda: needs.append(len(compiled)) or 0
     step = rows_of(piecewise, device, lambda x: x * (2 if x.shape[0] > 1 else 3), one_differs=True, inner=inner, budget_bytes=1 << 30)
     step.capture(torch.ones(2, 3))
-    assert step._method.traces == {"mixed": 2} and len(compiled) == 2
+    assert step.traces == {"mixed": 2} and len(compiled) == 2
     assert needs == [1, 1, 1, 2, 2], "the last bucket is measured once more, after it was compiled"
     close(step(torch.ones(1, 3)), torch.full((1, 3), 3.0))
     close(step(torch.ones(2, 3)), torch.full((2, 3), 2.0))
@@ -179,7 +179,7 @@ def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
         raise Stop
 
     monkeypatch.setattr(modes, "start_workers", lambda: told.append("workers"))
-    monkeypatch.setattr(modes.Compiled, "_backend", backend)
+    monkeypatch.setattr(modes.Piecewise, "_backend", backend)
     with pytest.raises(Exception, match="Stop"):
         rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
     assert told == want
@@ -192,7 +192,7 @@ def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     def backend(self, bucket, gm):
         raise errors.pop(0)
 
-    monkeypatch.setattr(modes.Compiled, "_backend", backend)
+    monkeypatch.setattr(modes.Piecewise, "_backend", backend)
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 def pattern(step):
     """Pieces in order, each by the number of the first that does the same."""
     seen = {}
-    [found] = step._method.programs.values()
+    [found] = step.programs.values()
     return [seen.setdefault(structure(part), len(seen)) for part in found.split.parts if part.compiled]
 
 

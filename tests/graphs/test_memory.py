@@ -105,7 +105,7 @@ def test_free_gives_everything_back_and_a_call_captures_anew(mode):
     given = {**example(pair), "k_pages": other}
     pair.step(**given)
     if mode is piecewise:
-        assert pair.step._method.traces == {"decode": 1}
+        assert pair.step.traces == {"decode": 1}
 
 
 def test_the_report():
@@ -127,9 +127,6 @@ compiled in 2.0 s
 graphs hold 5.5 of 16.0 MiB, their inputs 0.5 MiB"""
     )
     assert report.modes == {"mixed": "piecewise", "decode": "whole"}
-    pytest.importorskip("rich")
-    table = report.rich()
-    assert table.row_count == 2 and len(table.columns) == 7
 
 
 def test_a_progress_bar():

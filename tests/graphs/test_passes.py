@@ -18,7 +18,7 @@ def _boundary():
 
 def linears(pair, kind):
     """How many each piece holds that is compiled."""
-    parts = pair.step._method.programs[kind].split.parts
+    parts = pair.step.programs[kind].split.parts
     return [n for part in parts if (n := sum(node.target is F.linear for node in part.module.graph.nodes))]
 
 
@@ -42,7 +42,7 @@ def test_pieces_are_still_compiled_once():
     pack_linears(model)
     pair = Pair(piecewise, model=model, passes=(fuse_linears,))
     pair.agree("ab")
-    assert pair.step._method.pieces()["decode"] == (3, 5)
+    assert pair.step._pieces()["decode"] == (3, 5)
 
 
 def test_a_bucket_captured_after_a_weight_moved():
@@ -54,7 +54,7 @@ def test_a_bucket_captured_after_a_weight_moved():
     weight.data = torch.randn_like(weight)
     pair.step.free()  # what is captured reads the old weights, as of any model
     pair.agree("ab")
-    assert linears(pair, "decode") == [3, 3] and pair.step._method.traces["decode"] == 2
+    assert linears(pair, "decode") == [3, 3] and pair.step.traces["decode"] == 2
 
 
 def test_passes_run_in_order_once_a_trace():

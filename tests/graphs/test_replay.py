@@ -44,7 +44,7 @@ def test_changing_batches(mode, kernel):
     # A bucket is captured once, and a model traced once a kind.
     assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3)
     if mode is piecewise:
-        assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+        assert pair.step.traces == {"decode": 1, "mixed": 1}
 
 
 @pytest.mark.parametrize(("mode", "padding"), [(piecewise, "null"), (breakable, "null"), (breakable, "absent")])
@@ -216,7 +216,7 @@ def test_all_sizes_are_one_trace():
     pair.agree("abcd")
     pair.agree("ab")
     pair.agree("abc", [2, 7, 4])
-    assert pair.step._method.traces == {"decode": 1, "mixed": 1}
+    assert pair.step.traces == {"decode": 1, "mixed": 1}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -230,7 +230,7 @@ def test_modes_of_the_caller_change_nothing(mode):
     with torch.inference_mode():
         pair.agree("a")
     if mode is piecewise:
-        assert pair.step._method.traces == {"decode": 1}
+        assert pair.step.traces == {"decode": 1}
 
 
 def test_a_bucket_of_one():
@@ -246,7 +246,7 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each():
     step = piecewise(forward, Buckets(tokens=(1, 2, 4)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
     for n in (3, 1, 2, 4, 1):
         close(step(torch.ones(n)), forward(torch.ones(n)))
-    assert step._method.traces == {"mixed": 2}
+    assert step.traces == {"mixed": 2}
 
 
 def test_a_model_of_one_size_is_refused():
@@ -263,7 +263,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
         pair.step._cache = pair.cache
         pair.agree("ab")
         pair.agree("a")
-        assert pair.step._method.traces == {"decode": 1}
+        assert pair.step.traces == {"decode": 1}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def _boundary():
 
 def splits(pair, names="ab", new=1):
     pair.agree(names, new)
-    return {kind: program.split for kind, program in pair.step._method.programs.items()}
+    return {kind: program.split for kind, program in pair.step.programs.items()}
 
 
 def test_at_every_call_that_may_not_be_captured():
@@ -71,7 +71,7 @@ submod_16: captured, 5 operations""",
 def test_a_model_without_attention_is_one_piece():
     step = piecewise(lambda tokens: tokens.sin() + 1, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
     close(step(torch.ones(3)), torch.ones(3).sin() + 1)
-    assert str(step._method.programs["mixed"].split) == "submod_0: captured, 2 operations"
+    assert str(step.programs["mixed"].split) == "submod_0: captured, 2 operations"
 
 
 def test_every_attention_is_a_cut():
@@ -177,7 +177,7 @@ submod_12: captured, 2 operations""",
     # The number of rows changes with the batch, and passes from one part outside to the next.
     for names in ("abc", "bc", "abcd", "d", "abd"):
         pair.agree(names)
-    assert pair.step._method.traces == {"decode": 1}
+    assert pair.step.traces == {"decode": 1}
 
 
 def test_breakable_says_what_depends_on_data():

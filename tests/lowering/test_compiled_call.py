@@ -77,7 +77,7 @@ def test_a_kernel_gets_the_arguments_that_the_dispatcher_would_give(name, given)
                 kwargs[a.name] = (not a.default_value) if value is None else value
         with pytest.raises(InterruptedError):
             overload(**kwargs)
-        args, named = as_dispatched(overload, (), kwargs)
+        args, named = as_dispatched(op, (), kwargs)
     assert (*args, *named.values()) == (*got[0][0], *got[0][1].values()) and [*named] == [*got[0][1]]
     assert [*map(type, named.values())] == [*map(type, got[0][1].values())]
 

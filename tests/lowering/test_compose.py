@@ -32,7 +32,7 @@ def test_installing_twice_changes_nothing():
     from torch._inductor.codegen.common import custom_backend_passes
     from torch._inductor.lowering import lowerings
 
-    from attnops.lowering.install import install
+    from attnops.lowering.choose import install
 
     install()
     ours = {op: fn for op, fn in lowerings.items() if "attnops" in str(op)}
@@ -56,7 +56,7 @@ def test_eager_import_does_not_load_the_compiler():
 def test_other_ops_of_other_libraries_are_left_alone():
     from torch._inductor.lowering import lowerings
 
-    from attnops.lowering.install import install
+    from attnops.lowering.choose import install
 
     before = set(lowerings)
     install()
