@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import AttnopsError, InvalidInput, fail
-from .graph_breaks import Break, not_capturable
+from ..errors import AttnopsError, InvalidInput, NotCapturable, fail
+from .graph_breaks import Break
 
 
 class Graph(Protocol):
@@ -102,7 +102,7 @@ class Recorded:
                 self.device.abort()
             self.reset()
             if opened and isinstance(e, Exception) and not isinstance(e, (AttnopsError, torch.OutOfMemoryError)):
-                raise not_capturable(self.current, e) from e
+                raise NotCapturable(self.current, (str(e).strip() or type(e).__name__).splitlines()[0]) from e
             raise
 
     def reset(self) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import NotCapturable
 from ..kernel import Capture, Kernel, kernels_of
 from ..ops import OPS
-from ..select import choose, parse_policy
+from ..select import choose
 
 ATTENTION = ("attention", "varlen_attention", "paged_attention", "mla_attention", "sparse_mla_attention", "vertical_slash_attention")
 """Ops that a model calls once a layer and that a compiler does not fuse: cut there, the pieces of all layers are equal."""
@@ -73,19 +72,9 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
     return None
 
 
-def forcing(kernel: Kernel, policy: str) -> str:
-    """The key of `policy` with `kernel` forced on its op: the choice for all sizes of a trace holds at each of them."""
-    return replace(parse_policy(policy), kernel=(f"{kernel.op}:{kernel.name}",)).key
-
-
 def depends_on_data(value: Any) -> bool:
     """Has a fake value a size or number that differs at every replay?"""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     symbolic = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return any(bool(free_unbacked_symbols(v)) for v in pytree.tree_leaves(value) if isinstance(v, symbolic))
-
-
-def not_capturable(name: str, error: Exception) -> NotCapturable:
-    """The error for a call of `name` that failed with `error` in a capture."""
-    return NotCapturable(name, (str(error).strip() or type(error).__name__).splitlines()[0])

@@ -42,22 +42,25 @@ class Entry:
     replays: int = 0
 
 
-class Graphed:
-    """A model that is called as before and replays graphs. `piecewise` and `breakable` make it and describe its arguments.
+class Graphed(Setup):
+    """`breakable`: a model that is called as before and replays graphs, captured as it runs.
+
+    Capture stops at every call that a graph may not contain, and resumes after it. Every bucket chooses its own kernels. Python runs at
+    capture only, so control flow may not depend on data; mark functions where it does with `outside`. The arguments are those of
+    `Piecewise`, up to `inner`.
 
     The results of a call are views of memory that the next call writes: use or copy them before. Calls from two threads are unsafe.
     """
 
-    def __init__(self, model: Callable[..., Any], setup: Setup) -> None:
-        self.model, self.setup = model, setup
-        self.buckets, self._cache, self._device = setup.buckets, setup.cache, setup.graphs
-        self._state = tuple({id(t): t for t in setup.state}.values())
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.state = tuple({id(t): t for t in self.state}.values())
+        parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        unknown = [n for n in (setup.batch, *setup.tokens, *setup.requests) if n is not None and n not in self._names]
+        unknown = [n for n in (self.batch, *self.tokens, *self.requests) if n is not None and n not in self._names]
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        if setup.batch is None and self.buckets.verify:
+        if self.batch is None and self.buckets.verify:
             want = "() where the model takes no batch: only a batch has the tokens of each request"
             fail(InvalidInput, "verify", self.buckets.verify, want)
         self._entries: dict[Bucket, Entry] = {}
@@ -74,7 +77,7 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            kind, tokens, requests, queries = self.setup.sizes(self.buckets, values)
+            kind, tokens, requests, queries = self.sizes(values)
             bucket = self.buckets.find(kind, tokens, requests, queries)
             if bucket is None:
                 self._eager_calls += 1
@@ -98,7 +101,7 @@ class Graphed:
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            self.setup.sizes(self.buckets, values)
+            self.sizes(values)
             if self._inputs is not None:
                 self._inputs.check(values)
             wanted = self.buckets.all()
@@ -125,17 +128,17 @@ class Graphed:
         )
         return Report(
             rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._compile_seconds,
-            self._inputs.bytes if self._inputs else 0, self._eager_calls, dropped, self.setup.budget_bytes, self._compared,
+            self._inputs.bytes if self._inputs else 0, self._eager_calls, dropped, self.budget_bytes, self._compared,
         )  # fmt: skip
 
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""
-        if self._device is not None and self._entries:
-            self._device.settle()
+        if self.graphs is not None and self._entries:
+            self.graphs.settle()
             for entry in self._entries.values():
                 entry.recorded.reset()
             self._entries.clear()
-            self._device.release()
+            self.graphs.release()
         self._inputs = None
         self.buckets = replace(self.buckets, dropped=frozenset())
 
@@ -157,7 +160,7 @@ class Graphed:
 
     def _plain(self, bucket: Bucket, values: Values) -> Any:
         """Run the step on these inputs without graphs, as it will be captured."""
-        name, make = self.setup.batch, self.setup.plan_maker(bucket)
+        name, make = self.batch, self.plan_maker(bucket)
         if name is None or make is None:
             return self.model(**values)
         return self.model(**{**values, name: replace(values[name], plan=make(values[name]))})
@@ -165,7 +168,7 @@ class Graphed:
     def _record(self, bucket: Bucket, values: Values, into: Recorded) -> Any:
         """Capture the step into `into`. Returns the outputs that every replay writes."""
         into.begin()
-        with CaptureMode(into, self.setup.outside.get(bucket.kind, ())):
+        with CaptureMode(into, (self.eager or {}).get(bucket.kind, ())):
             return self._plain(bucket, values)
 
     def _pieces(self) -> dict[str, tuple[int, int]]:
@@ -176,37 +179,37 @@ class Graphed:
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
-        every, name = self.setup.check_every, self.setup.batch
+        every, name = self.check_every, self.batch
         due = every > 0 and (entry.replays + 1) % every == 0
-        if due and self._cache is not None and name is not None:
+        if due and self.cache is not None and name is not None:
             # Waits for the device.
-            lengths, most = values[name].seq_lens, self._inputs.width * self._cache.page_size
+            lengths, most = values[name].seq_lens, self._inputs.width * self.cache.page_size
             if lengths.numel() and (longest := int(lengths.max())) > most:
                 fail(StaleGraph, f"{name}.seq_lens", f"{longest} tokens", f"at most {most}, the page table's width")
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
             self._plan_again(entry, entry.planned)
-        before = saved(self._state) if due else []
+        before = saved(self.state) if due else []
         for step in entry.recorded.steps:
             step()
         entry.replays += 1
-        kept_rows = tokens if self.setup.returns == "tokens" else requests
+        kept_rows = tokens if self.returns == "tokens" else requests
         out = pytree.tree_unflatten([x[:kept_rows] if cut else x for x, cut in zip(entry.outputs, entry.rows, strict=True)], entry.spec)
         if due:
             self._compared += 1
             # The eager run starts from the same state and may overwrite the outputs, so they are copied first.
             out = pytree.tree_map_only(Tensor, torch.clone, out)
-            with unchanged(self._state):
-                restore(self._state, before)
-                compare(entry.bucket, out, self.model(**values), self.setup.tolerance)
+            with unchanged(self.state):
+                restore(self.state, before)
+                compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
 
     def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
-        assert self.setup.prepare is not None and self.setup.batch is not None
-        new, old = self.setup.prepare(batch), entry.values[self.setup.batch]
+        assert self.prepare is not None and self.batch is not None
+        new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
-            field, got, want = f"{self.setup.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
+            field, got, want = f"{self.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
             if _described(got) != _described(want):
                 fail(StaleGraph, field, _described(got), _described(want))
             if got is not None and got.data_ptr() != want.data_ptr():
@@ -235,7 +238,7 @@ class Graphed:
             # The next bucket's graphs may reuse the memory of the outputs.
             outputs = [device.weak(x) if isinstance(x, Tensor) else x for x in leaves]
             del out, leaves
-        count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.setup.returns]
+        count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.returns]
         rows = tuple((isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == count) for x in outputs)
         seconds = time.perf_counter() - began - (self._compile_seconds - compiled)
         entry = self._entries[bucket] = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
@@ -250,19 +253,19 @@ class Graphed:
 
     def _initialised(self, values: Values) -> tuple[Device, Inputs]:
         """The first capture makes the device and the input buffers, like the tensors of this call."""
-        if self._device is None:
-            self._device = CudaGraphs(values[(*self.setup.tokens, *self.setup.requests)[0]].device)
+        if self.graphs is None:
+            self.graphs = CudaGraphs(values[(*self.tokens, *self.requests)[0]].device)
         if self._inputs is None:
-            pools = () if self._cache is None else self._cache.pools
-            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self._state)}
-            self._inputs = Inputs(self.setup, values, watched)
-        return self._device, self._inputs
+            pools = () if self.cache is None else self.cache.pools
+            watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)} | {f"state[{i}]": t for i, t in enumerate(self.state)}
+            self._inputs = Inputs(self, values, watched)
+        return self.graphs, self._inputs
 
     @contextmanager
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         try:
-            with device.session(), ordinary(), uncached_casts(), unchanged(self._state):
+            with device.session(), ordinary(), uncached_casts(), unchanged(self.state):
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.
@@ -274,22 +277,22 @@ class Graphed:
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""
         _, inputs = self._initialised(values)
         inputs.clear(bucket)
-        static = {**self.setup.fixed(values), **inputs.of(bucket)}
-        name = self.setup.batch
-        if self.setup.prepare is None or name is None:
+        static = {**self.fixed(values), **inputs.of(bucket)}
+        name = self.batch
+        if self.prepare is None or name is None:
             return static, None
         bare = static[name]
-        planned = self.setup.prepare(bare)
+        planned = self.prepare(bare)
         static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
         return static, bare
 
     def _fits(self, bucket: Bucket, need: int) -> bool:
-        budget = self.setup.budget_bytes
+        budget = self.budget_bytes
         held = sum(sum(e.recorded.bytes_of) for e in self._entries.values())
         # Graphs share one pool, so a bucket takes more memory only if it needs more than the pool has.
         if budget is None or max(need, held) <= budget:
             return True
-        if self.setup.over_budget == "raise":
+        if self.over_budget == "raise":
             fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,18 +22,20 @@ Values = dict[str, Any]
 _copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Setup:
-    """The arguments of `piecewise` and `breakable` that both modes share, see there. outside: their `eager`, by kind of batch."""
+    """The arguments that `piecewise` and `breakable` share: see `Piecewise`."""
 
+    model: Callable[..., Any]
     buckets: Buckets
-    batch: str | None
-    tokens: tuple[str, ...]
-    requests: tuple[str, ...] = ()
+    _: KW_ONLY
+    batch: str | None = "batch"
+    tokens: Sequence[str]
+    requests: Sequence[str] = ()
     returns: Literal["tokens", "requests", "whole"] = "tokens"
     cache: Pages | None = None
     prepare: Callable[[PagedBatch], PagedBatch] | None = None
-    outside: Mapping[Kind, Sequence[str]] = field(default_factory=dict)
+    eager: Mapping[Kind, Sequence[str]] | None = None
     budget_bytes: int | None = None
     over_budget: Literal["raise", "drop"] = "raise"
     check_every: int = 0
@@ -48,9 +50,10 @@ class Setup:
         for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
             if getattr(self, name) not in words:
                 fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
-        if unknown := self.outside.keys() - {"decode", "verify", "mixed"}:
+        eager = self.eager or {}
+        if unknown := eager.keys() - {"decode", "verify", "mixed"}:
             fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
-        if wrong := [names for names in self.outside.values() if isinstance(names, str)]:
+        if wrong := [names for names in eager.values() if isinstance(names, str)]:
             fail(InvalidInput, "eager", repr(wrong[0]), "a sequence of names of ops for each kind of batch")
         if self.check_every < 0:
             fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
@@ -61,7 +64,7 @@ class Setup:
         """The arguments that are the same objects at every call."""
         return {n: v for n, v in values.items() if n not in (self.batch, *self.tokens, *self.requests)}
 
-    def sizes(self, buckets: Buckets, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
+    def sizes(self, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
         """(kind, new tokens, requests, the most tokens of a request) of a call.
 
         Without a batch, the rows of the first tensor by request are the requests, with one token each if no tensor is by token.
@@ -70,7 +73,7 @@ class Setup:
         if self.batch is None:
             requests = int(rows_of(self.requests[0], values).shape[0]) if self.requests else 0
             tokens = int(rows_of(self.tokens[0], values).shape[0]) if self.tokens else requests
-            return ("decode" if buckets.decode and self.requests and tokens == requests else "mixed"), tokens, requests, tokens
+            return ("decode" if self.buckets.decode and self.requests and tokens == requests else "mixed"), tokens, requests, tokens
         batch = values.get(self.batch)
         if not isinstance(batch, PagedBatch):
             fail(InvalidInput, self.batch, type(batch).__name__, "a PagedBatch, as PagedCache.batch makes it")
@@ -80,7 +83,7 @@ class Setup:
         if batch.others:
             fail(InvalidInput, f"{self.batch}.others", f"{len(batch.others)} more tables", "(): a cache without windows")
         tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
-        return buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
+        return self.buckets.kind(tokens, requests, batch.max_seqlen_q), tokens, requests, batch.max_seqlen_q
 
     def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
         """Makes the device plan in the graph of a bucket: a plan that came with the batch would be of the lengths at capture."""
@@ -117,7 +120,7 @@ class Inputs:
 
     def __init__(self, setup: Setup, values: Mapping[str, Any], watched: Mapping[str, Tensor]) -> None:
         """watched: further tensors that keep their addresses."""
-        self._setup, self._batch, self.width = setup, None, 0
+        self._name, self._padding, self._batch, self.width = setup.batch, setup.buckets.padding, None, 0
         self._tables: dict[str, _Rows] = {}
         tokens, requests = setup.buckets.most
         with ordinary():
@@ -156,9 +159,9 @@ class Inputs:
             return {n: r.tensor[: r.length(bucket.tokens, bucket.requests)] for n, r in buffers.items()}
 
         found = views(self._rows)
-        if self._batch is not None and self._setup.batch is not None:
+        if self._batch is not None and self._name is not None:
             null, tables = self._null(bucket), views(self._tables)
-            found[self._setup.batch] = replace(self._batch, **tables, max_seqlen_q=bucket.queries, padded=not null)
+            found[self._name] = replace(self._batch, **tables, max_seqlen_q=bucket.queries, padded=not null)
         return found
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -168,7 +171,7 @@ class Inputs:
             given, own = rows_of(row, values), r.tensor
             if given.dtype is not own.dtype or given.device != own.device or given.shape[1:] != own.shape[1:]:
                 fail(StaleGraph, row, _described(given), _described(own))
-        if (ours := self._batch) is not None and (name := self._setup.batch) is not None:
+        if (ours := self._batch) is not None and (name := self._name) is not None:
             batch: PagedBatch = values[name]
             table, scratch = batch.page_table, batch.workspace
             if table.size(1) > self.width:
@@ -182,7 +185,7 @@ class Inputs:
 
     def load(self, bucket: Bucket, values: Mapping[str, Any], tokens: int, requests: int) -> None:
         """Copy a call's tensors into the bucket's rows and clear its padding rows. Raises InvalidInput."""
-        batch: PagedBatch | None = None if self._setup.batch is None else values[self._setup.batch]
+        batch: PagedBatch | None = None if self._name is None else values[self._name]
         if batch is not None and self._null(bucket) and (batch.padded or tokens != requests):
             fail(InvalidInput, "batch", "tokens of no request", "one token a request and padded=False, which padding='null' requires")
         by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -221,7 +224,7 @@ class Inputs:
 
     def _null(self, bucket: Bucket) -> bool:
         """Are padding rows requests of one token that reads the null page?"""
-        return bucket.kind == "decode" and self._setup.buckets.padding == "null"
+        return bucket.kind == "decode" and self._padding == "null"
 
     def _pad_requests(self, bucket: Bucket, tokens: int, requests: int) -> Tensor:
         """Set lengths and ends of the padding rows, which start at `requests`. Returns the ends."""

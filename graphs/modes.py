@@ -4,51 +4,29 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
-from ..cache.paged import Pages
 from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
-from .buckets import Bucket, Buckets, Kind
+from .buckets import Bucket
 from .cached_guards import shape_env
-from .device import Device, Recorded
+from .device import Recorded
 from .graphed import Graphed
-from .inputs import Setup, Values
+from .inputs import Values
 from .pieces import INNER, Inner, Program, compile_parts, start_workers
 from .split import split
 
-Prepare = Callable[[PagedBatch], PagedBatch]
 
-
-def piecewise(
-    model: Callable[..., Any],
-    buckets: Buckets,
-    *,
-    batch: str | None = "batch",
-    tokens: Sequence[str],
-    requests: Sequence[str] = (),
-    returns: Literal["tokens", "requests", "whole"] = "tokens",
-    cache: Pages | None = None,
-    prepare: Prepare | None = None,
-    eager: Mapping[Kind, Sequence[str]] | None = None,
-    inner: str | Inner = "inductor",
-    one_differs: bool = False,
-    passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
-    budget_bytes: int | None = None,
-    over_budget: Literal["raise", "drop"] = "raise",
-    check_every: int = 0,
-    tolerance: float | None = None,
-    graphs: Device | None = None,
-    state: Sequence[Tensor] = (),
-) -> Graphed:
-    """Compile `model` once and capture it once a bucket: one graph a step, split only where a kernel may not be captured.
+@dataclass(eq=False, repr=False, kw_only=True)
+class Piecewise(Graphed):
+    """`piecewise`: compile `model` once and capture it once a bucket: one graph a step, split only where a kernel may not be captured.
 
     Dynamo traces the whole model, once for decode steps, once for verify steps of each number of queries, and once for mixed steps. The
     kernel of every call is chosen at the trace, for all of its sizes. Code between attention calls is compiled, equal pieces once, with
@@ -83,64 +61,26 @@ def piecewise(
 
     Raises:
         InvalidInput: an argument is out of its range, or is not the name of an argument of the model.
-    """
-    if isinstance(inner, str) and inner not in INNER:
-        fail(InvalidInput, "inner", repr(inner), f"a function, or one of {', '.join(INNER)}")
-    setup = Setup(
-        buckets, batch, tuple(tokens), tuple(requests), returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
-        tolerance, graphs, state,
-    )  # fmt: skip
-    compiler = INNER[inner] if isinstance(inner, str) else inner
-    return Piecewise(model, setup, compiler, tuple(passes), one_differs)
 
-
-def breakable(
-    model: Callable[..., Any],
-    buckets: Buckets,
-    *,
-    batch: str | None = "batch",
-    tokens: Sequence[str],
-    requests: Sequence[str] = (),
-    returns: Literal["tokens", "requests", "whole"] = "tokens",
-    cache: Pages | None = None,
-    prepare: Prepare | None = None,
-    eager: Mapping[Kind, Sequence[str]] | None = None,
-    budget_bytes: int | None = None,
-    over_budget: Literal["raise", "drop"] = "raise",
-    check_every: int = 0,
-    tolerance: float | None = None,
-    graphs: Device | None = None,
-    state: Sequence[Tensor] = (),
-) -> Graphed:
-    """Capture `model` as it runs, without a compiler: capture stops at every call that a graph may not contain, and resumes after it.
-
-    Every bucket chooses its own kernels. Python runs at capture only, so control flow may not depend on data; mark functions where it
-    does with `outside`. The arguments are those of `piecewise`.
-    """
-    setup = Setup(
-        buckets, batch, tuple(tokens), tuple(requests), returns, cache, prepare, eager or {}, budget_bytes, over_budget, check_every,
-        tolerance, graphs, state,
-    )  # fmt: skip
-    return Graphed(model, setup)
-
-
-class Piecewise(Graphed):
-    """The result of `piecewise`.
-
-    programs: the latest program, by trace.
-    traces: the number of compilations, by trace: one, unless a size specialised.
+    Attributes:
+        programs: the latest program, by trace.
+        traces: the number of compilations, by trace: one, unless a size specialised.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], setup: Setup, inner: Inner, passes: tuple[Callable[[fx.GraphModule], Any], ...], one_differs: bool
-    ) -> None:
-        super().__init__(model, setup)
-        self._inner, self._passes = inner, passes
+    inner: str | Inner = "inductor"
+    one_differs: bool = False
+    passes: Sequence[Callable[[fx.GraphModule], Any]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.inner, str) and self.inner not in INNER:
+            fail(InvalidInput, "inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
+        self._inner = INNER[self.inner] if isinstance(self.inner, str) else self.inner
         self.programs: dict[str, Program] = {}
         self.traces: dict[str, int] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._into: Recorded | None = None
-        self._specialising = {b.trace for b in self.buckets.all()} if one_differs else set()
+        self._specialising = {b.trace for b in self.buckets.all()} if self.one_differs else set()
 
     def _prepare(self, bucket: Bucket, values: Values) -> None:
         """Trace and compile. Raises NotCapturable for a model with graph breaks, and NoKernel."""
@@ -195,7 +135,7 @@ class Piecewise(Graphed):
 
     def _traced(self, bucket: Bucket) -> Callable[[Values], Any]:
         """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
-        model, name, make = self.model, self.setup.batch, self.setup.plan_maker(bucket)
+        model, name, make = self.model, self.batch, self.plan_maker(bucket)
         queries = 0 if bucket.kind == "mixed" else bucket.queries
 
         def step(values: Values) -> Any:
@@ -209,7 +149,7 @@ class Piecewise(Graphed):
     def _given(self, bucket: Bucket, values: Values) -> Values:
         """The arguments of the traced function, with the sizes that differ by bucket marked dynamic."""
         served, specialising = self.buckets.of_trace(bucket.trace), bucket.trace in self._specialising
-        tokens, requests, setup = {b.tokens for b in served}, {b.requests for b in served}, self.setup
+        tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
 
         def marked(tensor: Tensor, sizes: set[int], more: int = 0) -> Tensor:
             # Marks stay on a tensor object, so every call marks a new one.
@@ -224,10 +164,10 @@ class Piecewise(Graphed):
                 torch._dynamo.mark_dynamic(found, 0, **bounds)
             return found
 
-        found = values | {n: marked(values[n], tokens) for n in setup.tokens} | {n: marked(values[n], requests) for n in setup.requests}
-        if setup.batch is not None:
-            b: PagedBatch = values[setup.batch]
-            found[setup.batch] = replace(
+        found = values | {n: marked(values[n], tokens) for n in self.tokens} | {n: marked(values[n], requests) for n in self.requests}
+        if self.batch is not None:
+            b: PagedBatch = values[self.batch]
+            found[self.batch] = replace(
                 b, page_table=marked(b.page_table, requests), seq_lens=marked(b.seq_lens, requests), slots=marked(b.slots, tokens),
                 cu_seqlens_q=marked(b.cu_seqlens_q, requests, 1), positions=marked(b.positions, tokens), max_seqlen_q=0,
             )  # fmt: skip
@@ -237,9 +177,9 @@ class Piecewise(Graphed):
         trace = bucket.trace
         if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.buckets.of_trace(trace)))):
             raise _SizeSpecialises(broken)
-        for change in self._passes:
+        for change in self.passes:
             change(gm)
-        program = self.programs[trace] = compile_parts(split(gm, self.setup.outside.get(bucket.kind, ())), self._inner)
+        program = self.programs[trace] = compile_parts(split(gm, (self.eager or {}).get(bucket.kind, ())), self._inner)
         self.traces[trace] = self.traces.get(trace, 0) + 1
         ours = weakref.proxy(self)
         return lambda *flat: program.run(flat, ours._into)
@@ -271,3 +211,6 @@ def _tracing() -> Iterator[None]:
     )
     with shapes.patch(backed_size_oblivious=True), traced:
         yield
+
+
+breakable, piecewise = Graphed, Piecewise

@@ -8,18 +8,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..errors import NotCapturable, fail
-from ..kernel import Kernel
+from ..select import parse_policy
 from ..traced import equal_calls
-from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, forcing, kernel_of
+from .graph_breaks import ATTENTION, DATA, Break, break_of, depends_on_data, kernel_of
 
 # Nodes that launch no kernel may go to either side of a break, and allocations before it.
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided}
@@ -27,6 +27,10 @@ _ALLOCATING = {"new_empty", "new_empty_strided"}
 _FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWING = {"size", "view", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel"}
+
+
+Cut = Break | str
+"""A call that ends a graph, or one of attention, `op.kernel`, that only bounds compiled pieces."""
 
 
 @dataclass(frozen=True)
@@ -107,56 +111,45 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
         read = node.all_input_nodes if node.target is torch.scalar_tensor else []
         if any(depends_on_data(value_of(n)) for n in (node, *read)):
             fail(NotCapturable, str(node), "the model returns it, and its size or value depends on data; return tensors of fixed sizes")
-    breaks: dict[fx.Node, Break] = {}
-    calls: dict[fx.Node, str] = {}
-    for node in gm.graph.nodes:
-        kernel, found = _decided(node, eager)
-        if found is not None:
-            breaks[node] = found
-        elif kernel is not None and kernel.op in ATTENTION and not (kernel.inline and kernel.inline.when is None):
-            # A call whose torch ops are inlined, to be fused, does not end a piece.
-            calls[node] = f"{kernel.op}.{kernel.name}"
+    cuts = {node: cut for node in gm.graph.nodes if (cut := _cut(node, eager)) is not None}
     # A compiler of one layer's piece cannot see that other layers ask for the same metadata.
     for node, earlier in reversed(equal_calls(gm.graph, value_of).items()):
         node.replace_all_uses_with(earlier)
-        breaks.pop(node, None)
-        calls.pop(node, None)
+        cuts.pop(node, None)
         gm.graph.erase_node(node)
-    _hoist_allocations(gm.graph, breaks)
-    where = _partition(gm.graph, breaks, calls)
+    _hoist_allocations(gm.graph, cuts)
+    where = _partition(gm.graph, cuts)
     _repeat_sizes(gm.graph, where)
     from torch.fx.passes.split_module import split_module
 
     whole = split_module(gm, gm, lambda node: where[node], keep_original_order=True)
-    listed: defaultdict[str, list[Break]] = defaultdict(list)
-    for node, found in breaks.items():
+    listed: defaultdict[str, list[Cut]] = defaultdict(list)
+    for node, cut in cuts.items():
         by_part = listed[f"submod_{where[node]}"]
         # Sizes, and assertions about them, belong to the call that makes them.
-        if not by_part or found.kernel or found.why != DATA or isinstance(value_of(node), Tensor):
-            by_part.append(found)
-    called: defaultdict[str, list[str]] = defaultdict(list)
-    for node, name in calls.items():
-        called[f"submod_{where[node]}"].append(name)
+        if isinstance(cut, str) or not by_part or cut.kernel or cut.why != DATA or isinstance(value_of(node), Tensor):
+            by_part.append(cut)
     parts: list[Part] = []
     for node in whole.graph.find_nodes(op="call_module"):
-        module = getattr(whole, node.target)
+        module, found = getattr(whole, node.target), listed[node.target]
         end = module.graph.output_node()
         if not isinstance(end.args[0], tuple):
             end.args = (end.args,)
             module.recompile()
-        parts.append(Part(node.target, module, tuple(listed[node.target]), tuple(called[node.target])))
+        breaks = tuple(cut for cut in found if isinstance(cut, Break))
+        parts.append(Part(node.target, module, breaks, tuple(cut for cut in found if isinstance(cut, str))))
     return Split(whole, tuple(parts))
 
 
-def _hoist_allocations(graph: fx.Graph, breaks: dict[fx.Node, Break]) -> None:
+def _hoist_allocations(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> None:
     # A buffer that a break writes must be allocated in the graph before it, which fixes its address. Between two breaks an allocation
     # would make an empty graph.
     for node in list(graph.nodes):
         if not _allocates(node):
             continue
         before, at, first = set(node.all_input_nodes), node.prev, None
-        while at not in before and (at in breaks or _free(at) or _allocates(at)):
-            first = at if at in breaks else first
+        while at not in before and (isinstance(cuts.get(at), Break) or _free(at) or _allocates(at)):
+            first = at if at in cuts else first
             at = at.prev
         if first is not None:
             first.prepend(node)
@@ -166,10 +159,10 @@ def _allocates(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ALLOCATIONS) or (node.op == "call_method" and node.target in _ALLOCATING)
 
 
-def _decided(node: fx.Node, eager: Collection[str]) -> tuple[Kernel | None, Break | None]:
-    """The kernel of a call of an attnops op, which is forced on it, and the reason why the call may not be captured, or None."""
+def _cut(node: fx.Node, eager: Collection[str]) -> Cut | None:
+    """The cut at a node, if any. A call of an attnops op gets the policy that forces the chosen kernel, for all sizes of the trace."""
     if node.op in ("placeholder", "output", "get_attr"):
-        return None, None
+        return None
     packet = node.target if isinstance(node.target, torch._ops.OpOverloadPacket) else None
     # All overloads of an attnops op have one schema.
     if packet is not None and (packet.overloads() == ["default"] or packet._qualified_op_name.startswith("attnops::")):
@@ -177,13 +170,16 @@ def _decided(node: fx.Node, eager: Collection[str]) -> tuple[Kernel | None, Brea
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
     if kernel is not None and getattr(node.target, "_overloadname", "") == "default":
-        node.kwargs = {**node.kwargs, "policy": forcing(kernel, kwargs.get("policy", ""))}
+        policy = replace(parse_policy(kwargs.get("policy", "")), kernel=(f"{kernel.op}:{kernel.name}",))
+        node.kwargs = {**node.kwargs, "policy": policy.key}
     if (found := break_of(node.target, kernel, eager)) is not None:
-        return kernel, found
+        return found
     if any(depends_on_data(value_of(n)) for n in (*node.all_input_nodes, node)):
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return kernel, Break(name, "", DATA)
-    return kernel, None
+        return Break(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)), "", DATA)
+    # A call whose torch ops are inlined, to be fused, does not end a piece.
+    if kernel is None or kernel.op not in ATTENTION or (kernel.inline and kernel.inline.when is None):
+        return None
+    return f"{kernel.op}.{kernel.name}"
 
 
 def _free(node: fx.Node) -> bool:
@@ -197,11 +193,10 @@ def _free(node: fx.Node) -> bool:
     return node.target in _FREE or isinstance(value_of(node), _NUMBERS)
 
 
-def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[fx.Node]) -> dict[fx.Node, int]:
+def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, int]:
     """The part of every node. A node that launches no kernel joins the two calls around it, or else the part that needs it."""
     where: dict[fx.Node, int] = {}
-    part = 0
-    kind: Literal["compiled", "call", "break"] | None = None
+    part, kind = 0, ""
     pending: list[fx.Node] = []
 
     def put(nodes: list[fx.Node]) -> None:
@@ -220,15 +215,15 @@ def _partition(graph: fx.Graph, breaks: Collection[fx.Node], calls: Collection[f
             continue
         # A node that launches no kernel may join the part after it. A compiled part keeps all of its nodes.
         joins = kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
-        if node not in breaks and node not in calls and joins:
+        if node not in cuts and joins:
             pending.append(node)
             continue
-        found: Literal["compiled", "call", "break"] = "break" if node in breaks else "call" if node in calls else "compiled"
+        found = {Break: "break", str: "call"}.get(type(cuts.get(node)), "compiled")
         if found != kind:
-            if kind == "call" and found == "break":
+            if (kind, found) == ("call", "break"):
                 # An allocation among the pending nodes must be captured.
                 put(pending)
-            part += kind is not None
+            part += bool(kind)
             kind = found
         put([*pending, node])
     put(pending)

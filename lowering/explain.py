@@ -58,7 +58,8 @@ class Explanation:
         lines = [f"target {self.target}{assumed}", *([self.times] if self.times else [])]
         first = {site.where: site for site in reversed(self.sites)}
         for site in self.sites:
-            for entry in (*(form for form in self.forms if first.get(form.where) is site), site):
+            entries: tuple[Site[Any], ...] = (*(form for form in self.forms if first.get(form.where) is site), site)
+            for entry in entries:
                 lines += [f"\n{entry.where}  x{entry.count}", indent(str(entry.decision), "  ")]
         return "\n".join(lines if self.sites else [*lines, "no attnops call was made"])
 

@@ -103,7 +103,7 @@ def test_tokens_are_those_of_eager_over_changing_batches(mode: str, kernel: str 
         found.setdefault("graphs", {})[f"{mode}_{'split' if kernel else 'whole'}"] = str(pair.graphed.report())
 
 
-@pytest.mark.parametrize("mode", [piecewise, breakable])
+@pytest.mark.parametrize("mode", [piecewise, breakable], ids=["piecewise", "breakable"])
 def test_state_beside_the_pages(mode: Callable[..., Graphed]) -> None:
     """A capture leaves it as it was, and every step changes it once."""
     model = Decaying().cuda()

@@ -49,7 +49,7 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     real = method._prepare
     monkeypatch.setattr(method, "_prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
-    pair.step._device = pair.device = device
+    pair.step.graphs = pair.device = device
     batch, _ = pair.batches("ab", 1)
     report = pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
     assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]

@@ -260,7 +260,7 @@ def test_another_model_of_other_sizes_is_traced_once_too():
     for layers, pages in ((1, 64), (1, 16)):
         pair = Pair(piecewise, Buckets(decode=(2, 16)), layers=layers)
         pair.cache, pair.twin = paged_cache(layers, pages), paged_cache(layers, pages)
-        pair.step._cache = pair.cache
+        pair.step.cache = pair.cache
         pair.agree("ab")
         pair.agree("a")
         assert pair.step.traces == {"decode": 1}
