@@ -17,35 +17,23 @@ from attnops.kernel import kernels_of
 NAME = "attnops"
 """`attn_implementation="attnops"`: any kernel, `mask="auto"`."""
 
-
 Kept = Literal["hf", "paged"]
 CACHES: tuple[Kept, ...] = ("hf", "paged")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `patch`.
-
-    kernel: forced by name, or None.
-    mask: see attnops.hf.mask.
-    cache: see attnops.hf.paged.
-    proven: these masks were tried with the model (attnops.hf.proof); transformers' flags of its class do not count.
-    """
+    """The options of `patch`. proven: attnops.hf.proof tried these masks with the model; transformers' flags of its class do not count."""
 
     kernel: str | None = None
     mask: Mode = "auto"
     cache: Kept = "hf"
     proven: bool = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         # A model keeps the name in its configs, so a process that loads a copy of its options needs the function behind the name.
-        return _registered, (self.kernel, self.mask, self.cache, self.proven)
-
-
-def _registered(kernel: str | None, mask: Mode, cache: Kept, proven: bool) -> Options:
-    options = Options(kernel, mask, cache, proven)
-    implementation(options)
-    return options
+        vars(self).update(state)
+        implementation(self)
 
 
 def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
@@ -63,8 +51,7 @@ def implementation(options: Options) -> str:
     """The name under which these options are registered with transformers; registered now if it was not.
 
     The options are in the name and not on the config: transformers reads the name at every call, compiled graphs are guarded by
-    it, and `save_pretrained` leaves it out.
-    Raises UnknownKernel, or InvalidInput for a mask mode or a cache that does not exist.
+    it, and `save_pretrained` leaves it out. Raises UnknownKernel, or InvalidInput for a mask mode or a cache that does not exist.
     """
     for field, value, known in (("mask", options.mask, MODES), ("cache", options.cache, CACHES)):
         if value not in known:

@@ -8,7 +8,7 @@ import gc
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_MATHS = ("attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias")
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-HANDLED = frozenset((*_MATHS, *_PACKED))
+HANDLED = frozenset((
+    "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks", "position_bias", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k",
+))  # fmt: skip
 """Arguments that the attention function acts on."""
 
-_INPUTS = ("position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states")
-_LOSS = ("labels", "num_items_in_batch", "logits_to_keep")
-_SWITCHES = ("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic")
-_GENERATION = ("cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias")
-HARMLESS = frozenset((*_INPUTS, *_LOSS, *_SWITCHES, *_GENERATION))
+HARMLESS = frozenset((
+    "position_ids", "cache_position", "position_embeddings", "input_ids", "token_type_ids", "encoder_hidden_states", "labels",
+    "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "deterministic",
+    "cache_config", "cache_implementation", "guidance_scale", "max_cache_len", "prefill_chunk_size", "sequence_bias",
+))  # fmt: skip
 """Arguments that models pass to every layer and that do not change the result of attention."""
 
 _KNOWN = HANDLED | HARMLESS | {"query", "key", "value", "output_attentions"}
@@ -34,10 +35,10 @@ _SWITCH = "_attn_implementation_internal"
 
 @dataclass(frozen=True)
 class Usage:
-    """How a class calls the attention interface. foreign: arguments it passes that attnops does not know.
+    """How a class calls the attention interface.
 
-    edits_mask: it computes a mask of its own from the one it is given, so it must be given one it can compute with.
-    edits_cached: it computes with the keys and values that its cache returns, so the cache must return all of them.
+    foreign: arguments it passes that attnops does not know.
+    edits_mask, edits_cached: it computes with the mask that it is given, or with the keys and values that its cache returns.
     """
 
     foreign: tuple[str, ...]
@@ -60,10 +61,8 @@ class Site:
 class Match:
     """The parts of a model that can be switched.
 
-    sites: every attention module.
-    configs: the config objects to switch.
-    explicit: why the model needs masks that are written out, or None.
-    edits: the class that computes with its masks, or None.
+    sites: every attention module. configs: the config objects to switch.
+    explicit: why the model needs masks that are written out, or None. edits: the class that computes with its masks, or None.
     shared: number of modules of other models that hold one of the configs.
     unrouted: classes of the models of usable modules that transformers keeps from its sdpa.
     """
@@ -76,14 +75,14 @@ class Match:
     unrouted: tuple[type, ...]
 
 
+_class: Callable[[nn.Module], Any] = type
+
+
 def match(model: nn.Module) -> Match:
     """Inspect every module of `model`."""
     sites = list(_sites(model))
     models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     owners = {site.path: _owner(site, models) for site in sites}
-    for site in sites:
-        if site.reason is None and site.usage and site.usage.foreign:
-            site.reason = f"passes {', '.join(site.usage.foreign)} to the attention interface, which no kernel here takes"
     # Modules that share a config object are switched together or not at all.
     blockers = {id(site.config): site for site in sites if site.reason is not None and (site.usage or _reads_masks(site, owners))}
     for site in sites:
@@ -91,16 +90,17 @@ def match(model: nn.Module) -> Match:
             site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
     usable = [site for site in sites if site.reason is None]
     configs = {id(site.config): site.config for site in usable}
-    for path, model_of in models.items():
+    for path, above in models.items():
         # The masks are made by the models above the attention modules, each by its own config object.
         below = [site for site in sites if _within(site.path, path)]
         if below and all(site.reason is None for site in below):
-            configs.setdefault(id(model_of.config), model_of.config)
+            configs.setdefault(id(above.config), above.config)
     switched = [m for m in models.values() if id(m.config) in configs]
     editors = [f"{type(site.module).__name__} edits its mask" for site in usable if site.usage and site.usage.edits_mask]
     editors += [f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner))]
     edits = next(iter(editors), None)
-    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners) in {id(m.config) for m in switched})
+    told = {id(m.config) for m in switched}
+    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners) in told)
     explicit = edits or next((f"{type(site.module).__name__} computes attention by itself" for site in by_itself), None)
     classes = dict.fromkeys(type(owner) for site in usable if (owner := owners[site.path]) is not None)
     unrouted = tuple(cls for cls in classes if not getattr(cls, "_supports_sdpa", False))
@@ -117,25 +117,18 @@ def _within(path: str, parent: str) -> bool:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    modules = dict(model.named_modules())
-    users = {path for path, m in modules.items() if not isinstance(m, PreTrainedModel) and usage_of(_class(m))}
-    named = {path for path, m in modules.items() if path not in users and _looks_like_attention(m)}
+    modules = {path: m for path, m in model.named_modules() if not isinstance(m, PreTrainedModel)}
+    usages = {path: usage for path, m in modules.items() if (usage := usage_of(_class(m)))}
+    named = {path for path, m in modules.items() if isinstance(m, nn.MultiheadAttention) or "Attention" in type(m).__name__}
     for path, module in modules.items():
-        config = getattr(module, "config", None)
-        if path in users:
-            reason = None if hasattr(config, _SWITCH) else "holds no config that names an attention implementation"
-            yield Site(path, module, config, reason, usage_of(_class(module)))
-        elif path in named and not any(other != path and _within(other, path) for other in users | named):
+        config, usage = getattr(module, "config", None), usages.get(path)
+        if usage is not None:
+            reason = f"passes {', '.join(usage.foreign)} to the attention interface, which no kernel here takes" if usage.foreign else None
+            reason = reason if hasattr(config, _SWITCH) else "holds no config that names an attention implementation"
+            yield Site(path, module, config, reason, usage)
+        elif path in named and not any(other != path and _within(other, path) for other in usages.keys() | named):
             why = "computes attention by itself, not through transformers' attention interface"
             yield Site(path, module, config, f"{type(module).__name__} {why}")
-
-
-def _class(module: nn.Module) -> Any:
-    return type(module)
-
-
-def _looks_like_attention(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or ("Attention" in type(module).__name__ and not isinstance(module, PreTrainedModel))
 
 
 def _takes_mask(module: nn.Module) -> bool:
@@ -174,6 +167,8 @@ def _strangers(configs: list[Any], model: nn.Module) -> int:
 
 # Reading code ---------------------------------------------------------------------------------------------------------
 
+_ASSIGNS = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+
 
 @functools.cache
 def usage_of(cls: Any) -> Usage | None:
@@ -207,22 +202,23 @@ def _functions(cls: type) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
 
 
+def _assigned(function: ast.FunctionDef) -> list[tuple[Any, list[ast.expr]]]:
+    """The assignments of a function with their targets."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, _ASSIGNS)]
+    return [(node, node.targets if isinstance(node, ast.Assign) else [node.target]) for node in nodes]
+
+
 def _interface_calls(function: ast.FunctionDef) -> list[ast.Call]:
     """The calls of the function from `get_interface(...)` or `ALL_ATTENTION_FUNCTIONS[...]`."""
-    names = set()
-    for node in ast.walk(function):
-        value = getattr(node, "value", None)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, (ast.Call, ast.Subscript)) and _asks_interface(value):
-            names |= {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+    assigned = [(node, targets) for node, targets in _assigned(function) if _asks_interface(node)]
+    names = {target.id for _, targets in assigned for target in targets if isinstance(target, ast.Name)}
     return [node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
 
 
-def _targets(node: ast.AST) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
-
-
-def _asks_interface(value: ast.Call | ast.Subscript) -> bool:
-    head = ast.unparse(value.func if isinstance(value, ast.Call) else value.value)
+def _asks_interface(node: Any) -> bool:
+    if isinstance(node, ast.AugAssign) or not isinstance(node.value, (ast.Call, ast.Subscript)):
+        return False
+    head = ast.unparse(node.value.func if isinstance(node.value, ast.Call) else node.value.value)
     return head.endswith("get_interface") or "ALL_ATTENTION_FUNCTIONS" in head
 
 
@@ -234,10 +230,9 @@ def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
     parameters = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     if not isinstance(given[0], ast.Name) or given[0].id not in parameters:
         return True
-    for node in ast.walk(function):
-        if any(isinstance(target, ast.Name) and target.id == given[0].id for target in _targets(node)):
-            value = getattr(node, "value", None)
-            chosen = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    for node, targets in _assigned(function):
+        if any(isinstance(target, ast.Name) and target.id == given[0].id for target in targets):
+            chosen = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
             if isinstance(node, ast.AugAssign) or not all(isinstance(one, ast.Name) for one in chosen):
                 return True
     return False
@@ -245,29 +240,29 @@ def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
 
 def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     """Are the keys and values of the calls others than those from `update(...)`, or from a module applied to them (a norm)?"""
-    updates = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _asks_cache(node)]
+    assigned = [(node, _names(targets)) for node, targets in _assigned(function)]
+    updates = [(node, names) for node, names in assigned if isinstance(node, ast.Assign) and _asks_cache(node)]
     if not updates:
         return False
-    kept: set[str] = {name.id for node in updates for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+    kept = {name for _, names in updates for name in names}
     for call in calls:
         named = {keyword.arg: keyword.value for keyword in call.keywords}
         given = [call.args[at] if len(call.args) > at else named.get(name) for at, name in ((2, "key"), (3, "value"))]
         if not all(isinstance(one, ast.Name) and one.id in kept for one in given):
             return True
-    last = max(node.lineno for node in updates)
-    for node in ast.walk(function):
-        later = getattr(node, "lineno", 0) > last and any(
-            isinstance(name, ast.Name) and name.id in kept for target in _targets(node) for name in ast.walk(target)
-        )
-        if later and not _is_module_call(getattr(node, "value", None)):
-            return True
-    return len(calls) > 1
+    last = max(node.lineno for node, _ in updates)
+    later = any(node.lineno > last and names & kept and not _is_module_call(node.value) for node, names in assigned)
+    return later or len(calls) > 1
+
+
+def _names(nodes: list[ast.expr]) -> set[str]:
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
 def _asks_cache(node: ast.Assign) -> bool:
-    call, target = node.value, node.targets[0]
+    call = node.value
     asks = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
-    return asks and isinstance(target, ast.Tuple)
+    return asks and isinstance(node.targets[0], ast.Tuple)
 
 
 def _is_module_call(value: Any) -> bool:

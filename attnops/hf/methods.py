@@ -11,9 +11,7 @@ from typing import Any
 class Method:
     """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
 
-    owner, name: the model and the name of its method.
-    function: a function of a module, which is called with this object before the method's arguments. None: this one was removed, and
-        whatever wraps it still calls it.
+    function: is called with this object before the method's arguments. None after `remove`: a wrapper around this object may still call it.
     own: the instance's own method before, or None.
     """
 

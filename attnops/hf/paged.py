@@ -50,8 +50,8 @@ class PagedMode:
 
     def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
-        if supported.older_than(supported.PAGED):
-            refuse(f'got transformers {supported.installed()}, want >={supported.PAGED}, or cache="hf"')
+        if old := supported.older_than(supported.PAGED):
+            refuse(f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
         self._owner: Any = owner
         self.kernel, self.implementation, self.decode = kernel, implementation, decode
         sites = [site for site in found.sites if site.reason is None]

@@ -38,28 +38,24 @@ class Patched:
 
     def __init__(self, model: nn.Module, owner: nn.Module, asked: Options, decode: Decode, found: Match) -> None:
         options, proof = _served(owner, found, asked)
-        self.model, self.asked, self.decode, self.active = model, asked, decode, False
-        self.implementation = implementation(options)
-        self._owner, self._options = owner, options
+        self.model, self.asked, self.decode = model, asked, decode
+        self.implementation, self._owner = implementation(options), owner
+        self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
+        self._report = _report(model, self.implementation, options, found, self._paged, proof)
+        if self._paged is not None:
+            self._paged.apply()
+        self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
+        switch(found.configs, self.implementation)
         # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
         switched = {id(config) for config in found.configs}
         self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
-        self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
-        self._watching: list[Method | RemovableHandle] = []
-        self._paged = PagedMode(owner, found, options.kernel, self.implementation, decode) if options.cache == "paged" else None
-        self._report = _report(model, self.implementation, options, found, self._paged, proof)
-        # The masks of generate() only grow, so that most of its steps need no check.
-        self._wraps = hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None)
-
-    def _apply(self) -> None:
-        if self._paged is not None:
-            self._paged.apply()
-        switch((config for config, _ in self._switched), self.implementation)
         for module in self._marked:
-            module.__dict__[_OPTIONS] = self._options
-        self._owner.__dict__[_HANDLE] = self
-        if self._wraps:
-            self._watching = [Method(self._owner, "generate", _generate), *watch(self._owner)]
+            module.__dict__[_OPTIONS] = options
+        owner.__dict__[_HANDLE] = self
+        self._watching: list[Method | RemovableHandle] = []
+        # The masks of generate() only grow, so that most of its steps need no check.
+        if hasattr(owner, "generate") and (options.mask in ("auto", "compact") or self._paged is not None):
+            self._watching = [Method(owner, "generate", _generate), *watch(owner)]
         self.active = True
 
     def unpatch(self) -> None:
@@ -68,7 +64,7 @@ class Patched:
             return
         for config, before in self._switched:
             if config._attn_implementation_internal == self.implementation:
-                config._attn_implementation_internal = before
+                switch((config,), before)
         for module in self._marked:
             module.__dict__.pop(_OPTIONS, None)
         self._owner.__dict__.pop(_HANDLE, None)
@@ -94,8 +90,8 @@ class Patched:
     def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
         """A cache of pages to pass as `past_key_values=`, for a model patched with `cache="paged"`.
 
-        `generate()` makes its own where it is given none. One that is made here can be kept over several calls, or used without
-        `generate()`. Before the first one of a model without latents the model runs for one token, to find the sizes of its keys.
+        `generate()` makes its own where it is given none. Before the first cache of a model without latents the model runs for one token,
+        to find the sizes of its keys.
 
         Args:
             max_batch: rows.
@@ -113,7 +109,7 @@ class Patched:
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
         """One token more for each row of a cache, from graphs, for a model patched with `decode="piecewise"` or `"breakable"`.
 
-        The step of `generate()`, for loops of one's own: call the model on the prompt, and this on every token after it.
+        It is the step of `generate()`: call the model on the prompt, and this on every token after it.
 
         Args:
             input_ids: int64 `[B, 1]`, for the rows of the step before. cache: from `new_cache`, with the prompt in it.
@@ -162,11 +158,11 @@ class Patched:
         """Run the model on these inputs as patched and with transformers' eager attention, and compare.
 
         Args:
-            input_ids: int64 `[B, S]`, or leave it out and pass the model's own inputs by name (attention_mask, pixel_values, ...).
+            input_ids: int64 `[B, S]`, or leave it out and pass the model's own inputs by name (attention_mask, pixel_values, ...), but
+                no cache, which both runs would fill.
             tolerance: on the largest difference over the largest eager value; default by dtype (float32: 2e-5, bfloat16: 0.1).
             strict: raise when the figures are worse than that.
 
-        Runs in eval mode and without gradients; the model's mode is put back. Do not pass a cache: both runs would fill it.
         Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
         """
         if not self.active:
@@ -214,32 +210,29 @@ def patch(
         handle = attnops.patch(model)
         model = torch.compile(model)
 
-    A module is patched when its code asks transformers' attention interface for the function to call; there is no list of
-    models. The model's state_dict, hooks and saved config stay as they are, and so do its weights, which decode="piecewise" gives other
-    addresses until `unpatch()` (docs/linears.md). Modules that hold the same config object
-    switch together, those of other models included (the report says so). In training mode a layer whose attention dropout is
-    above 0 is computed in plain torch; everything else goes through the op and its gradient.
+    A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
+    saved config stay as they are, and so do its weights, which decode="piecewise" gives other addresses until `unpatch()`
+    (docs/linears.md). Modules that hold the same config object switch together, those of other models included (the report says so). In
+    training mode a layer whose attention dropout is above 0 is computed in plain torch.
 
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
         kernel: force this kernel on every call, eager and compiled; None chooses per call.
         mask: "auto": lengths instead of masks on CUDA where that is exact, bool masks elsewhere. "dense": bool masks, or none where
-            the call is plainly causal. "explicit": as dense, and never none; chosen by itself for a model whose code computes with
-            its masks. "additive": floats, as eager attention is given them; chosen by itself for a model that transformers does not
-            route through its sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every
-            device; the host may wait for the device at each step to check the mask.
-        cache: "hf": transformers' caches, whichever a call uses. "paged": `generate()` keeps its cache in pages that attnops owns, and
-            so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values, and of layers
-            with a sliding window no more than the window; of models of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with
-            transformers from 5.15) they hold latents, and decode attends to them without unfolding. They are allocated for the whole
-            length, as a static cache, and kept from one `generate()` to the next. Masks may have padding on the left only.
-        decode: with cache="paged", how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs (see
-            docs/graphs.md), captured once for each bucket of rows when it is first met; or "hf", as transformers does it. A `Decode` has
-            more to set.
+            the call is plainly causal. "explicit": as dense, and never none; the default for a model whose code computes with its masks.
+            "additive": floats, as eager attention is given them; the default for a model that transformers does not route through its
+            sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every device; the host may wait
+            for the device at each step to check the mask.
+        cache: "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that attnops owns, and so does a call with a
+            cache made by the handle; other caches work as before. The pages hold keys and values (of a sliding window no more than the
+            window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin, with transformers from 5.15), to which
+            decode attends without unfolding. They are allocated for the whole length, as a static cache, and kept from one `generate()`
+            to the next. Masks may have padding on the left only.
+        decode: with cache="paged", how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs
+            (docs/graphs.md), captured when a bucket of rows is first met; or "hf", as transformers does it. A `Decode` has more to set.
 
     Returns:
-        The handle: `report()`, `verify(...)`, `new_cache(...)`, `step(...)`, `capture(...)`, `unpatch()`. A second call on the same model
-        returns the same handle.
+        The handle. A second call on the same model returns the same handle.
 
     Raises:
         PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
@@ -266,13 +259,10 @@ def patch(
         return there
     found = match(model)
     if all(site.reason is not None for site in found.sites):
+        head = f"patch: nothing to patch in {type(owner).__name__}"
         reasons = dict.fromkeys(f"{type(site.module).__name__}: {site.reason}" for site in found.sites)
-        if not reasons:
-            fail(PatchError, f"patch: nothing to patch in {type(owner).__name__}: it has no attention module")
-        fail(PatchError, "\n  ".join([f"patch: nothing to patch in {type(owner).__name__}", *reasons]))
-    handle = Patched(model, owner, asked, how, found)
-    handle._apply()
-    return handle
+        fail(PatchError, "\n  ".join([head, *reasons]) if reasons else f"{head}: it has no attention module")
+    return Patched(model, owner, asked, how, found)
 
 
 def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, str]:

@@ -59,8 +59,8 @@ class Report:
         return f"{self.model}: {len(self.patched)} of {len(self.rows)} attention modules patched ({options})"
 
     def __str__(self) -> str:
-        widths = [max((len(getattr(row, name)) for row in self.rows), default=0) for name in ("path", "cls")]
-        lines = [f"  {row.path:<{widths[0]}}  {row.cls:<{widths[1]}}  {row}" for row in self.rows]
+        path, cls = (max((len(getattr(row, name)) for row in self.rows), default=0) for name in ("path", "cls"))
+        lines = [f"  {row.path:<{path}}  {row.cls:<{cls}}  {row}" for row in self.rows]
         return "\n".join([self._title(), *lines, *(f"  note: {note}" for note in self.notes)])
 
     def __rich__(self) -> Any:
@@ -77,9 +77,7 @@ class Report:
 class Verification:
     """Patched output against eager's, over positions that are not padding.
 
-    max_abs: the largest difference.
-    max_rel: max_abs over the largest eager value.
-    tolerance: the limit of max_rel.
+    max_abs: the largest difference. max_rel: that over the largest eager value. tolerance: the limit of max_rel.
     same_argmax: share of positions where the largest entry is the same one.
     finite: no NaN or infinity anywhere, padding included.
     """
@@ -103,11 +101,9 @@ class Verification:
         return {**asdict(self), "passed": self.passed}
 
     def __str__(self) -> str:
-        return (
-            f"{'passed' if self.passed else 'FAILED'}: {self.output} ({self.dtype}, {self.positions} positions) against eager: "
-            f"max abs {self.max_abs:.2e}, relative {self.max_rel:.2e} (limit {self.tolerance:.0e}), "
-            f"same argmax {self.same_argmax:.1%}, finite {'yes' if self.finite else 'NO'}"
-        )
+        figures = f"max abs {self.max_abs:.2e}, relative {self.max_rel:.2e} (limit {self.tolerance:.0e})"
+        head = f"{'passed' if self.passed else 'FAILED'}: {self.output} ({self.dtype}, {self.positions} positions) against eager"
+        return f"{head}: {figures}, same argmax {self.same_argmax:.1%}, finite {'yes' if self.finite else 'NO'}"
 
 
 # Of the largest logit. Rounding differs at every layer, so this is tens of units in the last place, not one.

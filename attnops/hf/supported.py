@@ -14,24 +14,20 @@ PAGED = "5.15"
 """Older ones ask a cache for other methods, and unfold latents before they cache them."""
 
 
-def installed() -> str | None:
-    """The version of transformers; None: unknown, as of a source tree on the path."""
+def older_than(bound: str) -> str | None:
+    """The version of transformers if it is older than this; None also for an unknown one, as of a source tree on the path."""
     try:
-        return version("transformers")
+        given = version("transformers")
     except PackageNotFoundError:
         return None
-
-
-def older_than(bound: str) -> bool:
-    """Is the transformers that is installed older than this?"""
-    found, wanted = parse(installed() or ""), parse(bound)
-    return found is not None and wanted is not None and found.release < wanted.release
+    found, wanted = parse(given), parse(bound)
+    return given if found is not None and wanted is not None and found.release < wanted.release else None
 
 
 def check() -> None:
     """Raise UnsupportedVersion when transformers is older than `OLDEST`."""
-    if older_than(OLDEST):
-        fail(UnsupportedVersion, "transformers", str(installed()), f">={OLDEST}")
+    if old := older_than(OLDEST):
+        fail(UnsupportedVersion, "transformers", old, f">={OLDEST}")
 
 
 check()
