@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnops.errors import InvalidInput, UnknownKernel, fail
+from attnops.call import need
+from attnops.errors import UnknownKernel, fail
 from attnops.hf.attention import attention_function
 from attnops.hf.continuous import PREFIX, continuous_function
 from attnops.hf.mask import MODES, Mode, mask_function
@@ -54,8 +55,7 @@ def implementation(options: Options) -> str:
     it, and `save_pretrained` leaves it out. Raises UnknownKernel, or InvalidInput for a mask mode or a cache that does not exist.
     """
     for field, value, known in (("mask", options.mask, MODES), ("cache", options.cache, CACHES)):
-        if value not in known:
-            fail(InvalidInput, field, repr(value), " | ".join(map(repr, known)))
+        need(value in known, field, repr(value), " | ".join(map(repr, known)))
     if options.kernel is not None:
         check_kernel(options.kernel, ("attention",) if options.cache == "hf" else ("paged_attention", "mla_attention"))
     # A kernel's own name could hold "flash", by which transformers takes an implementation for FlashAttention.

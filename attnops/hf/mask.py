@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor
 from attnops.hf.descriptor import Pattern
@@ -41,9 +42,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 _FAR = ("cuda",)  # device types that run behind the host: a read of their data waits, and a mask costs more than lengths
 
-_RUN = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
-_SAME = "the padding of the first step, in every step: pages hold the tokens that were not padding then"
 
 
 class Request(NamedTuple):
@@ -148,22 +147,19 @@ def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
     padding = request.padding
     if padding is None:
         return True, _unpadded(request, pattern)
-    if tracing(padding) or padding.shape[1] == 0:
-        return False, None
-    low = request.kv_offset
+    low, length = request.kv_offset, padding.shape[1]
     high = request.q_offset + request.queries if pattern.causal else low + request.keys
-    if pattern.causal and not isinstance(high, Tensor) and padding.shape[1] < high:
+    if tracing(padding) or length == 0 or (pattern.causal and not isinstance(high, Tensor) and length < high):
         return False, None
     generation = current_generation() if pattern.causal else None
     verdict = generation.verdict if generation is not None and request.queries == 1 else None
-    if verdict is None and generation is None and _must_not_wait(request):
+    if generation is None and _must_not_wait(request):
         return False, None
     if verdict is not None and verdict.full:
         return True, _unpadded(request, pattern)
-    columns = torch.arange(padding.shape[1], device=padding.device)
+    columns = torch.arange(length, device=padding.device)
     seen = padding & (columns >= low) & (columns < high)
-    first = _first(seen, columns)
-    past = (seen * (columns + 1)).amax(-1)
+    first, past = _first(seen, columns), (seen * (columns + 1)).amax(-1)
     if verdict is None:
         verdict = _look(request, pattern, seen.sum(-1), first, past, high)
         if generation is not None:
@@ -181,8 +177,7 @@ def _compact(request: Request, pattern: Pattern) -> tuple[bool, Tensor | None]:
 
 def _first(seen: Tensor, columns: Tensor) -> Tensor:
     """int64 `[B]`: the first column of each row that is seen, their number if none is."""
-    length = columns.shape[0]
-    return length - (seen * (length - columns)).amax(-1)
+    return columns.shape[0] - (seen * (columns.shape[0] - columns)).amax(-1)
 
 
 def _unpadded(request: Request, pattern: Pattern) -> Tensor | None:
@@ -256,8 +251,7 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
         torch.ops.aten._assert_async.msg(fits, _STOP)
         return known
     if padding is None:
-        start = torch.zeros_like(known)
-        run = torch.ones_like(known, dtype=torch.bool)
+        start, run = torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
     else:
         columns = torch.arange(padding.shape[1], device=known.device)
         shown = padding & (columns < high)
@@ -269,12 +263,11 @@ def _left_padding(request: Request, known: Tensor) -> Tensor:
         torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
         return start
     run_all, same_all, fits_all, past = torch.stack([run.all(), same.all(), fits, seen]).tolist()
-    if not fits_all:
-        fail(InvalidInput, "length", past + queries, f"at most {request.keys} positions, the room of this cache")
-    if not run_all:
-        fail(InvalidInput, "attention_mask", "holes, padding on the right, or too few columns", _RUN)
-    if not same_all:
-        fail(InvalidInput, "attention_mask", "another padding than before, or rows that the last step had not", _SAME)
+    need(bool(fits_all), "length", past + queries, f"at most {request.keys} positions, the room of this cache")
+    want = 'zeros on the left and ones up to the newest token: pages hold no other pattern. Use cache="hf" for such masks'
+    need(bool(run_all), "attention_mask", "holes, padding on the right, or too few columns", want)
+    want = "the padding of the first step, in every step: pages hold the tokens that were not padding then"
+    need(bool(same_all), "attention_mask", "another padding than before, or rows that the last step had not", want)
     if generation is not None:
         generation.checked = own
     return start

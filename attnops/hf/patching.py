@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
@@ -244,10 +245,9 @@ def patch(
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
-    if mask == "additive" and cache == "paged":
-        fail(InvalidInput, "mask", repr(mask), "another with cache='paged': pages take no additive masks")
-    if how.mode != "hf" and cache != "paged":
-        fail(InvalidInput, "decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
+    paged = cache == "paged"
+    need(not paged or mask != "additive", "mask", repr(mask), "another with cache='paged': pages take no additive masks")
+    need(paged or how.mode == "hf", "decode", repr(how.mode), "'hf' with cache='hf': caches of transformers' own move")
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")

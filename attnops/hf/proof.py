@@ -26,9 +26,7 @@ from attnops.problem import pretend
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
 
-MOST_WEIGHTS = 100_000_000
-"""A model of no more is tried as it is. A twin of more is not built."""
-
+MOST_WEIGHTS = 100_000_000  # a twin of more is not built
 BATCH, LENGTH = 3, 12
 
 _LAYERS = (
@@ -245,8 +243,7 @@ def _feeds(model: Any) -> Iterator[dict[str, Tensor]]:
     yield from filter(None, (few, main, known))
 
 
-Size = int | tuple[str, int]
-"""A number, or the name that a config has for it and the number where it has none."""
+Size = int | tuple[str, int]  # a number, or the name that a config has for it and the number where it has none
 
 
 def _size(config: Any, size: Size) -> int:

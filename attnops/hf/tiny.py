@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 
 VOCAB = 128
 
@@ -114,12 +114,11 @@ def config(name: str, **overrides: Any) -> Any:
     """The transformers config of `name`, with `overrides` on top. Raises InvalidInput for an unknown name or transformers without it."""
     import transformers
 
-    if name not in NAMES:
-        fail(InvalidInput, "name", repr(name), f"one of {', '.join(NAMES)}")
+    need(name in NAMES, "name", repr(name), f"one of {', '.join(NAMES)}")
     values = {"model_type": name, **(_OTHERS[name] if name in _OTHERS else {**_BASE, **_DECODERS[name]}), **overrides}
     kind = values.pop("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        fail(InvalidInput, "name", repr(name), f"a transformers that has {kind} (this one is {transformers.__version__})")
+    known = kind in transformers.CONFIG_MAPPING
+    need(known, "name", repr(name), f"a transformers that has {kind} (this one is {transformers.__version__})")
     return transformers.CONFIG_MAPPING[kind](**values)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 
 PLAIN = (Tensor, nn.Parameter)
 INTERNAL = frozenset(vars(nn.Module()))
@@ -45,8 +45,8 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an offloaded one is on meta.
     linear = type(kv_b) is nn.Linear and type(kv_b.weight) in PLAIN and not kv_b.weight.is_meta and not changed(kv_b)
     # A tensor: wrappers keep flags and words of this name.
-    if any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules())):
-        fail(InvalidInput, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
+    biased = any(isinstance(getattr(module, "bias", None), Tensor) for module in ((kv_b,) if linear else kv_b.modules()))
+    need(not biased, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
     weight: Tensor
     if linear:
         weight = kv_b.weight  # type: ignore[assignment]
@@ -55,8 +55,7 @@ def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[
     else:
         weight = _kept(kv_b, like)
     rows, latent = weight.shape
-    if rows % (nope + v):
-        fail(InvalidInput, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
+    need(rows % (nope + v) == 0, "kv_b.weight.shape[0]", rows, f"a multiple of {nope} + {v}, the key and value of one head")
     heads = weight.view(rows // (nope + v), nope + v, latent)
     return heads[:, :nope], heads[:, nope:]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.ops import token_rows
 
@@ -17,21 +18,20 @@ Given = Mapping[str, object]  # arguments by name
 
 
 def size(field: str, value: Any, unit: str = "") -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        fail(InvalidInput, field, repr(value), f"an int >= 1{unit and f' ({unit})'}")
-    return value
+    need(isinstance(value, int) and not isinstance(value, bool) and value >= 1, field, repr(value), f"an int >= 1{unit and f' ({unit})'}")
+    return int(value)
 
 
 def number(field: str, value: Any, least: float, below: float = math.inf) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < below:
-        fail(InvalidInput, field, repr(value), f"a number >= {least} and < {below}")
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    need(numeric and least <= value < below, field, repr(value), f"a number >= {least} and < {below}")
     return float(value)
 
 
 def window(value: Any) -> tuple[int, int]:
     """`value`, a (left, right) pair."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or any(type(side) is not int or side < -1 for side in value):
-        fail(InvalidInput, "window", repr(value), "(left, right), two ints >= -1 (-1: unbounded)")
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(type(side) is int and side >= -1 for side in value)
+    need(pair, "window", repr(value), "(left, right), two ints >= -1 (-1: unbounded)")
     return value[0], value[1]
 
 
@@ -73,11 +73,10 @@ def kind_of_call(cu: str, cu_seqlens: Tensor | None, batch: object, *, dense: Gi
         absent("without batch", **paged)
         return cu_seqlens is None
     absent("with batch", **{cu: cu_seqlens})
-    if not isinstance(batch, PagedBatch):
-        fail(InvalidInput, "batch", type(batch).__name__, "a PagedBatch, as a cache makes it")
+    need(isinstance(batch, PagedBatch), "batch", type(batch).__name__, "a PagedBatch, as a cache makes it")
     pages = [name for name in paged if name.endswith("_pages")]
-    if any(paged[name] is None for name in pages):
-        fail(InvalidInput, ", ".join(pages), None, "this layer's pages of the cache, because batch is given")
+    given = all(paged[name] is not None for name in pages)
+    need(given, ", ".join(pages), None, "this layer's pages of the cache, because batch is given")
     return False
 
 

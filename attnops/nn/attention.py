@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.ops import attention, paged_attention, varlen_attention, write_kv
 
@@ -43,8 +43,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = check.size("num_heads", num_heads)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else check.size("num_kv_heads", num_kv_heads)
-        if self.num_heads % self.num_kv_heads:
-            fail(InvalidInput, "num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
+        need(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", num_kv_heads, f"a divisor of num_heads = {num_heads}")
         self.head_dim = check.size("head_dim", head_dim)
         self.v_head_dim = self.head_dim if v_head_dim is None else check.size("v_head_dim", v_head_dim)
         self.scale = self.head_dim**-0.5 if scale is None else check.number("scale", scale, -3e38, 3e38)
@@ -89,8 +88,7 @@ class Attention(nn.Module):
             packed={"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
             paged={"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale},
         )  # fmt: skip
-        layout = "[B, S, H, D]" if dense else "[T, H, D] (packed or paged)"
-        dims = 4 if dense else 3
+        layout, dims = ("[B, S, H, D]", 4) if dense else ("[T, H, D] (packed or paged)", 3)
         query = check.last("query", check.tensor("query", query, layout, dims), self.num_heads, self.head_dim)
         key = check.last("key", check.tensor("key", key, layout, dims), self.num_kv_heads, self.head_dim)
         value = check.last("value", check.tensor("value", value, layout, dims), self.num_kv_heads, self.v_head_dim)
@@ -105,8 +103,8 @@ class Attention(nn.Module):
             )  # fmt: skip
         if cu_seqlens_q is not None:
             most = check.longest("max_seqlen_q", max_seqlen_q, "cu_seqlens_q")
-            if (cu_seqlens_k is None) != (max_seqlen_k is None):
-                fail(InvalidInput, "cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
+            both = (cu_seqlens_k is None) == (max_seqlen_k is None)
+            need(both, "cu_seqlens_k, max_seqlen_k", "one of them", "both, or neither (then the queries')")
             return varlen_attention(
                 query, key, value, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, max_seqlen_q=most,
                 max_seqlen_k=most if max_seqlen_k is None else max_seqlen_k, scale=self.scale, causal=self.causal,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch, PrefixChunk
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.kernel import deterministic
 from attnops.nn import arguments as check
@@ -60,9 +61,7 @@ def attend_absorbed(
         scale, window_left, softcap, kernel: as in `mla_attention`.
 
     Raises:
-        InvalidInput: an argument breaks the contract.
-        NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput, NoGradient, UnknownKernel, NoKernel: as `mla_attention`.
     """
     w_uk, w_uv = _checked(dims, q_nope, q_pe, weights)
     query = by_head(q_nope, w_uk)
@@ -101,9 +100,8 @@ def attend_expanded(
 ) -> Tensor:  # fmt: skip
     """`[T, H, v]`: the new tokens attend to each other directly, and to the cached tokens of their requests through the pages.
 
-    `batch.prefix` lists the cached tokens in chunks. Each chunk is gathered, unfolded, attended to and merged with the result so far, so
-    that at most the new tokens and one chunk are unfolded at a time. The pages may hold the new tokens already. Compiled code specialises
-    on the number of chunks. Differentiable without chunks.
+    Each chunk of `batch.prefix` is gathered, unfolded, attended to and merged with the result so far, so that at most the new tokens and
+    one chunk are unfolded at a time. Compiled code specialises on the number of chunks. Differentiable without chunks.
 
     Args:
         dims, latent_pages, kv_scale, scale: as in `attend_absorbed`.
@@ -114,14 +112,13 @@ def attend_expanded(
 
     Raises:
         InvalidInput: an argument breaks the contract, or the batch has no `prefix`.
-        UnknownKernel, NoKernel: `kernel` cannot run.
-        NoGradient: with chunks, an input requires grad in grad mode.
+        NoGradient, UnknownKernel, NoKernel: as `varlen_attention`; with chunks, no input may require grad.
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
     check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-    if latent_pages.shape[2] != dims.latent + dims.rope:
-        fail(InvalidInput, "latent_pages.shape[2]", latent_pages.shape[2], f"{dims.latent} + {dims.rope}, Dc + Dr")
+    width = latent_pages.shape[2]
+    need(width == dims.latent + dims.rope, "latent_pages.shape[2]", width, f"{dims.latent} + {dims.rope}, Dc + Dr")
     check_stored(latent_pages, kv_scale, q_nope.dtype)
     if kv_scale is not None and (kv_scale.shape != (1,) or kv_scale.dtype != torch.float32):
         fail(InvalidInput, "kv_scale", f"{kv_scale.dtype} {tuple(kv_scale.shape)}", "float32 [1]")
@@ -162,21 +159,21 @@ def attend_latents(
     Raises:
         InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `attend_absorbed`.
     """
-    _checked(dims, new.q_nope, new.q_pe)
-    if absorb_up_to is not None and (type(absorb_up_to) is not int or absorb_up_to < 0):
-        fail(InvalidInput, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
+    q_nope, q_pe, latent, k_pe = new
+    _checked(dims, q_nope, q_pe)
+    count = absorb_up_to is None or (type(absorb_up_to) is int and absorb_up_to >= 0)
+    need(count, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
     before = None if batch.prefix is None else len(batch.prefix) > 0
-    absorbing, expanding, policies = _told(dims, new.q_nope, latent_pages, batch, kernel, before=before, absorb_up_to=absorb_up_to)
-    write_latent(new.latent, new.k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
+    absorbing, expanding, policies = _told(dims, q_nope, latent_pages, batch, kernel, before=before, absorb_up_to=absorb_up_to)
+    write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
     if before is not None:
         if absorb_up_to is None:
-            sizes, dtypes = (dims.nope, dims.rope, dims.latent, dims.v), (new.q_nope.dtype, latent_pages.dtype)
-            heads, page = int(new.q_nope.shape[1]), int(latent_pages.shape[1])
-            absorb_up_to = crossover(sizes, heads, dtypes, page, latent_pages.device, before, policies)
+            sizes, heads, page = (dims.nope, dims.rope, dims.latent, dims.v), int(q_nope.shape[1]), int(latent_pages.shape[1])
+            absorb_up_to = crossover(sizes, heads, (q_nope.dtype, latent_pages.dtype), page, q_nope.device, before, policies)
         if batch.max_seqlen_q > absorb_up_to:
             return attend_expanded(dims, new, kv_b, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=expanding)
-    weights = absorbed_weights(kv_b, dims.nope, dims.v, new.latent)
-    return attend_absorbed(dims, new.q_nope, new.q_pe, weights, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
+    weights = absorbed_weights(kv_b, dims.nope, dims.v, latent)
+    return attend_absorbed(dims, q_nope, q_pe, weights, latent_pages, batch, scale=scale, kv_scale=kv_scale, kernel=absorbing)
 
 
 def attend_float8(
@@ -203,8 +200,8 @@ def attend_float8(
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
-    if check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype != torch.float8_e4m3fn:
-        fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn")
+    stored = check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3).dtype
+    need(stored == torch.float8_e4m3fn, "latent_pages.dtype", stored, "float8_e4m3fn")
     absorbing, _, _ = _told(dims, q_nope, latent_pages, batch, kernel, before=None, query_dtype=latent_pages.dtype)
     w_uk, w_uv = _checked(dims, q_nope, q_pe, absorbed_weights(kv_b, dims.nope, dims.v, latent))
     # A table of the positions of this step only, the same in all layers.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.nn.latent import LatentDims, NewTokens, attend_float8, attend_latents, scale_tensor, unfold
@@ -19,9 +20,8 @@ from attnops.ops.latent_form import kernel_for
 class LatentAttention(nn.Module):
     """Multi-head latent attention, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C. Dense, packed or paged.
 
-    The cache holds one latent of kv_lora_rank numbers and one rotated key of qk_rope_head_dim numbers a token, for all heads. Dense and
-    packed calls unfold the latents into keys and values; a paged call takes the cheaper way (`attnops.nn.attend_latents`). Parameters
-    have the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
+    Dense and packed calls unfold the latents into keys and values; a paged call takes the cheaper way (`attnops.nn.attend_latents`).
+    Parameters have the names of Hugging Face's DeepseekV2Attention and DeepseekV3Attention, so that their weights load.
 
     Args:
         hidden_size: E of input and output.
@@ -59,8 +59,8 @@ class LatentAttention(nn.Module):
         self.head_dim = qk_nope_head_dim + qk_rope_head_dim
         usual = self.head_dim**-0.5 * (1.0 if rope is None else rope.softmax_scale())
         self.scale = usual if scale is None else check.number("scale", scale, -3e38, 3e38)
-        if absorb != "auto" and (type(absorb) is not int or absorb < 0):
-            fail(InvalidInput, "absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
+        known = absorb == "auto" or (type(absorb) is int and absorb >= 0)
+        need(known, "absorb", repr(absorb), "'auto' or an int >= 0 (tokens)")
         self.absorb_up_to = absorb if isinstance(absorb, int) else None
         self.kernel = kernel
         eps = check.number("norm_eps", norm_eps, 0.0)
@@ -96,8 +96,7 @@ class LatentAttention(nn.Module):
             latent_pages: this layer's, `[P, page, Dc + Dr]`, written; the layer's dtype, or float8_e4m3fn or int8 with kv_scale.
             kv_scale: float32 `[1]`, or None.
             float8_scales: (q_scale, kv_scale), host floats, in place of kv_scale, for float8_e4m3fn pages: a decode step, whose batch
-                does not describe its cached tokens, quantises the queries, too (`attend_float8`). Compiled graphs specialise on them:
-                layers compiled one by one are compiled once for each pair of numbers.
+                does not describe its cached tokens, quantises the queries, too (`attend_float8`). Compiled graphs specialise on them.
 
         Returns:
             As hidden.
@@ -151,10 +150,7 @@ class LatentAttention(nn.Module):
         """The tokens of `hidden` `[..., T, E]`, with all leading dims; rotated if positions are given."""
         d = self.dims
         both = self.kv_a_proj_with_mqa(hidden)
-        if self.q_lora_rank is None:
-            query = self.q_proj(hidden)
-        else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        query = self.q_proj(hidden) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         # A shard of the layer has fewer heads than the layer.
         q_nope, q_pe = query.unflatten(-1, (-1, self.head_dim)).split([d.nope, d.rope], -1)
         latent, k_pe = both.split([d.latent, d.rope], -1)
@@ -171,8 +167,8 @@ class LatentAttention(nn.Module):
         pair = isinstance(scales, tuple) and len(scales) == 2
         if not pair or not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < float("inf") for x in scales):
             fail(InvalidInput, "float8_scales", repr(scales), "(q_scale, kv_scale), finite host floats > 0, or None")
-        if latent_pages.dtype != torch.float8_e4m3fn:
-            fail(InvalidInput, "latent_pages.dtype", latent_pages.dtype, "float8_e4m3fn, because float8_scales is given")
+        stored = latent_pages.dtype
+        need(stored == torch.float8_e4m3fn, "latent_pages.dtype", stored, "float8_e4m3fn, because float8_scales is given")
         if self.rope is None:
             fail(InvalidInput, "float8_scales", scales, "None: this layer has no rope to fuse with")
         return self.rope

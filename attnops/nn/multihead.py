@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.nn import arguments as check
 from attnops.ops import attention, varlen_attention
@@ -34,8 +35,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         *, kernel: str | None = None,
     ) -> None:  # fmt: skip
         check.size("embed_dim", embed_dim)
-        if embed_dim % check.size("num_heads", num_heads):
-            fail(InvalidInput, "num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
+        need(embed_dim % check.size("num_heads", num_heads) == 0, "num_heads", num_heads, f"a divisor of embed_dim = {embed_dim}")
         check.number("dropout", dropout, 0.0, 1.0 + 1e-12)
         for field, dim in (("kdim", kdim), ("vdim", vdim)):
             if dim is not None:
@@ -102,8 +102,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _nested(self, query: Tensor, key: Tensor, value: Tensor, unmasked: bool, need_weights: bool) -> Tensor:
         """As `forward`, of requests of different lengths: a nested tensor like the query."""
         alike, kinds = query is key and key is value, [x.layout if x.is_nested else "plain" for x in (query, key, value)]
-        if kinds != [torch.strided] * 3:
-            fail(InvalidInput, "query, key, value", kinds, "all nested and strided; attnops.varlen_attention takes other ragged requests")
+        strided = kinds == [torch.strided] * 3
+        need(strided, "query, key, value", kinds, "all nested and strided; attnops.varlen_attention takes other ragged requests")
         extra = need_weights or self.bias_k is not None or self.add_zero_attn or (self.dropout > 0 and self.training)
         if not unmasked or extra or not self.batch_first:
             want = "batch_first=True, need_weights=False, and no mask, dropout in training, add_bias_kv or add_zero_attn"
@@ -123,20 +123,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Is the call batched?"""
         seq, item = ("N, L", "N, S") if self.batch_first else ("L, N", "S, N")
         check.tensor("query", query, f"[L, {self.embed_dim}] or [{seq}, {self.embed_dim}]", 2, 3)
-        if any(isinstance(x, Tensor) and x.is_nested for x in (key, value)):
-            fail(InvalidInput, "key, value", "nested tensors", "plain tensors, as the query")
+        nested = any(isinstance(x, Tensor) and x.is_nested for x in (key, value))
+        need(not nested, "key, value", "nested tensors", "plain tensors, as the query")
         dims = query.dim()
         for field, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             check.tensor(field, x, f"[S, {width}]" if dims == 2 else f"[{item}, {width}], batched as the query", dims)
-            if x.shape[-1] != width:
-                fail(InvalidInput, f"{field}.shape[-1]", x.shape[-1], f"{width}, as the module was built")
+            need(x.shape[-1] == width, f"{field}.shape[-1]", x.shape[-1], f"{width}, as the module was built")
         if key.shape[:-1] != value.shape[:-1]:
             fail(InvalidInput, "value", f"shape {tuple(value.shape)}", f"as many values as keys {tuple(key.shape)}")
         batch = 0 if self.batch_first else 1
         if dims == 3 and query.shape[batch] != key.shape[batch]:
             fail(InvalidInput, f"key.shape[{batch}]", key.shape[batch], f"{query.shape[batch]}, the query's batch")
-        if is_causal and attn_mask is None:
-            fail(InvalidInput, "attn_mask", None, "the causal mask, because is_causal=True is a hint about it")
+        need(not is_causal or attn_mask is not None, "attn_mask", None, "the causal mask, because is_causal=True is a hint about it")
         return dims == 3
 
     def _mask(self, query: Tensor, key: Tensor, padding: Tensor | None, attn: Tensor | None) -> Tensor | None:
@@ -191,8 +189,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _mask_like(field: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     check.tensor(field, mask, f"{list(shape)}, {MASKS}", len(shape))
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        fail(InvalidInput, f"{field}.dtype", mask.dtype, MASKS)
+    need(mask.dtype == torch.bool or mask.is_floating_point(), f"{field}.dtype", mask.dtype, MASKS)
     if mask.shape != torch.Size(shape):
         fail(InvalidInput, field, f"shape {tuple(mask.shape)}", f"{list(shape)}")
     return mask

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.reference.rope_quantize import rotate
 
@@ -16,10 +16,9 @@ SCALINGS = ("none", "linear", "yarn")
 
 def rope_of(rope: RotaryEmbedding | None, field: str, head_dim: int) -> RotaryEmbedding | None:
     """`rope`, of the layer's `head_dim`, which is its argument `field`. Raises InvalidInput."""
-    if rope is not None and not isinstance(rope, RotaryEmbedding):
-        fail(InvalidInput, "rope", type(rope).__name__, "a RotaryEmbedding or None")
-    if rope is not None and rope.head_dim != head_dim:
-        fail(InvalidInput, "rope.head_dim", rope.head_dim, f"{head_dim}, the layer's {field}")
+    need(rope is None or isinstance(rope, RotaryEmbedding), "rope", type(rope).__name__, "a RotaryEmbedding or None")
+    if rope is not None:
+        need(rope.head_dim == head_dim, "rope.head_dim", rope.head_dim, f"{head_dim}, the layer's {field}")
     return rope
 
 
@@ -57,23 +56,18 @@ class RotaryEmbedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.head_dim = check.size("head_dim", head_dim)
-        if head_dim % 2:
-            fail(InvalidInput, "head_dim", head_dim, "an even number")
+        need(head_dim % 2 == 0, "head_dim", head_dim, "an even number")
         self.theta = check.number("theta", theta, 1.0)
-        if scaling not in SCALINGS:
-            fail(InvalidInput, "scaling", repr(scaling), " | ".join(map(repr, SCALINGS)))
+        need(scaling in SCALINGS, "scaling", repr(scaling), " | ".join(map(repr, SCALINGS)))
         self.scaling = scaling
         self.factor = check.number("factor", factor, 1.0)
-        if scaling == "none" and factor != 1.0:
-            fail(InvalidInput, "factor", factor, "1.0, because scaling is 'none'")
+        need(scaling != "none" or factor == 1.0, "factor", factor, "1.0, because scaling is 'none'")
         self.interleaved = interleaved
         # Factors of a head's rotation and of its softmax, and the pairs between which the frequencies change over.
         self.attention_factor, self._softmax_scale, self._ramp = 1.0, 1.0, (0.0, 1.0)
         if scaling == "yarn":
-            if theta == 1.0:
-                fail(InvalidInput, "theta", theta, "> 1.0, because scaling is 'yarn'")
-            if original_max_position is None:
-                fail(InvalidInput, "original_max_position", None, "an int, because scaling is 'yarn'")
+            need(theta != 1.0, "theta", theta, "> 1.0, because scaling is 'yarn'")
+            need(original_max_position is not None, "original_max_position", None, "an int, because scaling is 'yarn'")
             known = check.size("original_max_position", original_max_position, "positions")
             slow = check.number("beta_slow", beta_slow, 1e-9)
             fast = check.number("beta_fast", beta_fast, slow)
@@ -107,8 +101,7 @@ class RotaryEmbedding(nn.Module):
 
         float32 (float64 where `like` is), on the device of `like`, attention factor included. Raises InvalidInput.
         """
-        if positions.is_floating_point() or positions.dtype == torch.bool:
-            fail(InvalidInput, "positions.dtype", positions.dtype, "int32 | int64")
+        need(not positions.is_floating_point() and positions.dtype != torch.bool, "positions.dtype", positions.dtype, "int32 | int64")
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         pairs = torch.arange(0, self.head_dim, 2, device=like.device, dtype=wide)
         turns = self.theta ** (-pairs / self.head_dim)

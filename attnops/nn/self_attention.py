@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 from attnops.nn import arguments as check
 from attnops.nn.attention import Attention
 from attnops.nn.rotary import RotaryEmbedding, rope_of
@@ -43,8 +43,8 @@ class SelfAttention(nn.Module):
         self.hidden_size = check.size("hidden_size", hidden_size)
         check.size("num_heads", num_heads)
         if head_dim is None:
-            if hidden_size % num_heads:
-                fail(InvalidInput, "head_dim", None, f"an int, because hidden_size {hidden_size} is no multiple of {num_heads} heads")
+            want = f"an int, because hidden_size {hidden_size} is no multiple of {num_heads} heads"
+            need(hidden_size % num_heads == 0, "head_dim", None, want)
             head_dim = hidden_size // num_heads
         self.attention = Attention(
             num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
