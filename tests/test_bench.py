@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, Way, compile, decode, graphs, kernels, plots, run as suites, vendors
+from attnops.bench import Point, Setup, Way, compile, decode, kernels, plots, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
 from attnops.bench.rows import largest_error, relative_error, time_if_right, with_ratios
 from attnops.cli import bench as command
@@ -102,12 +102,12 @@ def test_only_the_ways_asked_for():
 
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
-    suite = suites.named(("graphs",))[0]._replace(cases=partial(graphs.cases, device=StandIn()))
-    found = suites.joined([], {name: suites.outcome_of(suite, name, TOY) for name in graphs.cases(TOY)})
+    suite = suites.named(("graphs",))[0]._replace(cases=partial(compile.graph_cases, device=StandIn()))
+    found = suites.joined([], {name: suites.outcome_of(suite, name, TOY) for name in compile.graph_cases(TOY)})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
-    assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in graphs.MODES}
-    for mode in graphs.MODES:
+    assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in compile.MODES}
+    for mode in compile.MODES:
         row = rows["llama, buckets", f"attnops_{mode}"]
         assert (row["buckets"], row["mode"]) == (3, "whole") and row["graph_bytes"] > 0
 
@@ -403,8 +403,8 @@ def test_points_and_models():
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
     short = Setup(torch.device("cuda"), model="llama-8b-shape")
     assert list(decode.cases(short))[-1] == "llama-3-8b-shape 32x2k"
-    for suite in (compile, graphs):
-        assert "llama-3-8b-shape" in next(iter(suite.cases(short))), "of whatever name it was asked for by"
+    for cases in (compile.cases, compile.graph_cases):
+        assert "llama-3-8b-shape" in next(iter(cases(short))), "of whatever name it was asked for by"
 
 
 # Pictures and pages ---------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ GIB = 1 << 30
 
 def test_free_memory_is_that_of_the_machine_and_of_the_group(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   2048 kB\n")
-    assert models._read(str(tmp_path / "meminfo")) == {"MemTotal:": 100, "MemAvailable:": 2048}
-    assert models._read(str(tmp_path / "absent")) == {}
+    assert [models._number(str(tmp_path / "meminfo"), name) for name in ("MemTotal:", "MemAvailable:", "MemFree:")] == [100, 2048, None]
+    assert models._number(str(tmp_path / "absent")) is None
     for name, text in (("max", "1000"), ("current", "400"), ("stat", "anon 1\ninactive_file 100\n"), ("none", "max")):
         (tmp_path / name).write_text(text)
     group = f"{tmp_path}/"

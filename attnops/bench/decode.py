@@ -35,12 +35,12 @@ from attnops.errors import InvalidInput
 from attnops.hf import Decode
 from attnops.tune.clock import Timed, synchronize
 
+# Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
+# by fewer than 32 tokens.
 NEW, NEW_ON_GPU = 4, 16
-"""Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
-by fewer than 32 tokens."""
 
+# Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and the option of `Decode(inner="tuned")`.
 TUNED = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-"""Options of torch.compile for `hf_tuned`: reduce-overhead's CUDA graphs, and the option of `Decode(inner="tuned")`."""
 
 ONE, EIGHT = Point(1, 1024), Point(8, 1024)
 PLACES: models.Places = {

@@ -19,8 +19,8 @@ from attnops.kernel import all_kernels
 from attnops.measured.store import read_text
 from attnops.version import VERSION
 
+# Figures that do not vary between runs. More is worse.
 COUNTS = ("at_reference", "device_kernels", "graphs", "pieces", "recompiles", "unique_pieces")
-"""Figures that do not vary between runs. More is worse."""
 
 
 def environment(device: torch.device | str, commit: str = "") -> dict[str, Any]:

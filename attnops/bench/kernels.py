@@ -31,12 +31,11 @@ from attnops.tune.clock import Run, Timed, host_clock, kernels_us
 from attnops.tune.run import COMPILED, Stopwatch, runner
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
-ROWS, REQUESTS = 32, 3
-"""The last queries of the first requests are compared. All of them would take longer than the measurement."""
+ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
 
 PAGES = ("k_pages", "v_pages", "latent_pages")
+# Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured.
 SLOW = ("reference", "flex")
-"""Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,11 @@ class Case:
         toy, s = size == "toy", self.shape
         keys = min(self.keys, 32 if toy else 512)
         queries = min(self.queries, keys if self.queries == self.keys else keys // 2)
-        kv_dtype = s.kv_dtype if s.kv_dtype != s.dtype else "float32"
-        shape = replace(s, dtype="float32", kv_dtype=kv_dtype, window=min(s.window, keys // 2))
-        if toy:
-            shape = replace(shape, q_heads=4, kv_heads=min(s.kv_heads, 2))
-        if toy and not s.rope_dim:
-            shape = replace(shape, head_dim=16, v_head_dim=16)
-        return replace(self, shape=shape, batch=min(self.batch, 2), queries=queries, keys=keys)
+        less: dict[str, Any] = {"dtype": "float32", "window": min(s.window, keys // 2)}
+        less |= {"kv_dtype": "float32"} if s.kv_dtype == s.dtype else {}
+        less |= {"q_heads": 4, "kv_heads": min(s.kv_heads, 2)} if toy else {}
+        less |= {"head_dim": 16, "v_head_dim": 16} if toy and not s.rope_dim else {}
+        return replace(self, shape=replace(s, **less), batch=min(self.batch, 2), queries=queries, keys=keys)
 
 
 STEP = replace(PAGED, decode=True)

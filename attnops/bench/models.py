@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,31 +22,28 @@ from attnops.shapes import SHAPES
 from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
+# The model of suites that measure one, by size of the run.
 ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
-"""The model of suites that measure one, by size of the run."""
 
-EXACT = 2
-"""Rows that are compared with exact logits, which are slow; the other rows are compared with transformers' eager model."""
+EXACT = 2  # rows that are compared with exact logits, which are slow; the other rows are compared with transformers' eager model
 
+# By size of the run: the layers of models that are not built whole. A laptop's memory holds one layer of a published shape.
 LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
     "small": dict.fromkeys(SHAPES, 1),
     "quick": dict.fromkeys(SHAPES, 4),
     "full": {"gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
 }
-"""By size of the run: the layers of models that are not built whole. A laptop's memory holds one layer of a published shape."""
 
+# Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes.
 SPARE, OVERHEAD = 1.15, 1 << 30
-"""Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes."""
 
+# Path prefix, limit and usage of a control group, version 2 and version 1.
 GROUPS = (("/sys/fs/cgroup/memory.", "max", "current"), ("/sys/fs/cgroup/memory/memory.", "limit_in_bytes", "usage_in_bytes"))
-"""Path prefix, limit and usage of a control group, version 2 and version 1."""
 
-CACHES = 5
-"""Of one point, held at a time."""
+CACHES = 5  # of one point, held at a time
 
-Kept = Callable[[str], Any]
-"""Gives the model of a name."""
+Kept = Callable[[str], Any]  # gives the model of a name
 
 
 def asked(setup: Setup) -> str:
@@ -85,21 +83,21 @@ def free(device: torch.device) -> int | None:
     """Free bytes on `device`; None if the system does not say. Out of memory, Linux kills a process without a message."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [n * 1024 for name, n in _read("/proc/meminfo").items() if name == "MemAvailable:"]
-    return min([*known, *(left for group in GROUPS if (left := _left(*group)) is not None)], default=None)
+    kib = _number("/proc/meminfo", "MemAvailable:")
+    return min((n for n in (kib and kib * 1024, *(_left(*group) for group in GROUPS)) if n is not None), default=None)
 
 
-def _read(path: str) -> dict[str, int]:
-    """The numbers of a file of lines `name number`, or of one number by the name ""; empty if there is no file or limit."""
-    with suppress(OSError, ValueError, IndexError):
-        lines = [line.split() for line in Path(path).read_text().splitlines()]
-        return {words[0] if words[1:] else "": int((words[1:] or words)[0]) for words in lines}
-    return {}
+def _number(path: str, name: str = "") -> int | None:
+    """The number after `name` at the start of a line of a file; None if there is no file or number."""
+    with suppress(OSError):
+        found = re.search(rf"^{name}\s*(\d+)", Path(path).read_text(), re.MULTILINE)
+        return int(found[1]) if found else None
+    return None
 
 
 def _left(prefix: str, limit: str, used: str) -> int | None:
-    most, now = (_read(prefix + name).get("") for name in (limit, used))
-    return None if most is None or now is None else max(most - now + _read(f"{prefix}stat").get("inactive_file", 0), 0)
+    most, now = (_number(prefix + name) for name in (limit, used))
+    return None if most is None or now is None else max(most - now + (_number(f"{prefix}stat", "inactive_file") or 0), 0)
 
 
 def needed(model: nn.Module, wide: torch.dtype | None = None, cached: int = 0) -> int:
@@ -169,8 +167,7 @@ def keeper(setup: Setup, point: Point | None = None) -> Kept:
     return kept
 
 
-Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
-"""By size of the run: the models of a suite, and the points of each."""
+Places = Mapping[str, Mapping[str, tuple[Point, ...]]]  # by size of the run: the models of a suite, and the points of each
 
 
 def over(setup: Setup, places: Places, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
@@ -233,9 +230,9 @@ def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
     return off
 
 
+# Budget over the error of transformers' eager model, since another order of sums may be that much worse by chance; and the upper bound of
+# that error, so that zeros, whose error is 1, exceed the budget.
 MORE, MOST = 1.5, 1 / 1.5
-"""Budget over the error of transformers' eager model, since another order of sums may be that much worse by chance; and the upper bound
-of that error, so that zeros, whose error is 1, exceed the budget."""
 
 
 def budget(model: Any, base: float) -> float:

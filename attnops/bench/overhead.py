@@ -43,8 +43,7 @@ def in_a_process(setup: Setup) -> list[Row]:
     [found] = side_by_side({"overhead": (measure, (setup, *sizes))}, 1, LIMIT_S).values()
     if isinstance(found, BaseException):
         raise found
-    rows: list[Row] = found
-    return rows
+    return list(found)
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ import torch
 
 from attnops.tune.clock import Timed
 
+# The first pattern that a kernel's name matches gives its kind; other kernels are glue.
 KINDS = (
     ("glue", re.compile(r"^triton_(poi|red|per|for)_")),  # Inductor names a fused kernel after all its parts
     ("attention", re.compile(r"flash", re.IGNORECASE)),  # built from cutlass
     ("matmul", re.compile(r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem", re.IGNORECASE)),
     ("attention", re.compile(r"attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction", re.IGNORECASE)),
 )
-"""The first pattern that a kernel's name matches gives its kind; other kernels are glue."""
 
 
 class Ran(NamedTuple):

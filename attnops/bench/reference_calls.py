@@ -34,8 +34,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "soft cap": {"causal": True, "softcap": True}, "sinks": {"causal": True, "sinks": True, "sinks_dtype": BF16},
     "bool mask": {"mask": "bool"}, "additive mask": {"mask": "additive"},
 }  # fmt: skip
-SIZES = ((1, 512), (2, 4096))
-"""Requests and tokens of each."""
+SIZES = ((1, 512), (2, 4096))  # requests and tokens of each
 
 
 def problems(target: Target = H200) -> dict[str, Problem]:

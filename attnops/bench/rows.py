@@ -17,8 +17,7 @@ Row = dict[str, Any]
 unit; further figures, such as `of_bandwidth` or `tokens_s`."""
 
 FIELDS = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
-WRONG = "wrong: "
-"""`wrong` starts with this if a result was computed and is wrong."""
+WRONG = "wrong: "  # `wrong` starts with this if a result was computed and is wrong
 
 Case = Callable[[], Iterable[Row]]
 

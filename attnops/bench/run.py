@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import compile, decode, graphs, kernels, overhead
+from attnops.bench import compile, decode, kernels, overhead
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.bench.setup import Setup
@@ -58,6 +58,7 @@ class Suite(NamedTuple):
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
 COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
+CAPTURE = COLD._replace(title="Capture of all buckets")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 SUITES = (
     Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, 2.0, "kernel_times", ()),
@@ -67,7 +68,7 @@ SUITES = (
         SPEED._replace(title="Time to the first token"), 2.0,
     ),
     Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, 2.0),
-    Suite("graphs", "capture of all default buckets, and a step's host time", graphs.cases, COLD._replace(title="Capture of all buckets")),
+    Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases, CAPTURE),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
 )  # fmt: skip
 
@@ -111,14 +112,14 @@ def run(
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
     done: dict[str, dict[str, Outcome]] = {suite.name: {} for suite in suites}
-    cases: dict[str, list[str]] = {suite.name: [] for suite in suites}
+    cases: dict[str, list[str]] = {}
     for suite in suites:
         try:
             cases[suite.name] = list(suite.cases(setup))
         except InvalidInput:
             raise
         except Exception as error:  # the other suites go on
-            done[suite.name][suite.name] = {"failed": one_line(error)}
+            cases[suite.name], done[suite.name] = [], {suite.name: {"failed": one_line(error)}}
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
@@ -175,14 +176,17 @@ def measure(
         cases_of.cache_clear()
         return True
     devices = [torch.device("cuda", at) if setup.on_gpu else setup.device for at in range(gpus)]
-    workers = [worker(device) for device in devices]
     running: dict[Future[Outcome], tuple[int, Suite, str]] = {}
+
+    def worker(at: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (devices[at],))
 
     def start(at: int) -> None:
         for suite, case in islice(order, 1):
             tell(f"GPU {at}: {suite.name}: {case}")
             running[workers[at].submit(outcome_of, suite, case, replace(setup, device=devices[at]))] = at, suite, case
 
+    workers = [worker(at) for at in range(gpus)]
     try:
         for at in range(gpus):
             start(at)
@@ -195,17 +199,12 @@ def measure(
                 put(suite, case, outcome)
                 if outcome.get("lost"):
                     workers[at].shutdown(wait=False)
-                    workers[at] = worker(devices[at])
+                    workers[at] = worker(at)
                 start(at)
     finally:
         for pool in workers:
             pool.shutdown(wait=False, cancel_futures=True)
     return True
-
-
-def worker(device: torch.device) -> ProcessPoolExecutor:
-    """A worker process on a device."""
-    return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (device,))
 
 
 def _start_worker(device: torch.device) -> None:

@@ -106,8 +106,7 @@ DENSE: dict[str, Make] = {"fa3": fa3_dense}
 DECODE: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_tensor_cores": partial(flashinfer_paged, kind="Decode", use_tensor_cores=True)}
 EXTEND: dict[str, Make] = {"fa3": fa3_paged, "flashinfer_fa2": partial(flashinfer_paged, kind="Prefill", backend="fa2")}
 LATENT: dict[str, Make] = {"flashmla": flashmla, **{f"flashinfer_{name}": partial(flashinfer_mla, backend=name) for name in ("fa2", "fa3")}}
-OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}
-"""Arguments that these calls do not support."""
+OTHER = {"window_left", "window_right", "softcap", "sinks", "k_scale", "v_scale", "kv_scale"}  # arguments that these calls do not support
 
 
 def vendors_of(call: Call) -> dict[str, Make]:
