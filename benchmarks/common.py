@@ -9,7 +9,9 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,11 +21,10 @@ from attnops.bench.profile import launched
 from attnops.inputs import Call
 from attnops.kernel import Kernel
 from attnops.tune import Stopwatch
-from attnops.tune.clock import GraphClock, Run, Timed, Times, host_us, one_line as why, synchronize
+from attnops.tune.clock import GraphClock, Run, Timed, host_us, one_line as why, synchronize
 
 ROOT = Path(__file__).resolve().parent.parent
-Job = tuple[str, str, Callable[[], dict[str, Any]]]
-"""Section of the report, name of the case, and the function that measures it."""
+Job = tuple[str, str, Callable[[], dict[str, Any]]]  # section of the report, name of the case, and the function that measures it
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def word_of(gpu: str) -> str:
 def folder_of(device: str) -> Path:
     """`$OUT` if set, else benchmarks/results/<device>."""
     machine = word_of(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
-    return Path(out) if (out := os.environ.get("OUT")) else ROOT / "benchmarks" / "results" / machine
+    return Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / machine)
 
 
 def write(report: Mapping[str, Any], name: str, device: str) -> Path:
@@ -48,19 +49,9 @@ def write(report: Mapping[str, Any], name: str, device: str) -> Path:
     return write_file(report, folder_of(device) / name)
 
 
-class HostClock:
-    """The clock of a CPU, with the interface of GraphClock."""
-
-    launch_us = 0.0
-
-    def spreads(self, runs: Mapping[str, Run]) -> Times:
-        """Median and spread of each of `runs`, in turn."""
-        return host_us(runs, repeats=3, inner=1)
-
-
 def clock_of(device: str) -> Any:
     """A clock with `spreads`: GPU time of replays with a cold L2 cache, or wall-clock time on a CPU."""
-    return GraphClock(device) if device == "cuda" else HostClock()
+    return GraphClock(device) if device == "cuda" else SimpleNamespace(launch_us=0.0, spreads=partial(host_us, repeats=3, inner=1))
 
 
 def device_kernels(run: Run) -> list[str]:
@@ -110,12 +101,12 @@ def measure_all(
     start, report = time.monotonic(), {**environment(device), **report, "failed": {}}
     with torch.no_grad():
         for section, name, job in jobs:
-            report.setdefault(section, {})
+            cases = report.setdefault(section, {})
             if time.monotonic() - start > budget_s:
                 report["failed"][name] = "left out: the budget was spent"
                 continue
             try:
-                found = report[section][name] = job()
+                found = cases[name] = job()
                 if failed := found.pop("failed", ""):
                     report["failed"][name] = failed
                 print(section, name, brief(found), flush=True)

@@ -21,12 +21,13 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from common import arguments, environment, write, write_file
@@ -41,21 +42,18 @@ from attnops.tune import Stopwatch, clock_for
 from attnops.tune.shapes import DENSE, MLA, PACKED, PAGED
 
 ENOUGH = 1 << 62
-HOPELESS = 6.0
-"""A kernel measured this many times slower than the best in the table is not timed again."""
+HOPELESS = 6.0  # a kernel measured this many times slower than the best in the table is not timed again
 SLOW = "slow in the table"
-FAR = 30.0
-"""The second best by the table is timed unless it is this many times slower."""
+FAR = 30.0  # the second best by the table is timed unless it is this many times slower
 LARGEST_BYTES, LARGEST_FLOPS = 4e9, 4e12
-SMALL_PAIRS = 1 << 25
-CHECKED_PER_KERNEL = 2
+SMALL_PAIRS, CHECKED_PER_KERNEL = 1 << 25, 2
 
 LLAMA_HEADS = ((32, 8), (32, 8), (64, 8), (40, 8), (28, 4), (32, 32), (16, 16), (48, 8), (24, 8), (12, 2), (16, 1))
 FAMILIES = ("dense", "packed", "paged decode", "extend", "mla")
+WAYS = ("automatic", "by_estimates", "by_powers_of_two", "bare")
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A call held out: its family, its shape, and the lengths of each request in tokens."""
 
     family: str
@@ -74,8 +72,7 @@ class Held:
         return {"family": self.family, "batch": len(q), "queries": [min(q), max(q)], "keys": [min(k), max(k)]}
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """One call's outcome.
 
     us: by kernel, with the plan it reads. bare_us: of kernels that read a plan on the device, without it. planned: kernels whose time
@@ -85,14 +82,13 @@ class Row:
     held: Held
     us: dict[str, float]
     chosen: dict[str, str]
-    skipped: dict[str, str] = field(default_factory=dict)
-    bare_us: dict[str, float] = field(default_factory=dict)
     planned: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = MappingProxyType({})
+    bare_us: Mapping[str, float] = MappingProxyType({})
 
     def regret(self, way: str) -> float | None:
         """Of a way to choose; None where the chosen kernel was not timed."""
-        bare = {n: us for n, us in self.us.items() if n not in self.planned} | self.bare_us
-        times = bare if way == "bare" else self.us
+        times = {n: us for n, us in self.us.items() if n not in self.planned} | dict(self.bare_us) if way == "bare" else self.us
         mine = times.get(self.chosen.get(way, ""))
         return None if mine is None else mine / min(times.values()) - 1.0
 
@@ -178,17 +174,17 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Mean and worst regret in percent of each way to choose, in all and by family. Ways without a timed choice count as unanswered."""
 
     def figures(some: Sequence[Row]) -> dict[str, Any]:
-        out: dict[str, Any] = {"calls": len(some)}
-        for way in ("automatic", "by_estimates", "by_powers_of_two", "bare"):
-            known = [100 * r for row in some if (r := row.regret(way)) is not None]
-            out[way] = {
-                "mean_percent": round(statistics.fmean(known), 2) if known else None,
-                "worst_percent": round(max(known), 1) if known else None,
-                "best_chosen": sum(r == 0 for r in known),
-                "over_10_percent": sum(r > 10 for r in known),
-                "unanswered": len(some) - len(known),
+        known = {way: [100 * r for row in some if (r := row.regret(way)) is not None] for way in WAYS}
+        return {"calls": len(some)} | {
+            way: {
+                "mean_percent": round(statistics.fmean(found), 2) if found else None,
+                "worst_percent": round(max(found), 1) if found else None,
+                "best_chosen": found.count(0),
+                "over_10_percent": sum(r > 10 for r in found),
+                "unanswered": len(some) - len(found),
             }
-        return out
+            for way, found in known.items()
+        }
 
     families = dict.fromkeys(r.held.family for r in rows)
     return {"all": figures(rows), "families": {f: figures([r for r in rows if r.held.family == f]) for f in families}}
@@ -198,21 +194,19 @@ class Checker:
     """Compares every kernel with the float64 reference on the first small calls of each family."""
 
     def __init__(self) -> None:
-        self.done: dict[str, int] = {}
+        self.done: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
 
     def trusts(self, kernel: Kernel, call: Call, held: Held) -> bool:
         name, key = f"{kernel.op}.{kernel.name}", f"{held.family}: {kernel.op}.{kernel.name}"
         pairs = sum(held.q_lens) * max(held.k_lens) * held.shape.q_heads
-        if pairs <= SMALL_PAIRS and self.done.get(key, 0) < CHECKED_PER_KERNEL and name not in self.failed:
-            self.done[key] = self.done.get(key, 0) + 1
+        if pairs <= SMALL_PAIRS and self.done[key] < CHECKED_PER_KERNEL and name not in self.failed:
+            self.done[key] += 1
             try:
                 # The pool's tensors share one buffer, and the check copies whole buffers.
                 check_kernel(kernel, call.map(lambda _, t: t.clone()))
-            except Mismatch as mismatch:
-                self.failed[name] = str(mismatch)[:300]
             except Exception as error:  # a kernel that cannot run is no candidate
-                self.failed[name] = f"{type(error).__name__}: {error}"[:300]
+                self.failed[name] = (str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}")[:300]
         return name not in self.failed
 
 
@@ -220,26 +214,23 @@ def time_one(held: Held, pool: Pool, stopwatch: Stopwatch, checker: Checker, tab
     """Time every candidate on one call."""
     call = build(held.shape, held.q_lens, held.k_lens, pool)
     candidates = [c for c in stopwatch.candidates(call) if checker.trusts(c[0], c[1], held)]
-    problem = call.problem
-    guess = costs(problem, [k for k, _, _ in candidates], table)
+    guess = costs(call.problem, [k for k, _, _ in candidates], table)
     best = min((c.us for c in guess.values() if c.how == MEASURED), default=float("inf"))
-    row = Row(held, {}, choices(problem, table))
-    row.planned = tuple(k.name for k, given, _ in candidates if given is not call)
+    planned, skipped, bare = tuple(k.name for k, given, _ in candidates if given is not call), dict[str, str](), dict[str, float]()
+    row = Row(held, {}, choices(call.problem, table), planned, skipped, bare)
     # Two at least: that the other kernels are slow is the table's claim, which this script checks.
     near = sorted((c.us, n) for n, c in guess.items())[:2]
-    kept = set(row.chosen.values()) | {n for us, n in near if us <= FAR * near[0][0]}
+    kept = {*row.chosen.values(), *(n for us, n in near if us <= FAR * near[0][0])}
     for kernel, given, _ in candidates:
-        if guess[kernel.name].how == MEASURED and guess[kernel.name].us > HOPELESS * best and kernel.name not in kept:
-            row.skipped[kernel.name] = SLOW
-            continue
-        found = stopwatch.time(kernel, given, _kind(held.shape))
-        if found.us is None:
-            row.skipped[kernel.name] = found.reason
+        name = kernel.name
+        if guess[name].how == MEASURED and guess[name].us > HOPELESS * best and name not in kept:
+            skipped[name] = SLOW
+        elif (found := stopwatch.time(kernel, given, _kind(held.shape))).us is None:
+            skipped[name] = found.reason
         else:
-            row.us[kernel.name] = round(found.us, 2)
-            bare = stopwatch.time(kernel, call, _kind(held.shape)).us if given.problem.plan == "device" else None
-            if bare is not None:
-                row.bare_us[kernel.name] = round(bare, 2)
+            row.us[name] = round(found.us, 2)
+            if given.problem.plan == "device" and (us := stopwatch.time(kernel, call, _kind(held.shape)).us) is not None:
+                bare[name] = round(us, 2)
     return row
 
 
@@ -262,22 +253,22 @@ def chosen_again(data: dict[str, Any], table: Table | None) -> list[Row]:
         # As `candidates` equips them: kernels that read a plan where there is one, and kernels that refuse a call without.
         kernels = [k for k in kernels_of(held.shape.op).values() if k.name in call["us"]]
         planned = tuple(k.name for k in kernels if k.plan.device is not None or k.refusals(problem))
-        rows.append(Row(held, call["us"], choices(problem, table), call.get("skipped", {}), call.get("bare_us", {}), planned))
+        rows.append(Row(held, call["us"], choices(problem, table), planned, call.get("skipped", {}), call.get("bare_us", {})))
     return rows
 
 
 def as_dict(row: Row) -> dict[str, Any]:
     """A row for the file: ways that chose as the automatic one did are left out, and kernels that the table has far behind."""
-    shape = {n: v for n, v in asdict(row.held.shape).items() if v != asdict(Shape(row.held.shape.op))[n]}
-    regret, left = row.regret("automatic"), {n: v for n, v in row.skipped.items() if v != SLOW}
+    held, regret, automatic = row.held, row.regret("automatic"), row.chosen.get("automatic")
+    plain = asdict(Shape(held.shape.op))
+    more = {"bare_us": dict(row.bare_us), "skipped": {n: v for n, v in row.skipped.items() if v != SLOW}}
     return {
-        **row.held.sizes,
-        "shape": {"op": row.held.shape.op, **shape},
+        **held.sizes,
+        "shape": {n: v for n, v in asdict(held.shape).items() if n == "op" or v != plain[n]},
         "us": row.us,
-        "chosen": {way: name for way, name in row.chosen.items() if way == "automatic" or name != row.chosen.get("automatic")},
+        "chosen": {way: name for way, name in row.chosen.items() if way == "automatic" or name != automatic},
         "regret_percent": None if regret is None else round(100 * regret, 2),
-        **({"bare_us": row.bare_us} if row.bare_us else {}),
-        **({"skipped": left} if left else {}),
+        **{name: found for name, found in more.items() if found},
     }
 
 
@@ -285,7 +276,7 @@ def report_of(rows: Sequence[Row], table: Table | None) -> dict[str, Any]:
     """The sections of the file that follow from the rows, worst calls first. Prints mean and worst regret of each way."""
     found = summary(rows)
     for name, figures in {"all": found["all"], **found["families"]}.items():
-        print(f"{name:14}", {w: (f["mean_percent"], f["worst_percent"], f["unanswered"]) for w, f in figures.items() if w != "calls"})
+        print(f"{name:14}", {way: [figures[way][n] for n in ("mean_percent", "worst_percent", "unanswered")] for way in WAYS})
     calls = sorted(map(as_dict, rows), key=lambda r: -(1e9 if r["regret_percent"] is None else r["regret_percent"]))
     used = None if table is None else {"gpu": table.gpu, "made": dict(table.made), "digest": table.digest[:12]}
     return {"table": used, **found, "calls": calls}
@@ -326,7 +317,7 @@ def main() -> None:
     with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
         shares = [calls[at::parts] for at in range(parts)]
         found = list(pool.map(timed, shares, devices, [table] * parts, [given.seed] * parts, [given.budget_s] * parts))
-    checked = sum((Counter(checker.done) for _, checker in found), Counter[str]())
+    checked = sum((checker.done for _, checker in found), Counter[str]())
     failed = {name: why for _, checker in found for name, why in checker.failed.items()}
     head = {**environment(given.device), "asked": given.count, "gpus": parts, "seed": given.seed, "checked": dict(sorted(checked.items()))}
     seconds, rows = round(time.monotonic() - start, 1), [row for some, _ in found for row in some]

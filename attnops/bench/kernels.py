@@ -40,12 +40,7 @@ SLOW = ("reference", "flex")
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its shape, `batch` requests of `queries` new tokens with `keys` keys each.
-
-    Args:
-        kind, remark: words of its name.
-        more: arguments that a Shape does not have.
-    """
+    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that a Shape does not have."""
 
     kind: str
     shape: Shape

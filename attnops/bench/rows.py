@@ -35,11 +35,7 @@ def further(row: Row) -> Row:
 class Way:
     """An implementation to compare and time.
 
-    Args:
-        timed: the call to time.
-        result: computes the tensor to compare; None takes the result of `timed.call`.
-        budget: overrides that of the case.
-        more: further figures for the row.
+    result: computes the tensor to compare; None takes that of `timed.call`. budget: overrides the case's. more: figures for the row.
     """
 
     timed: Timed
@@ -81,12 +77,9 @@ def time_if_right(
     distance: Callable[[Any, Any], float] = largest_error,
     more: Callable[[float, Way], Row] = lambda us, way: {},
 ) -> list[Row]:
-    """The rows of one case: every way is run, compared with `want`, and timed if it is within its budget.
+    """The rows of one case: every way is run, compared with `want`, and timed, in turn with the others, if it is within its budget.
 
-    Args:
-        budget: upper bound of `distance`, unless a way has its own.
-        clock: times the right ways, interleaved.
-        more: further figures of a way and its time in microseconds.
+    budget: upper bound of `distance`, unless a way has its own. more: further figures, given a way's microseconds and the way.
     """
     rows: dict[str, Row] = {name: {"case": case, "way": name} for name in ways}
     made: dict[str, Way] = {}

@@ -95,17 +95,10 @@ def run(
     suites: Sequence[Suite], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "", gpus: int = 1,
     tell: Callable[[str], None] = lambda case: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The reports of some suites by name.
+    """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases.
 
-    Args:
-        suites: as `named` gives them.
-        setup: options of the run.
-        budget_s: seconds after which no case starts, see `in_order`.
-        out: folder for a file of each suite, rewritten after each of its cases.
-        commit: of the code; "" asks git.
-        gpus: number of GPUs that share the cases, one worker process each. The first one measures the ceilings.
-        tell: receives the name of each case that starts.
-
+    No case starts after `budget_s` seconds, see `in_order`. gpus: that share the cases, one worker process each; the first one measures
+    the ceilings. commit: of the code; "" asks git. tell: receives the name of each case that starts.
     Raises InvalidInput: fewer GPUs, an unknown way or model, or a folder that cannot be made.
     """
     there = torch.cuda.device_count() if setup.on_gpu else 1

@@ -36,15 +36,9 @@ class Point(NamedTuple):
 class Setup:
     """The options of a run.
 
-    Args:
-        device: the device to measure.
-        quick: fewer and smaller cases.
-        model: a bundled shape or tiny model; "" takes the suite's.
-        layers: layers of the models; 0 takes the suite's.
-        points: sizes of steps; () takes the suite's.
-        ways: implementations to measure; () takes the suite's.
-        backend: of torch.compile. Any other than Inductor is for tests.
-        ceilings: bandwidth and matmul rate of the device, see `attnops.tune.clock.ceilings`.
+    quick: fewer and smaller cases. model, layers, points, ways: a bundled model's name, its layers, sizes of steps and implementations to
+    measure; empty takes the suite's. backend: of torch.compile; any other than Inductor is for tests.
+    ceilings: bandwidth and matmul rate of the device, see `attnops.tune.clock.ceilings`.
     """
 
     device: torch.device
