@@ -107,7 +107,7 @@ def paged(
     given["max_seqlen_q"] = max(q_lens, default=0) + slack
     sizes = {"T": tokens, "P": used.shape[0], "page": page_size, "max_pages": table.shape[1]}
     arguments = attend(source, op, f, sizes, **given)
-    if pages.interleaved:
+    if pages.interleaved and "k_pages" in arguments:
         arguments |= _interleaved(arguments)
     free = free_at(source.past(sum(q_lens), tokens), arguments, BY_TOKEN) | free_at(~used, arguments, PAGES)
     return Call(op, arguments | ({"padded": False, "holes": False} if padding is None else {}), free, WRITTEN)

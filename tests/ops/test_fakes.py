@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import attnops
-from attnops.call import check
+from attnops.call import check, evaluate, sizes_of
 from attnops.kernel import kernels_of
 from attnops.ops import OPS
 from attnops.ops.op import watch
@@ -143,51 +143,8 @@ def test_no_keys_give_zero_and_minus_infinity(case):
 
 # Symbolic sizes -------------------------------------------------------------------------------------------------------
 
-# Which sizes of which argument are free: tokens, batch, pages, lengths. Heads, head dims and page sizes may specialise.
-DIMS = {
-    "attention": {
-        "query": "BS..", "key": "BK..", "value": "BK..", "mask": "B..K", "kv_start": "B", "kv_end": "B", "output": "BS..",
-        "grad_output": "BS..", "lse": "BS.", "grad_lse": "BS.",
-    },
-    "varlen_attention": {
-        "query": "T..", "key": "N..", "value": "N..", "cu_seqlens_q": "C", "cu_seqlens_k": "C", "mask": "TM", "max_seqlen_q": "Q",
-        "max_seqlen_k": "M", "output": "T..", "grad_output": "T..", "lse": "T.", "grad_lse": "T.",
-    },
-    "paged_attention": {
-        "query": "T..", "k_pages": "P...", "v_pages": "P...", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "max_seqlen_q": "Q",
-        "output": "T..", "lse": "T.", "temperature": "T",
-    },
-    "write_kv": {"key": "T..", "value": "T..", "k_pages": "P...", "v_pages": "P...", "slots": "T"},
-    "mla_attention": {
-        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+",
-        "max_seqlen_q": "Q", "output": "T..", "lse": "T.",
-    },
-    "write_latent": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
-    "rope_quantize_latent": {"q_nope": "T..", "q_pe": "T..", "latent": "T.", "k_pe": "T.", "cos_sin": "N.", "positions": "T"},
-    "sparse_mla_attention": {
-        "q_nope": "T..", "q_pe": "T..", "latent_pages": "P..", "indices": "TK", "topk_length": "T", "output": "T..", "lse": "T.",
-    },
-    "write_latent_packed": {"latent": "T.", "k_pe": "T.", "latent_pages": "P..", "slots": "T"},
-    "merge_state": {"output_a": "T..", "output_b": "T..", "lse_a": "T.", "lse_b": "T."},
-    "merge_states": {"outputs": "TN..", "lses": "TN."},
-    "vertical_slash_indexes": {"q_lens": "B", "k_lens": "B", "vertical": "B.V", "slash": "B.S", "max_seqlen_q": "Q"},
-    "vertical_slash_attention": {
-        "query": "T..", "key": "N..", "value": "N..", "cu_seqlens_q": "+", "cu_seqlens_k": "+", "block_count": "B..",
-        "block_offset": "B..S", "column_count": "B..", "column_index": "B..V", "max_seqlen_k": "M", "output": "T..", "lse": "T.",
-    },
-    "cu_seqlens": {"lengths": "B"},
-    "token_rows": {"cu_seqlens": "C", "num_tokens": "T"},
-    "slot_mapping": {"positions": "T", "rows": "T", "page_table": "BW"},
-    "kv_indices": {"page_table": "BW", "seq_lens": "B"},
-    "named_pages": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_pages": "P"},
-    "decode_rows": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T"},
-    "copy_kv": {"k_pages": "LP...", "v_pages": "LP...", "source": "N", "target": "N"},
-    **{
-        f"plan_{op}_attention": {"page_table": "BW", "seq_lens": "B", "cu_seqlens_q": "+", "num_tokens": "T", "max_seqlen_q": "Q"}
-        for op in ("paged", "mla")
-    },
-}  # fmt: skip
-DIMS["attention_backward"], DIMS["varlen_attention_backward"] = DIMS["attention"], DIMS["varlen_attention"]
+# Sizes of a model, which may specialise. All others are free: tokens, batch, pages, lengths.
+FIXED = {"Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "page", "numbers", "bytes", "words", "..."}
 
 # One call an op with every optional argument there is.
 FULL = Features(causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, lse=True, mask="additive", mask_shape="b")
@@ -214,28 +171,31 @@ def full_call(op) -> Call:
 
 
 def symbolic(op, name, dynamic, call, device="cpu"):
-    """(results, guards the fake installed, run-time asserts it left), with the sizes of DIMS symbolic; equal letters, one symbol."""
+    """(results, guards the fake installed, run-time asserts it left), with the layouts' free sizes symbolic; equal names, one symbol."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    letters = sorted({c for pattern in DIMS[op].values() for c in pattern} - {".", "+"})
+    spec, known = OPS[op].spec, sizes_of(call.record)
+    named = {size.text for a in spec.args for size in a.layout if not size.options} | {a.name for a in spec.args if a.symbolic}
+    letters = sorted((named & known.keys()) - FIXED)
     # Sizes no other letter has, so that no two symbols are one by chance; none is 0 or 1.
     hints = {c: 11 + 2 * i for i, c in enumerate(letters)}
     context = StatelessSymbolicContext(dynamic_sizes=[dynamic] * len(letters))
     sized = mode.from_tensor(torch.empty([hints[c] for c in letters]), symbolic_context=context, source=ConstantSource("sizes"))
     size = dict(zip(letters, sized.shape, strict=True))
-    if "M" in size and "mask" in call.arguments:
-        size["M"] = sized.shape[letters.index("M")]
 
     def free(n, shape):
-        pattern = DIMS[op].get(n, "." * len(shape))
-        return [have if c == "." else size["B"] + 1 if c == "+" else size[c] for c, have in zip(pattern, shape, strict=True)]
+        out = list(shape)
+        for i, text in enumerate(s.text for s in spec[n].layout):
+            if text != "..." and not (out[i] == 1 and "|" in text):
+                out[i] = evaluate(text.removeprefix(">=").split("|")[-1], known | size)
+        return out
 
     with mode:
         arguments = {
             n: torch.empty(free(n, v.shape), dtype=v.dtype, device="cpu" if n == "plan" else device) if isinstance(v, torch.Tensor) else v
             for n, v in call.arguments.items()
         }
-        arguments |= {n: size[pattern] for n, pattern in DIMS[op].items() if n in arguments and isinstance(arguments[n], int)}
+        arguments |= {n: size[n] for n in arguments if n in size}
         fake = Call(op, arguments)
         before = len(env.guards)
         results = run(op, name, fake)
