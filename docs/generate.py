@@ -21,9 +21,11 @@ from pathlib import Path
 
 import attnops
 import attnops.ops
+from attnops.call import name as dtype_name
 from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, support
 from attnops.errors import AttnopsError
 from attnops.kernel import all_kernels, kernels_of
+from attnops.layout import REQUIRED, Arg
 from attnops.measured.hardware import FILE as HARDWARE
 from attnops.ops import OPS, Op
 
@@ -114,18 +116,28 @@ def ops_full() -> str:
 
 def _op(op: Op) -> str:
     function = getattr(attnops.ops, op.name, None)
-    schema = op.packet.default._schema
-    writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     about = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split()) if function else "Called by autograd."
-    wrapped = textwrap.fill(str(schema), 118, subsequent_indent="    ", break_long_words=False)
+    wrapped = textwrap.fill(str(op.packet.default._schema), 118, subsequent_indent="    ", break_long_words=False)
+    writes = [a.name for a in op.spec.args if a.written]
     return "\n".join(
         [
             f"### {op.name}\n\n{sentence(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
+            table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args]) + "\n",
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
             f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
             f"- kernels: {', '.join(f'`{k}`' for k in kernels_of(op.name))}",
         ]
     )
+
+
+def _argument(a: Arg) -> list[str]:
+    """The cells of an argument of a record: layout of a tensor, or type and bound of a value; dtypes; default."""
+    default = "required" if a.default is REQUIRED else f"`{a.default!r}`"
+    if not a.tensor:
+        return [f"`{a.name}`", a.kind + ("" if a.least is None else f" >= {a.least:g}"), "-", default]
+    dtypes = f"as `{a.dtypes}`" if isinstance(a.dtypes, str) else "by the call"
+    dtypes = ", ".join(map(dtype_name, a.dtypes)) if isinstance(a.dtypes, tuple) else dtypes
+    return [f"`{a.name}`", f"`[{a.dims.replace('|', 'or')}]`", dtypes, default]
 
 
 def errors_full() -> str:
