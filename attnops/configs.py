@@ -25,9 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name. Raises InvalidInput."""
-    if name not in DTYPES:
-        fail(InvalidInput, "dtype", repr(name), " | ".join(DTYPES))
-    return DTYPES[name]
+    return DTYPES[name] if name in DTYPES else fail(InvalidInput, "dtype", repr(name), " | ".join(DTYPES))
 
 
 def names() -> tuple[str, ...]:
@@ -115,12 +113,11 @@ def quiet_transformers() -> Iterator[None]:
     # transformers sets the level of its logger at import, which therefore comes first.
     if find_spec("transformers") is not None:
         import_module("transformers.utils.logging")
-    loggers = [logging.getLogger(name) for name in ("transformers", "torchao", "torch.utils._pytree")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "torchao", "torch.utils._pytree"))}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)

@@ -38,7 +38,9 @@ class Package:
     def missing(self, target: Target) -> Refusal | None:
         """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
         if not (_installed(self.module) if target.assume is None else self.module in target.assume):
-            return Refusal("package", f"{self.module} missing", self.install or f"pip install {self._requirement()}")
+            bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+            wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
+            return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
         if target.assume is None and (version := self.version()) is not None and not self.has(version):
             return Refusal("package", f"{self.module} {version}", self.versions())
         return None
@@ -51,10 +53,6 @@ class Package:
         """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`."""
         bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
         return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
-
-    def _requirement(self) -> str:
-        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
-        return f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
 
     def version(self) -> str | None:
         """The installed version under the first of `dists` that is installed, or None."""

@@ -34,7 +34,8 @@ from common import arguments, environment, write, write_file
 
 from attnops.inputs import Pool, build, problem_of
 from attnops.kernel import Kernel, kernels_of
-from attnops.measured import MEASURED, Shape, Sizes, Table, costs, from_json, in_force
+from attnops.measured import MEASURED, Shape, Sizes, Table, costs, in_force
+from attnops.measured.table import from_json
 from attnops.problem import Problem, Target
 from attnops.select import select_by
 from attnops.testing import Call, Mismatch, check_kernel

@@ -1,14 +1,14 @@
-"""The generated part of docs/models.md: what `make census` found, from benchmarks/results/cpu/census.json."""
+"""The generated part of docs/models.md: the findings of `make census`, from benchmarks/results/cpu/census.json."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from results import ROOT, table
+
 FILE = ROOT / "benchmarks" / "results" / "cpu" / "census.json"
 WORDS = {
     "ok": "ok",
@@ -17,11 +17,6 @@ WORDS = {
     "eager": "not done by eager either",
     "wrong": "wrong",
 }
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def census_full() -> str:

@@ -1,10 +1,10 @@
-"""Writes the parts of README.md and docs/*.md that are known to the code: tables of kernels, ops, errors, results, and what explain says.
+"""Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and results, and the output of explain.
 The pictures of docs/plots are drawn from the same results.
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale
 
-A generated part lies between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around it is written by hand.
+A generated part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -26,21 +26,16 @@ from attnops.cli.features import TARGETS, Support, columns, ops_of_kernels, supp
 from attnops.errors import AttnopsError
 from attnops.kernel import all_kernels, kernels_of
 from attnops.layout import REQUIRED, Arg
-from attnops.measured.hardware import FILE as HARDWARE
+from attnops.measured.store import HARDWARE
 from attnops.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
-from census import census_full  # noqa: E402, lies beside this file
-from performance import performance_full, performance_short, stale_plots  # noqa: E402, lies beside this file
-from results import hardware, hardware_text, results_full, results_short  # noqa: E402
+from census import census_full  # noqa: E402, a file of this folder
+from performance import performance_full, performance_short, stale_plots  # noqa: E402, a file of this folder
+from results import hardware, hardware_text, results_full, results_short, table  # noqa: E402
 
 README_EXPLAIN = ("gpt-oss-20b-shape", "--target", "sm90", "--phase", "prefill")
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def where(targets: tuple[str, ...], of: tuple[str, ...]) -> str:
@@ -225,7 +220,7 @@ def block(name: str, part: str) -> str:
 
 
 def stale(check: bool) -> Iterator[str]:
-    """`file: part` of everything that is not as it should be; written unless `check`."""
+    """`file: part` of every stale part, which is written unless `check`."""
     for name, parts in PARTS.items():
         for part, make in parts.items():
             if check and part in SLOW:

@@ -25,7 +25,7 @@ def measured(root: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
 
 
 def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
-    """(file, report, what it shows) of every picture that there should be."""
+    """(file, report, picture) of every picture that the results ask for."""
     for machine, reports in measured(root):
         for suite in SUITES:
             report = reports.get(suite.name)
@@ -34,7 +34,7 @@ def pictures(root: Path) -> Iterator[tuple[Path, dict[str, Any], Picture]]:
 
 
 def stale_plots(root: Path, check: bool) -> Iterator[str]:
-    """The pictures that do not show what their files hold, or that nothing is shown in; drawn or taken away unless `check`."""
+    """The pictures that do not show their report, or have none; drawn or taken away unless `check`."""
     wanted = {path: (report, picture) for path, report, picture in pictures(root)}
     for path, (report, picture) in wanted.items():
         if not path.exists() or digest(report, picture) not in path.read_text():
@@ -71,7 +71,7 @@ def performance_full(root: Path = ROOT) -> str:
 
 
 def further(root: Path, machine: str, stem: str) -> list[tuple[str, dict[str, Any]]]:
-    """Other runs of a suite, e.g. decode_tuned.json beside decode.json: what is compared is in one file."""
+    """Other runs of a suite, e.g. decode_tuned.json beside decode.json: compared figures are in one file."""
     files = dict(machines(root))[machine]
     return [(name, data) for name, data in files.items() if name.startswith(f"{stem}_") and isinstance(data.get("rows"), list)]
 
@@ -82,7 +82,7 @@ def words(report: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(report: dict[str, Any]) -> str:
-    """The rows; what is wrong has no time and says why."""
+    """The rows; a wrong result has no time and says why."""
     more = list(dict.fromkeys(name for row in report["rows"] for name in rest(row)))
     out = []
     for row in report["rows"]:

@@ -34,7 +34,7 @@ def machines(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def stamp(data: dict[str, Any]) -> str:
-    """What the figures were made with."""
+    """The device, the software and the commit of the figures."""
     device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
     device += f", {data['gpus']} side by side" if data.get("gpus", 1) > 1 else ""
     return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
@@ -76,7 +76,7 @@ def spread(figures: dict[str, Any] | None) -> str:
 
 
 def proven(data: dict[str, Any]) -> str:
-    """What the GPU tests found, kernel by kernel; kernels that take no case there are listed below the table."""
+    """The findings of the GPU tests, kernel by kernel; kernels that take no case there are listed below the table."""
     rows, idle = [], []
     for name, n in sorted(data.get("numerics", {}).items()):
         if not n["cases"]:
@@ -181,13 +181,13 @@ def triton(data: dict[str, Any]) -> str:
 
 
 def sanitizer(data: dict[str, Any]) -> str:
-    """What compute-sanitizer says of our own kernels."""
+    """The findings of compute-sanitizer in our own kernels."""
     tools = [t for t in ("memcheck", "racecheck") if t in data]
     return table(["tool", "cases", "errors", "seconds"], [[t, *(str(data[t][n]) for n in ("cases", "errors", "seconds"))] for t in tools])
 
 
 def mla(data: dict[str, Any]) -> str:
-    """A decode step of DeepSeek-V3's attention layer, float8 latents, and which form new tokens over a prefix take."""
+    """A decode step of DeepSeek-V3's attention layer, float8 latents, and the form that new tokens over a prefix take."""
     rows = []
     for case, f in data["layer"].items():
         us = f["us"]

@@ -16,7 +16,8 @@ from attnops import kernel as registry
 from attnops.call import check
 from attnops.inputs import Pool, build, lengths, problem_of
 from attnops.kernel import Capture, Kernel, Package, kernels_of
-from attnops.measured import MEASURED, Grid, Table, costs, from_json
+from attnops.measured import MEASURED, Grid, Table, costs
+from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.testing import Source
 from attnops.tune import Stopwatch

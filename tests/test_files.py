@@ -14,8 +14,9 @@ from attnops.bench.files import read
 from attnops.cli.explain import explain_model
 from attnops.cli.tune import run as tune
 from attnops.errors import AttnopsError, BadTable, InvalidInput
-from attnops.measured import forget, from_json, in_force, path_for, store as store
-from attnops.measured.store import cpu_name
+from attnops.measured import forget, in_force, store as store
+from attnops.measured.store import cpu_name, path_for
+from attnops.measured.table import from_json
 from attnops.problem import Problem, Target
 from attnops.select import select
 from tests.helpers import ROOT

@@ -12,28 +12,9 @@ from hypothesis import given, strategies as st
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel, Package, generation, kernels_of
-from attnops.measured import (
-    ESTIMATED,
-    HANDICAP,
-    MEASURED,
-    RATES,
-    SCALED,
-    UNMEASURED,
-    Grid,
-    Shape,
-    Sizes,
-    Table,
-    costs,
-    cpu_name,
-    forget,
-    from_json,
-    in_force,
-    path_for,
-    save,
-    sizes_of,
-    store,
-    version_of,
-)
+from attnops.measured import ESTIMATED, MEASURED, RATES, Grid, Shape, Sizes, Table, costs, cpu_name, forget, in_force, sizes_of, store
+from attnops.measured.store import path_for, save
+from attnops.measured.table import HANDICAP, SCALED, UNMEASURED, from_json, version_of
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import select, select_by
 from tests.helpers import ROOT

@@ -15,7 +15,9 @@ from attnops.call import check
 from attnops.errors import InvalidInput
 from attnops.inputs import Pool, build, lengths
 from attnops.kernel import Capture, Core, Inline, Kernel, Registry, kernels_of, without
-from attnops.measured import Shape, Sizes, Table, cpu_name, forget, from_json, in_force, path_for, store
+from attnops.measured import Shape, Sizes, Table, cpu_name, forget, in_force, store
+from attnops.measured.store import path_for
+from attnops.measured.table import from_json
 from attnops.problem import Refusal, Target
 from attnops.testing import check_kernel
 from attnops.tune import GRIDS, Stopwatch, Sweep, clock_for, measure, run, sweeps_of

@@ -13,7 +13,8 @@ from rich.markup import escape
 from attnops.cli.features import ops_of_kernels, why_not
 from attnops.cli.tables import new_table, refusal
 from attnops.kernel import broken_kernels, kernels_of
-from attnops.measured import in_force, version_of
+from attnops.measured import in_force
+from attnops.measured.table import version_of
 from attnops.package import Package
 from attnops.problem import Target
 from attnops.select import active_policy

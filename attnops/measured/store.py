@@ -1,4 +1,4 @@
-"""The table in force, the places of tables, and writing one.
+"""The table in force, the places of tables, writing one, and the GPUs on which kernels have run.
 
 The user's own, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU, and that before one shipped for a sibling
 of its architecture, whose times are scaled. A named target ("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as it is.
@@ -8,6 +8,7 @@ A file that cannot be read, or that was made on another GPU, is ignored; `doctor
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
 import re
@@ -26,6 +27,8 @@ from attnops.measured.table import Table, from_json
 from attnops.problem import Target, pretended
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tables"
+HARDWARE = Path(__file__).resolve().parent / "hardware.json"
+"""The GPUs on which each kernel has run its tests, from the committed results. Other kernels were tested against a stand-in alone."""
 LARGEST_BYTES = 10_000_000
 
 
@@ -93,6 +96,20 @@ def digests() -> tuple[str, ...]:
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     targets = [Target(), pretended(), *(Target.of(torch.device("cuda", i)) for i in devices)]
     return tuple(table.digest if (table := in_force(t).table) else "none" for t in targets if t is not None)
+
+
+@functools.cache
+def ran_on() -> dict[str, list[str]]:
+    """By `op.kernel` the targets, such as sm90, on which its numerics were compared with the reference."""
+    return dict(json.loads(HARDWARE.read_text("utf-8")))
+
+
+def never_run(op: str, kernel: str, target: Target) -> str:
+    """`never run on hardware`, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
+    found = ran_on().get(f"{op}.{kernel}")
+    if found is None or target.device != "cuda" or str(target) in found:
+        return ""
+    return f"never run on {target}" if found else "never run on hardware"
 
 
 def cpu_name() -> str:

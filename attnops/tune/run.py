@@ -19,7 +19,8 @@ import torch
 from attnops.errors import one_line
 from attnops.inputs import Call, Pool, build, equip_as_used, lengths, planned
 from attnops.kernel import Kernel, all_kernels, kernels_of
-from attnops.measured import Grid, Sizes, Table, cpu_name, version_of
+from attnops.measured import Grid, Sizes, Table, cpu_name
+from attnops.measured.table import version_of
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.tune.clock import Clock, Run, synchronize

@@ -8,7 +8,8 @@ import torch
 
 from attnops.inputs import Pool, build
 from attnops.kernel import kernels_of
-from attnops.measured import MEASURED, costs, from_json
+from attnops.measured import MEASURED, costs
+from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.select import select_by
 from attnops.tune import Stopwatch, measure
