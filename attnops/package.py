@@ -36,7 +36,7 @@ class Package:
                 raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
 
     def missing(self, target: Target) -> Refusal | None:
-        """Is it absent on `target`? Looks for files and metadata only: nothing is imported."""
+        """Is it absent on `target`? Looks for files and metadata, without an import."""
         if not (_installed(self.module) if target.assume is None else self.module in target.assume):
             bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
             wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
@@ -46,7 +46,7 @@ class Package:
         return None
 
     def has(self, version: str) -> bool:
-        """Does this version lie within the bounds?"""
+        """Is this version within the bounds?"""
         return within(version, self.at_least, self.below)
 
     def versions(self) -> str:

@@ -24,15 +24,9 @@ class CannotExplain(AttnopsError, RuntimeError):
 
 
 def explain_model(
-    model: str,
-    *,
-    target: str = "",
-    assume: tuple[str, ...] | None = None,
-    batch: int = 1,
-    tokens: int = 512,
-    phase: str = "both",
+    model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int = 512, phase: str = "both",
     dtype: str = "bfloat16",
-) -> dict[str, Explanation]:
+) -> dict[str, Explanation]:  # fmt: skip
     """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
 
     model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to

@@ -109,11 +109,11 @@ class Support(NamedTuple):
     takes: Mapping[str, tuple[str, ...]]
 
 
-def support(kernel: Kernel, targets: tuple[str, ...] = TARGETS) -> Support:
+def support(kernel: Kernel) -> Support:
     """Query `kernel` for every target and feature, as if its packages were installed."""
     assume = tuple(p.module for p in kernel.packages)
-    rows = zip(*(problems(kernel.op, Target.parse(t, assume)) for t in targets), strict=True)
-    bases = [dict(zip(targets, row, strict=True)) for row in rows]
+    rows = zip(*(problems(kernel.op, Target.parse(t, assume)) for t in TARGETS), strict=True)
+    bases = [dict(zip(TARGETS, row, strict=True)) for row in rows]
     base = next((b for b in bases if any(not kernel.refusals(p) for p in b.values())), bases[0])
     takes = {f.name: tuple(t for t, p in base.items() if not kernel.refusals(replace(p, **f.change))) for f in columns(kernel.op)}
     return Support(kernel, tuple(t for t, p in base.items() if not kernel.refusals(p)), takes)

@@ -25,15 +25,9 @@ from attnops.tune.shapes import sweeps_of
 
 
 def run(
-    console: Console,
-    *,
-    ops: tuple[str, ...] = (),
-    kernels: tuple[str, ...] = (),
-    grid: str = "",
-    budget_s: float = 150.0,
-    first_calls_s: float = 20.0,
-    output: Path | None = None,
-) -> dict[str, Any]:
+    console: Console, *, ops: tuple[str, ...] = (), kernels: tuple[str, ...] = (), grid: str = "", budget_s: float = 150.0,
+    first_calls_s: float = 20.0, output: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Measure this machine's GPU, or its CPU without one, and write the table after every shape. Progress and a summary on `console`.
 
     Arguments as the command's options; () is all. Returns plain data: path, gpu, digest, points, timings, seconds, late, broken, grids.

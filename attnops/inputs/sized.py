@@ -15,8 +15,6 @@ from attnops.measured import Shape, Sizes
 from attnops.ops import OPS
 from attnops.problem import Extent, Problem, Target
 
-PAGED_OPS = ("paged_attention", "mla_attention")
-
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
 

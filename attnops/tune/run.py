@@ -59,14 +59,6 @@ def runner(kernel: Kernel, call: Call) -> Run:
     return functools.partial(compiled, call.args, kwargs, f"kernel={kernel.op}:{kernel.name}")
 
 
-@contextlib.contextmanager
-def _one_compilation() -> Iterator[None]:
-    """Let equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes."""
-    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
-    with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
-        yield
-
-
 @functools.cache
 def _compiled(op: str, queries: str) -> Callable[..., Any]:
     packet = OPS[op].packet.default
@@ -143,8 +135,10 @@ class Stopwatch:
         if self._given_up(kernel.name, kind):
             return Timing(None, f"its first calls took over {self.first_calls_s:g} s", given_up=True)
         run = runner(kernel, call)
+        symbolic: Any = importlib.import_module("torch.fx.experimental._config")
         try:
-            with torch.no_grad(), _one_compilation():
+            # Equal sizes stay separate symbols, so that one compilation of a shape serves most of its sizes.
+            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
                 start = time.perf_counter()
                 run()
                 if any(t.is_cuda for t in call.tensors().values()):
@@ -234,13 +228,9 @@ class Report:
 
 
 def measure(
-    sweeps: Sequence[Sweep],
-    stopwatch: Stopwatch,
-    device: torch.device,
-    budget_s: float = 150.0,
-    progress: Callable[[str, int, int], None] = lambda op, done, total: None,
-    keep: Callable[[Table], object] = lambda table: None,
-) -> tuple[Table, Report]:
+    sweeps: Sequence[Sweep], stopwatch: Stopwatch, device: torch.device, budget_s: float = 150.0,
+    progress: Callable[[str, int, int], None] = lambda op, done, total: None, keep: Callable[[Table], object] = lambda table: None,
+) -> tuple[Table, Report]:  # fmt: skip
     """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
     Each shape gets its share of the rest of `budget_s` by its number of points, at least LEAST_S, first calls not counted; with them all
