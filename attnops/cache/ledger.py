@@ -16,8 +16,8 @@ from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequ
 # One count for the whole process: an id of one cache is never an id of another.
 _IDS = itertools.count(1)
 
-Cell = tuple[int, int, int]
-"""(pool or row, column, page): an entry of a page table. Page 0 releases the column."""
+Cell = tuple[int, int, int, int]
+"""(pool, column, page, source): a new entry of a page table. Page 0 releases the column. source: the page to copy from, or 0."""
 
 
 class Layer(NamedTuple):
@@ -98,11 +98,8 @@ class Step(NamedTuple):
     gone: bool = False
 
 
-class Change(NamedTuple):
-    """A change, made as a whole. copies: (from, to) page ids of each pool."""
-
-    steps: Sequence[Step]
-    copies: Sequence[list[tuple[int, int]]]
+Change = list[Step]
+"""Made as a whole."""
 
 
 class Ledger:
@@ -141,8 +138,8 @@ class Ledger:
     def fork(self, request: int) -> Change:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)
-        cells = [(i, column, page) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages)]
-        return Change([Step(next(_IDS), self._empty(), parent.length, parent.high, cells)], [[] for _ in self.pools])
+        cells = [(i, column, page, 0) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages)]
+        return [Step(next(_IDS), self._empty(), parent.length, parent.high, cells)]
 
     def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
@@ -158,12 +155,12 @@ class Ledger:
         return self._release(request, self.get(request), 0, gone=True)
 
     def commit(self, change: Change) -> None:
-        for step in change.steps:
+        for step in change:
             entry = step.entry
             if step.request not in self.requests:
                 self.free_rows.remove(entry.row)
                 self.requests[step.request] = entry
-            for i, column, page in step.cells:
+            for i, column, page, _ in step.cells:
                 pool, pages = self.pools[i], entry.pages[i]
                 pages.extend([0] * (column + 1 - len(pages)))
                 old, pages[column] = pages[column], page
@@ -180,17 +177,20 @@ class Ledger:
                 del self.requests[step.request]
                 self.free_rows.append(entry.row)
 
-    def edits(self, change: Change, undo: bool = False) -> tuple[list[list[Cell]], list[tuple[int, int]]]:
-        """(row, column, page) of each pool, and (row, length): the entries that `change` writes into the tables, or (undo) overwrites.
+    def edits(self, change: Change, undo: bool = False) -> list[list[tuple[int, ...]]]:
+        """The entries that `change` writes into the tables or, with `undo`, overwrites. Call it before the commit.
 
-        Call it before the commit.
+        Lists of (row, column, page) for each pool, of (source, page) to copy for each pool, and of (row, length).
         """
-        tables: list[list[Cell]] = [[] for _ in self.pools]
-        for _, entry, _, _, cells, _ in change.steps:
-            for i, column, page in cells:
+        tables: list[list[tuple[int, ...]]] = [[] for _ in self.pools]
+        copies: list[list[tuple[int, ...]]] = [[] for _ in self.pools]
+        for _, entry, _, _, cells, _ in change:
+            for i, column, page, source in cells:
                 old = entry.pages[i][column] if column < len(entry.pages[i]) else 0
                 tables[i].append((entry.row, column, old if undo else page))
-        return tables, [(step.entry.row, step.entry.length if undo else step.length) for step in change.steps]
+                if source and not undo:
+                    copies[i].append((source, page))
+        return [*tables, *copies, [(step.entry.row, step.entry.length if undo else step.length) for step in change]]
 
     def slots(self, request: int, start: int, stop: int, pool: int = 0) -> list[int]:
         """`page_id * page_size + offset` of the tokens `start` to `stop`; -1 for a token whose page holds a later one."""
@@ -205,7 +205,6 @@ class Ledger:
             if length > self.room.limit:
                 fail(RequestTooLong, request if request in self.requests else "(new)", length, self.room.limit, self.room.limited_by)
         cells: list[list[Cell]] = [[] for _ in more]
-        copies: list[list[tuple[int, int]]] = []
         for i, pool in enumerate(self.pools):
             wanted: list[tuple[int, int, int]] = []  # (request in `more`, column, the page to copy from, or 0)
             released: dict[int, int] = {}
@@ -222,17 +221,15 @@ class Ledger:
                     wanted.append((at, column, old if index == begin and entry.length % size else 0))
             if len(wanted) > len(pool.free):
                 fail(OutOfPages, len(wanted), len(pool.free), pool.num_pages - 1)
-            pages_of = list(zip(wanted, reversed(pool.free), strict=False))
-            for (at, column, _), page in pages_of:
-                cells[at].append((i, column, page))
-            copies.append([(old, page) for (_, _, old), page in pages_of if old])
+            for (at, column, source), page in zip(wanted, reversed(pool.free), strict=False):
+                cells[at].append((i, column, page, source))
         parts = zip(more, lengths, cells, strict=True)
-        return Change([Step(key, entry, length, max(entry.high, length), own) for (key, entry, _), length, own in parts], copies)
+        return [Step(key, entry, length, max(entry.high, length), own) for (key, entry, _), length, own in parts]
 
     def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)
-        cells = [(i, c, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1)]
-        return Change([Step(request, entry, length, entry.high if length else 0, cells, gone)], [[] for _ in self.pools])
+        cells = [(i, c, 0, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1)]
+        return [Step(request, entry, length, entry.high if length else 0, cells, gone)]
 
     def _empty(self) -> Request:
         if not self.free_rows:

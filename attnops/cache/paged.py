@@ -211,24 +211,22 @@ class Pages:
         with ordinary():
             self._write(change)
         self._ledger.commit(change)
-        return change.steps[0].request
+        return change[0].request
 
     def _write(self, change: Change, undo: bool = False) -> None:
         """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free pages, so an undo leaves them."""
-        edits, lengths = self._ledger.edits(change, undo)
-        parts: list[Any] = [*edits, lengths, *change.copies]
-        flat = self._upload([number for part in parts for entry in part for number in entry])
-        pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in parts])
-        for table, cells in zip(self.tables, pieces, strict=False):
-            row, column, page = cells.view(-1, 3).unbind(1)
-            table[row, column] = page.int()
-        row, length = pieces[len(edits)].view(-1, 2).unbind(1)
+        edits = self._ledger.edits(change, undo)
+        flat = self._upload([number for part in edits for entry in part for number in entry])
+        pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in edits])
+        row, length = pieces[-1].view(-1, 2).unbind(1)
         self.seq_lens[row] = length.int()
-        for number, pairs in enumerate(pieces[len(edits) + 1 :]):
-            if change.copies[number] and not undo:
+        for number, table in enumerate(self.tables):
+            row, column, page = pieces[number].view(-1, 3).unbind(1)
+            table[row, column] = page.int()
+            if (pairs := pieces[len(self.tables) + number]).numel():
                 slots = pairs.view(-1, 2, 1) * self.page_size + torch.arange(self.page_size, device=pairs.device)
                 source, target = (each.flatten() for each in slots.unbind(1))
-                for keys, *values in (pages for table, pages in self._allocations if table == number):
+                for keys, *values in (pages for owner, pages in self._allocations if owner == number):
                     copy_kv(keys, values[0] if values else None, source, target)
 
     def _upload(self, numbers: list[int] | list[list[int]]) -> Tensor:

@@ -34,12 +34,7 @@ def _keeps_what_it_is_given(cls: Any) -> bool:
 
 
 def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
-    """A function for `AttentionInterface.register`, under a name with `PREFIX`.
-
-    Args:
-        kernel: forced, if `varlen_attention` has it.
-        proven: as for `attnops.hf.attention.attention_function`.
-    """
+    """A function for `AttentionInterface.register`, under a name with `PREFIX`. Arguments: as of `attention_function`."""
     forced = own_kernel("varlen_attention", kernel)
 
     def attention(
@@ -65,15 +60,13 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         block_table: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of a step of continuous batching.
+        """Attention of a step of continuous batching. Arguments that are not listed are those of `attnops.hf.attention`.
 
         Args:
             query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
-            cache: transformers' PagedAttentionCache.
-            read_index, write_index: arguments of its `update`.
+            cache: transformers' PagedAttentionCache. read_index, write_index: arguments of its `update`.
             cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
             max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
-            scaling, softcap, s_aux, sinks, sliding_window: as in `attnops.hf.attention`.
 
         Returns:
             output `[1, T, Hq, Dv]`; None in place of attention weights.
@@ -96,8 +89,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         keys, values = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
         )
-        # The cache has 1 for a layer without a window.
-        kept = cache.sliding_windows[module.layer_idx]
+        kept = cache.sliding_windows[module.layer_idx]  # 1 for a layer without a window
         kind = "sliding_attention" if kept > 1 else "full_attention"
         window = sliding_window or (kept if kept > 1 else 0)
         cu_k: Any = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k

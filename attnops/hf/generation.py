@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Verdict(NamedTuple):
     grows: bool
 
 
+@dataclass(eq=False)
 class Generation:
     """The masks of one `generate()` call. After a mask that fails the check, all masks of the call are checked.
 
@@ -37,21 +39,18 @@ class Generation:
     checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.mask).
     prompt: columns of the prompt's mask, None without one.
     lent: the caches made for it (attnops.hf.paged).
-    begun: a step has ended.
-    last: the mask that the last step left behind.
+    last: (the mask that the last step left behind,), or () before the first.
     prepared: the mask of the next step's forward.
     """
 
-    def __init__(self, owner: nn.Module | None = None) -> None:
-        self.owner = owner
-        self.inside = owner is None
-        self.verdict: Verdict | None = None
-        self.checked: Tensor | None = None
-        self.prompt: int | None = None
-        self.lent: list[Any] = []
-        self.begun = False
-        self.last: Any = None
-        self.prepared: Any = None
+    owner: nn.Module | None = None
+    inside: bool = False
+    verdict: Verdict | None = None
+    checked: Tensor | None = None
+    prompt: int | None = None
+    lent: list[Any] = field(default_factory=list)
+    last: tuple[Any, ...] = ()
+    prepared: Any = None
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
@@ -60,49 +59,45 @@ class Generation:
         self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
 
 
-class _Current(threading.local):
-    running: Generation | None = None
-
-
-_GENERATION = _Current()
+_THREAD = threading.local()
 
 
 def running_generation() -> Generation | None:
     """That of the innermost `generate()` of a patched model which this thread is in."""
-    return _GENERATION.running
+    running: Generation | None = getattr(_THREAD, "running", None)
+    return running
 
 
 def current_generation() -> Generation | None:
     """The same, while one of its own steps is under way."""
-    running = _GENERATION.running
+    running = running_generation()
     return running if running is not None and running.inside else None
 
 
 @contextmanager
 def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
     """Within the block (and this thread) the steps of `owner` are those of one `generate()`. None: so is every call of any model."""
-    before = _GENERATION.running
-    _GENERATION.running = Generation(owner)
+    before, _THREAD.running = running_generation(), Generation(owner, inside=owner is None)
     try:
-        yield _GENERATION.running
+        yield _THREAD.running
     finally:
-        _GENERATION.running = before
+        _THREAD.running = before
 
 
-# Methods and hooks of a model -----------------------------------------------------------------------------------------
+def _running(owner: Any) -> Generation | None:
+    """The generation that runs, if it is the owner's."""
+    running = None if is_dynamo_compiling() else running_generation()
+    return None if running is None or running.owner is not owner else running
 
 
 def _of(owner: Any, mask: Any) -> Generation | None:
     """The generation of the owner that runs, if this is the mask of its next step. Each chunk of a prompt brings a mask of its own."""
-    running = _GENERATION.running
-    if running is None or running.owner is not owner or (running.begun and (mask is None or mask is not running.last)):
-        return None
-    return running
+    running = _running(owner)
+    return None if running is None or (running.last and (mask is None or mask is not running.last[0])) else running
 
 
 def _prepare(method: Method, *args: Any, **kwargs: Any) -> Any:
-    running = _of(method.owner, kwargs.get("attention_mask"))
-    if running is None:
+    if (running := _of(method.owner, kwargs.get("attention_mask"))) is None:
         return method.original(*args, **kwargs)
     running.inside = True  # it makes the masks of a step that will be compiled
     try:
@@ -118,18 +113,18 @@ def _update(method: Method, *args: Any, **kwargs: Any) -> Any:
     running = _of(method.owner, given.get("attention_mask"))
     made = method.original(*args, **kwargs)
     if running is not None:
-        running.begun, running.last = True, made.get("attention_mask")
+        running.last = (made.get("attention_mask"),)
     return made
 
 
 def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if not is_dynamo_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
+    if (running := _running(module)) is not None:
         mask = kwargs.get("attention_mask")
         running.inside = mask is not None and mask is running.prepared
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if not is_dynamo_compiling() and (running := _GENERATION.running) is not None and running.owner is module:
+    if (running := _running(module)) is not None:
         running.inside, running.prepared = False, None
 
 

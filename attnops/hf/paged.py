@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 import weakref
@@ -48,11 +49,11 @@ _MAKING = threading.Lock()
 class PagedMode:
     """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a patched model has one of its own."""
 
-    def __init__(self, owner: nn.Module, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
+    def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
         if old := supported.older_than(supported.PAGED):
             refuse(f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
-        self._owner: Any = owner
+        self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
         self.kernel, self.implementation, self.decode = kernel, implementation, decode
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
@@ -68,10 +69,11 @@ class PagedMode:
         model = type(owner).__name__
         if len(set(self.layers)) != len(self.layers):
             refuse(f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
-        self.blocks = not self.latents and paged_models.sees_blocks(owner)
-        self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config(), self.layers)
+        # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
+        self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
+        self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
         try:
-            others = layers_without_pages(self._config(), self.layers)
+            others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
         if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
@@ -114,9 +116,6 @@ class PagedMode:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}
-
-    def _config(self) -> Any:
-        return self._owner.config.get_text_config(decoder=True)
 
     def phases(self, module: nn.Module) -> str:
         """The ways in which this module attends, for the report; empty without pages."""
@@ -181,25 +180,24 @@ class PagedMode:
             pages = self._free.pop()  # in one step, because two threads may ask
         except IndexError:
             pages = None
-        if pages is None or not pages.sizes.serve(wanted):
-            if pages is not None and pages.sizes[2:] == wanted[2:]:
-                both = wanted._replace(rows=max(rows, pages.sizes.rows), length=max(wanted.length, pages.sizes.length))
-                # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
-                if both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, pages.sizes.rows * pages.sizes.length):
-                    wanted = both
+        had = None if pages is None or pages.sizes[2:] != wanted[2:] else pages.sizes
+        both = wanted if had is None else wanted._replace(rows=max(rows, had.rows), length=max(wanted.length, had.length))
+        if pages is None or both != had:
+            # Large enough for either call from now on, unless it is far more: many short rows, and a few long ones.
+            if had is not None and both.rows * both.length <= MOST_FOR_BOTH * max(rows * wanted.length, had.rows * had.length):
+                wanted = both
             pages = None  # before the larger ones are made
             if self._decoder is not None:
                 self._decoder.free(used=False)
             pages = ModelPages(wanted)
         cache = self._over(pages)
-        dropped = weakref.finalize(cache.state, _keep, self._free, pages)
+        cache.state.give_back = dropped = weakref.finalize(cache.state, _keep, self._free, pages)
         dropped.atexit = False
-        cache.state.give_back = dropped
         return cache
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
-        cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config(), self.layers), filled)
+        cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config, self.layers), filled)
         if self.decode.mode != "hf":
             # transformers shall neither compile the step nor make the masks that a compiled one is given.
             for layer in cache.layers:
@@ -216,11 +214,11 @@ class PagedMode:
         fixed = self.decode.mode != "hf"
         if self.latents:
             dims = dims_of(module)
-            heads = getattr(module, "num_heads", None) or self._config().num_attention_heads
+            heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
             layers = (LatentSpec(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
             return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
         if self._kept is None or self._kept[0].dtype != dtype:
-            self._kept = paged_models.probe(self._owner, self._config(), self._modules, self._windows, dtype)
+            self._kept = paged_models.probe(self._owner, self._config, self._modules, self._windows, dtype)
         return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:

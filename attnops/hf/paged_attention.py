@@ -135,10 +135,11 @@ def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | Non
     query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (asked.query, asked.key[0], asked.value[0]))
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
+        slots, start = past
         # Copied before the step overwrites the pages of the window.
-        before = (pages.flatten(0, 1)[past.slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
+        before = (pages.flatten(0, 1)[slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
         keys, values = (torch.cat([old, new], 1) for old, new in zip(before, (key, value), strict=True))
-        start, end = past.start, torch.full_like(past.start, keys.shape[1])
+        end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
     rules: dict[str, Any] = {"scale": asked.scale, "window": (found.window_left, -1), "softcap": asked.softcap, "sinks": asked.sinks}

@@ -126,11 +126,6 @@ def keeps_keys(module: Any) -> bool:
     return any(name in ("past_key_values", "past_key_value", "layer_past") for name in inspect.signature(type(module).forward).parameters)
 
 
-def sees_blocks(owner: Any) -> bool:
-    """Has the model masks under which blocks of tokens (of an image) see each other both ways? Its code then names them."""
-    return "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
-
-
 def has_blocks(inputs: dict[str, Any]) -> bool:
     """Do the inputs of such a model give the kind of each token?"""
     return any(name.endswith("token_type_ids") and value is not None for name, value in inputs.items())
@@ -164,17 +159,13 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
             refuse(f"got {got}; want plain keys and values, all or those of a sliding window")
         window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
         found.append(int(window or 0))
-    if any(found) and not _masks_slide(owner):
+    # Some models use the window for their caches only. The code of others asks for masks with a window, or passes it to attention.
+    files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
+    words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
+    if any(found) and not any(word in inspect.getsource(file) for file in files for word in words):
         got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
         refuse(f"got {got}; want a model whose masks slide as its cache does")
     return tuple(found)
-
-
-def _masks_slide(owner: nn.Module) -> bool:
-    """Does the code of the model ask for a mask with a window, or pass the window to attention? Some use it for their caches only."""
-    files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
-    words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
-    return any(word in inspect.getsource(file) for file in files for word in words)
 
 
 # The compiler's stance belongs to the process: two threads that set and restore it in turns would leave it set.

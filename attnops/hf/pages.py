@@ -29,17 +29,22 @@ from attnops.select import key_for, select, workspace_bytes
 EMPTY = 2**62
 """Padding of a row without tokens: more than any position."""
 
-PLENTY = 2**30
-"""Bytes: pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel asks for."""
-
 DRAFTS = 32
 """New tokens of a row that a sliding layer has room for beside the window, where no more are asked for."""
 
 ALL = 2**30
 """As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the whole text."""
 
-PLANNED = 8
-"""The most new tokens of a request for which a plan is made: kernels that read one on the device decode, they do not prefill."""
+Past = tuple[Tensor, Tensor]
+"""The W tokens of each row's window before a step that is too long for the window's pages.
+
+Their slots, int64 `[B * W]`, and int64 `[B]`, the first of a row's W entries that is one of its tokens.
+"""
+
+# Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel asks for.
+_PLENTY = 2**30
+# The most new tokens of a request for which a plan is made: kernels that read one on the device decode, they do not prefill.
+_PLANNED = 8
 
 
 class Sizes(NamedTuple):
@@ -63,21 +68,6 @@ class Sizes(NamedTuple):
     drafts: int = DRAFTS
     fixed: bool = False
 
-    def serve(self, want: Sizes) -> bool:
-        """May pages of these sizes be used where `want` is asked for?"""
-        return self.rows >= want.rows and self.length >= want.length and self[2:] == want[2:]
-
-
-class Past(NamedTuple):
-    """The W tokens of each row's window before a step that is too long for the window's pages.
-
-    slots: int64 `[B * W]`.
-    start: int64 `[B]`, the first of a row's W entries that is one of its tokens.
-    """
-
-    slots: Tensor
-    start: Tensor
-
 
 class ModelPages(Pages):
     """Pages for `rows` requests of `length` tokens, and the counters of the batch. All tensors keep their addresses.
@@ -97,7 +87,7 @@ class ModelPages(Pages):
         kinds = Counter(replace(layer, window=(-1, -1)) if isinstance(layer, PagedSpec) else layer for layer in sizes.layers)
         self.choice = negotiate_page_size(
             kinds.most_common(1)[0][0], max_requests=rows, max_tokens_per_request=length, page_size=page_size,
-            kernels=None if kernel is None else (kernel,), device=sizes.device, workspace_bytes=PLENTY,
+            kernels=None if kernel is None else (kernel,), device=sizes.device, workspace_bytes=_PLENTY,
         )  # fmt: skip
         size, first = self.choice.page_size, sizes.layers[0]
         whole = -(-length // size)
@@ -165,7 +155,7 @@ class ModelPages(Pages):
             heads: query heads of the first layer.
         """
         batch = self.describe(tokens, slice(before.shape[0]), (before + tokens.longest).to(torch.int32))
-        if self._plan_of is not None and tokens.longest <= PLANNED:
+        if self._plan_of is not None and tokens.longest <= _PLANNED:
             kernel, spec = self._plan_of
             make = device_planner(kernel, replace(spec, q_heads=heads))
             batch = batch if make is None else replace(batch, plan=make(batch))
@@ -178,7 +168,7 @@ class ModelPages(Pages):
         owner = torch.arange(before.shape[0], device=before.device)[:, None].expand_as(last)
         at = last.clamp(min=0) % (rows.shape[1] * self.page_size)
         slots = slot_mapping(at.reshape(-1), owner.reshape(-1), rows, page_size=self.page_size)
-        return Past(slots, (window - 1 - before).clamp(min=0))
+        return slots, (window - 1 - before).clamp(min=0)
 
 
 def _layer(layer: PagedSpec | LatentSpec) -> Layer:
