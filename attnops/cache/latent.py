@@ -20,11 +20,10 @@ from attnops.ops.plan import LatentSpec
 from attnops.problem import Target, bytes_of
 from attnops.select import key_for, select
 
+# Query heads of DeepSeek-V3.
 HEADS = 128
-"""Query heads of DeepSeek-V3."""
-
+# Tokens that a row of the page table is a multiple of: kernels that read whole tiles of keys need not pad such a table in every layer.
 TILE = 128
-"""Tokens that a row of the page table is a multiple of: kernels that read whole tiles of keys need not pad such a table in every layer."""
 
 
 def columns_of(tokens: int, page_size: int) -> int:
@@ -102,7 +101,7 @@ class LatentCache(Pages):
     def batch(
         self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1, *, prefix_tokens: int | None = None, share: bool = False
     ) -> PagedBatch:
-        """Append tokens to requests, to all or to none, and describe the step. The tensors are new ones at each call.
+        """As `PagedCache.batch`.
 
         The batch has a plan where the layers will run a kernel that reads one on the device: in a step with neither `prefix` nor `shared`,
         by the policy in force.
@@ -114,10 +113,6 @@ class LatentCache(Pages):
                 this bounds the memory of layers that expand latents. None: not described, and the layers attend to the latents
                 themselves; a step without cached tokens has `()` in any case.
             share: look for whole pages that all requests begin with, as forks do, and describe them in `shared`.
-
-        Raises:
-            InvalidInput: no request, the same one twice, or counts that do not match.
-            UnknownRequest, RequestTooLong, OutOfPages.
         """
         most = None if prefix_tokens is None else count("prefix_tokens", prefix_tokens, 1, "tokens")
         if not isinstance(share, bool):

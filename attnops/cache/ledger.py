@@ -1,6 +1,6 @@
 """`Ledger`: the owners of pages. Plain Python on the host: it prepares a change, and commits it once the tensors have followed.
 
-Preparing raises the cache's typed errors, and makes no change. Pages are shared by reference count. Page 0 of each pool is the null page:
+Only preparing raises the cache's typed errors. Pages are shared by reference count. Page 0 of each pool is the null page:
 it fills the unused entries of a page table and has no owner.
 """
 
@@ -98,8 +98,7 @@ class Step(NamedTuple):
     gone: bool = False
 
 
-Change = list[Step]
-"""Made as a whole."""
+Change = list[Step]  # made as a whole
 
 
 class Ledger:

@@ -17,17 +17,12 @@ from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Problem, Refusal, Target
 from attnops.select import active_policy, select
 
-SIZES = (1, 16, 32, 64, 128, 256)
-"""The sizes that are tried."""
-
-USUAL = 64
-"""Of several equally good sizes the nearest to this one is chosen."""
-
+# The sizes that are tried. Of several equally good ones the nearest to the usual size is chosen.
+SIZES, USUAL = (1, 16, 32, 64, 128, 256), 64
+# Requests of the decode step that kernels are compared on, where the cache has room for as many.
 STEP = 64
-"""Requests of the decode step that kernels are compared on, where the cache has room for as many."""
-
+# Two costs as near as this are the same: a table of measured times interpolates between page sizes.
 TIE = 1.05
-"""Two costs as near as this are the same: a table of measured times interpolates between page sizes."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Pages:
     Attributes:
         layers: for each layer its pages, `[P, page_size, *shape]` for each shape of the layer. All layers of equal shapes and window are
             slices of one allocation, so that copy-on-write is one launch.
+        pools: the pages of all layers, one tensor after the other.
         windows: of each page table, tokens that a query sees; 0: all of them.
         tables: int32 `[max_requests, M]`, the page tables.
         table_of: for each layer the number of its table.
@@ -62,7 +63,7 @@ class Pages:
                 torch.zeros((room.max_requests, pool.columns), dtype=torch.int32, device=device) for pool in self._ledger.pools
             )
             self.seq_lens = torch.zeros(room.max_requests, dtype=torch.int32, device=device)
-        self.page_table = self.tables[0]
+        self.page_table, self.pools = self.tables[0], tuple(pages for layer in self.layers for pages in layer)
         for pages in self.pools:
             fix_address(pages, static=tuple(range(1, pages.dim())))
         self.workspace: Tensor | None = None
@@ -74,11 +75,6 @@ class Pages:
         with ordinary():
             self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self.page_table.device)
         fix_address(self.workspace, static=(0,))
-
-    @property
-    def pools(self) -> tuple[Tensor, ...]:
-        """The pages of all layers, one tensor after the other."""
-        return tuple(pages for layer in self.layers for pages in layer)
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -185,19 +181,16 @@ class Pages:
         with ordinary():
             self._write(change)
             try:
-                found = more(self._describe([entry.row for entry in entries], counts), entries)
+                row, new = self._upload([[entry.row for entry in entries], counts])
+                lengths, starts = self.seq_lens[row], cu_seqlens(new)
+                owner = token_rows(starts, sum(counts))
+                positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
+                found = more(self.describe(Tokens(positions, owner, starts, max(counts)), row, lengths), entries)
             except BaseException:
                 self._write(change, undo=True)
                 raise
         self._ledger.commit(change)
         return found
-
-    def _describe(self, rows: list[int], counts: list[int]) -> PagedBatch:
-        row, new = self._upload([rows, counts])
-        lengths, starts = self.seq_lens[row], cu_seqlens(new)
-        owner = token_rows(starts, sum(counts))
-        positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
-        return self.describe(Tokens(positions, owner, starts, max(counts)), row, lengths)
 
     def describe(self, tokens: Tokens, rows: Tensor | slice, lengths: Tensor) -> PagedBatch:
         """A step of the requests in these rows of the tables. lengths: int32 `[B]`, the new tokens included."""

@@ -36,14 +36,10 @@ def describe(
     With a window, page i of a request is in column `i % M`. The batch's own table begins at the first page that is still visible, and its
     lengths count from there: attention with a window depends on distances only.
 
-    Args:
-        tokens: the new tokens.
-        table: int32 `[B, M]`, the requests' rows of the page table.
-        lengths: int32 `[B]`, tokens of each request, the new ones included.
-        page_size: in tokens.
-        window: tokens a query sees, its own included; 0: all of them.
-        most: new tokens of a request for which the table has room beside the window. Of a longer step only the last tokens get a slot.
-        workspace: scratch that the batch carries.
+    table: int32 `[B, M]`, the requests' rows of the page table.
+    lengths: int32 `[B]`, tokens of each request, the new ones included.
+    window: tokens a query sees, its own included; 0: all of them.
+    most: new tokens of a request for which the table has room beside the window. Of a longer step only the last tokens get a slot.
     """
     at = tokens.positions
     if window:

@@ -91,21 +91,18 @@ class PagedLayer(CacheLayerMixin):
         self.state, self.number = state, number
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No effect: the pages exist."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet."""
         return key_states[None], value_states[None]
 
     def get_seq_length(self) -> Any:
-        """int64 `[]`, positions so far, padding included: a tensor, as of a static cache."""
+        """int64 `[]`, positions so far, padding included."""
         return self.state.pages.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(room in tokens, padding `[rows]`), for the mask function of attnops, which knows this cache by the tensor.
 
-        `[B, 1]` in a captured step, which makes no check of the mask.
+        The padding is `[B, 1]` in a captured step, which makes no check of the mask.
         """
         rows = self.state.rows
         return self.state.pages.sizes.length, self.state.pages.pad if rows is None else rows.start[:, None]
@@ -114,10 +111,11 @@ class PagedLayer(CacheLayerMixin):
         """Positions there is room for."""
         return int(self.state.pages.sizes.length)
 
-    def offload(self) -> None:
-        """No effect: pages stay on their device."""
+    def offload(self, *_: Any) -> None:
+        """No effect: pages exist, and stay on their device."""
 
     prefetch = offload
+    lazy_initialization: Any = offload
 
     def reorder_cache(self, *_: Any) -> None:
         """Raises InvalidInput: rows keep their pages."""
@@ -198,14 +196,8 @@ class PagedModelCache(Cache):
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
         """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.
 
-        Args:
-            layer: the model's layer.
-            start: int64 `[B]`, the padding of each row.
-            count: new positions of each row.
-            heads: query heads of the layer.
-
-        Raises:
-            InvalidInput: an earlier layer has not run, or the step before this one ended in an error half way.
+        start: int64 `[B]`, the padding of each row. count: new positions of each row. heads: query heads of the layer.
+        Raises InvalidInput: an earlier layer has not run, or the step before this one ended in an error half way.
         """
         if layer == self.first_layer:
             self.state.step = self._begin(start, count, heads)

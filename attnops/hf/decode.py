@@ -99,29 +99,23 @@ class Decoder:
     def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor | None:
         """Logits `[B, 1, V]` of one token more for each row, in memory that the next step writes. None: the graphs are in use.
 
-        Args:
-            input_ids: int64 `[B, 1]`. position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
-            cache: of this model, with a first step behind it, of as many rows.
-
-        Raises:
-            InvalidInput: an argument is of another shape or dtype, or the cache is empty or half written.
-            StaleGraph and others: as `Graphed`.
+        See `Patched.step`. cache: of this model, with a first step behind it, of as many rows.
         """
         state, most = _state_of(cache), cache.max_batch
         if not _is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
-        batch = input_ids.shape[0]
         if not _are_positions(position_ids, input_ids):
-            fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{batch}, 1], or None")
+            fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
         if not state.filled or state.unfinished:
             fail(InvalidInput, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
             if found is None:
                 return None
+            live = found.live[: input_ids.shape[0]]
             if position_ids is None:
                 with torch.no_grad(), ordinary():
-                    position_ids = (state.pages.seen - state.pages.pad[:batch])[:, None]
-            logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=found.live[:batch], cache=found.cache)
+                    position_ids = (state.pages.seen - state.pages.pad[: live.shape[0]])[:, None]
+            logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
             return logits
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report | None:
@@ -187,26 +181,22 @@ class Decoder:
                 self._forget()
             self._given, self.look = given, False
         if self._over is None or self._over.cache.state.pages is not state.pages:
-            self._renew(state.pages)
+            self._forget()
+            cache, how = self._make(state.pages), self.how
+            capture: Callable[..., Graphed] = breakable
+            if how.mode == "piecewise":
+                # Positions of one row are broadcast over, those of several are not.
+                capture = partial(piecewise, inner=how.inner, one_differs=True, passes=(fuse_linears,) if how.pack else ())
+            graphed = capture(
+                _step_of(self._forward), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
+                requests=("input_ids", "position_ids", "live"), returns="requests", state=state.pages.counters,
+                budget_bytes=how.budget_bytes, over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
+            )  # fmt: skip
+            with ordinary():
+                self._over = _Over(graphed, cache, torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device))
         if user is not state:
             self._user = weakref.ref(state)
         return self._over
-
-    def _renew(self, pages: Any) -> None:
-        self._forget()
-        cache, how = self._make(pages), self.how
-        capture: Callable[..., Graphed] = breakable
-        if how.mode == "piecewise":
-            # Positions of one row are broadcast over, those of several are not.
-            capture = partial(piecewise, inner=how.inner, one_differs=True, passes=(fuse_linears,) if how.pack else ())
-        graphed = capture(
-            _step_of(self._forward), Buckets(decode=decode_sizes(cache.max_batch)), batch=None, tokens=(),
-            requests=("input_ids", "position_ids", "live"), returns="requests", state=pages.counters, budget_bytes=how.budget_bytes,
-            over_budget=how.over_budget, check_every=how.check_every, graphs=how.graphs,
-        )  # fmt: skip
-        with ordinary():
-            live = torch.ones(cache.max_batch, dtype=torch.int64, device=pages.seen.device)
-        self._over = _Over(graphed, cache, live)
 
 
 def _state_of(cache: Any) -> State:

@@ -68,16 +68,9 @@ class Asked(NamedTuple):
 def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None) -> Tensor | None:
     """`[B, S, Hq, Dv]`: write a layer's new keys and values, or latents, into its pages and attend to the tokens there.
 
-    Args:
-        asked: the call.
-        dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
-
-    Returns:
-        None for the first latents of an empty cache, which are only written: the caller expands them.
-
-    Raises:
-        InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
-        NoGradient: an input requires grad in grad mode.
+    dense, paged, latent: kernels forced for `attention`, `paged_attention` and `mla_attention`, or None.
+    Returns None for the first latents of an empty cache, which are only written: the caller expands them.
+    Raises InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
     """
     if asked.key.dim() != 5:
         fail(InvalidInput, "key.dim()", asked.key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")

@@ -47,9 +47,7 @@ def phases(module: nn.Module, paged: bool, window: int) -> str:
 def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
     """(device, dtype) of a module's computation. Weights that accelerate offloads are on meta until they are used.
 
-    Args:
-        module: the module.
-        model: gives the dtype where all weights of the module are quantised, and the device where it has none.
+    model: gives the dtype where all weights of the module are quantised, and the device where it has none.
     """
     parts = [part for part in (module, model) if part is not None]
     placed = next((p for part in parts for p in part.parameters()), None)

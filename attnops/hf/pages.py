@@ -70,15 +70,13 @@ class Sizes(NamedTuple):
 
 
 class ModelPages(Pages):
-    """Pages for `rows` requests of `length` tokens, and the counters of the batch. All tensors keep their addresses.
+    """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All tensors keep their addresses.
 
-    Attributes:
-        sizes: the request they were made for.
-        choice: the negotiated page size.
-        seen: int64 `[]`, positions so far, padding included.
-        pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
-        high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
-        counters: the tensors that a step writes besides keys, values and latents.
+    choice: the negotiated page size.
+    seen: int64 `[]`, positions so far, padding included.
+    pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
+    high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
+    counters: the tensors that a step writes besides keys, values and latents.
     """
 
     def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
@@ -147,12 +145,9 @@ class ModelPages(Pages):
                 check_kept("crop, positions to keep", left, high, window, table.shape[1] * self.page_size)
 
     def step(self, tokens: Tokens, before: Tensor, heads: int) -> PagedBatch:
-        """The batch of a step that is not yet counted as seen.
+        """The batch of a step that is not yet counted as seen. tokens: as many of each row. heads: query heads of the first layer.
 
-        Args:
-            tokens: as many of each row.
-            before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to come.
-            heads: query heads of the first layer.
+        before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to come.
         """
         batch = self.describe(tokens, slice(before.shape[0]), (before + tokens.longest).to(torch.int32))
         if self._plan_of is not None and tokens.longest <= _PLANNED:
