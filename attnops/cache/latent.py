@@ -14,7 +14,7 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, count
 from attnops.cache.planner import device_planner
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
-from attnops.errors import InvalidInput, fail
+from attnops.call import need
 from attnops.kernel import kernels_of
 from attnops.ops.plan import LatentSpec
 from attnops.problem import Target, bytes_of
@@ -115,8 +115,7 @@ class LatentCache(Pages):
             share: look for whole pages that all requests begin with, as forks do, and describe them in `shared`.
         """
         most = None if prefix_tokens is None else count("prefix_tokens", prefix_tokens, 1, "tokens")
-        if not isinstance(share, bool):
-            fail(InvalidInput, "share", repr(share), "True | False")
+        need(isinstance(share, bool), "share", repr(share), "True | False")
 
         def more(batch: PagedBatch, entries: list[Request]) -> PagedBatch:
             before = [entry.length for entry in entries]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnops.errors import InvalidInput, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
+from attnops.call import need
+from attnops.errors import OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest, fail
 
 # One count for the whole process: an id of one cache is never an id of another.
 _IDS = itertools.count(1)
@@ -143,8 +144,7 @@ class Ledger:
     def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
         entry = self.get(request)
-        if length > entry.length:
-            fail(InvalidInput, "length", length, f"<= {entry.length} tokens, the request's length")
+        need(length <= entry.length, "length", length, f"<= {entry.length} tokens, the request's length")
         for pool in self.pools:
             check_kept("length", length, entry.high, pool.window, pool.columns * self.page_size)
         return self._release(request, entry, length)
@@ -242,6 +242,5 @@ def check_kept(field: str, length: int, high: int, window: int, room: int) -> No
     field: the argument that asks, for the message. high: the most tokens there have been. room: tokens the pages hold.
     """
     least = high - room + window - 1
-    if window and 0 < length < least:
-        want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
-        fail(InvalidInput, field, length, want)
+    want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
+    need(not window or not 0 < length < least, field, length, want)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnops.cache.paged import check_dtype, count
-from attnops.call import FLOATS
-from attnops.errors import InvalidInput, PageSizeConflict, UnknownKernel, fail
+from attnops.call import FLOATS, need
+from attnops.errors import PageSizeConflict, UnknownKernel, fail
 from attnops.kernel import kernels_of
 from attnops.ops.mla import STORED
 from attnops.ops.plan import LatentSpec, PagedSpec
@@ -86,11 +86,11 @@ def negotiate_page_size(
     """
     asked = _decode_steps(layers, max_requests, max_tokens_per_request, max_new_tokens, torch.device(device), workspace_bytes)
     op, target, known = asked[0].op, asked[0].target, kernels_of(asked[0].op)
-    if kernels is not None:
-        if isinstance(kernels, str) or not isinstance(kernels, Sequence) or not kernels or not all(isinstance(n, str) for n in kernels):
-            fail(InvalidInput, "kernels", repr(kernels), "None, or at least one name of a kernel, e.g. ('flashmla',)")
-        if unknown := [kernel for kernel in kernels if kernel not in known]:
-            fail(UnknownKernel, unknown[0], op, tuple(known))
+    names = tuple(known) if kernels is None else () if isinstance(kernels, str) or not isinstance(kernels, Sequence) else tuple(kernels)
+    right = bool(names) and all(isinstance(kernel, str) for kernel in names)
+    need(right, "kernels", repr(kernels), "None, or at least one name of a kernel, e.g. ('flashmla',)")
+    if unknown := [kernel for kernel in names if kernel not in known]:
+        fail(UnknownKernel, unknown[0], op, tuple(known))
     given = None if page_size is None else count("page_size", page_size, 1, "tokens")
     sizes = SIZES if given is None else tuple(sorted({*SIZES, given}))
     problems = {size: [replace(p, page_size=size) for p in asked] for size in sizes}
@@ -108,7 +108,7 @@ def negotiate_page_size(
         unmet = (known[kernel].unmet(p) for p in problems[size])
         return _nearest(tuple(r for r in found if r.field not in ("target", "device")) for found in unmet)
 
-    against = {k: {s: refused(k, s) for s in sizes} for k in (known if kernels is None else kernels)}
+    against = {k: {s: refused(k, s) for s in sizes} for k in names}
     takes = {k: tuple(s for s in sizes if not of[s]) for k, of in against.items()}
     fits = [s for s in sizes if (any if kernels is None else all)(s in taken for taken in takes.values())]
     if not fits if given is None else kernels is not None and given not in fits:

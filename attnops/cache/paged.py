@@ -14,7 +14,7 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Change, Layer, Ledger, Request, Room
 from attnops.cache.step import Tokens, describe
-from attnops.call import FLOATS, QUANTISED, name
+from attnops.call import FLOATS, QUANTISED, name, need
 from attnops.errors import InvalidInput, fail
 from attnops.ops import copy_kv, cu_seqlens, token_rows
 
@@ -115,8 +115,7 @@ class Pages:
         length = self.length(request)
         end = length if stop is None else count("stop", stop, 0, "tokens")
         first = count("start", start, 0, "tokens")
-        if end > length or first > end:
-            fail(InvalidInput, "start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
+        need(first <= end <= length, "start, stop", (first, end), f"0 <= start <= stop <= {length}, the request's length")
         with ordinary():
             return self._upload(self._ledger.slots(request, first, end, self.table_of[layer]))
 
@@ -168,15 +167,13 @@ class Pages:
             fail(InvalidInput, "requests", repr(requests), "a sequence of request ids")
         ids = tuple(requests)
         given = tuple(new_tokens) if isinstance(new_tokens, Sequence) else (new_tokens,) * len(ids)
-        if len(given) != len(ids):
-            fail(InvalidInput, "new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
+        need(len(given) == len(ids), "new_tokens", f"{len(given)} counts", f"{len(ids)}, one a request")
         counts = [count(f"new_tokens[{i}]", n, 0, "tokens") for i, n in enumerate(given)]
-        if any(self.windows) and counts and max(counts) > self.max_new_tokens:
-            want = f"at most {self.max_new_tokens} tokens a request and step: sliding windows have room for no more. Split the prompt"
-            fail(InvalidInput, "new_tokens", max(counts), want)
+        longest = max(counts, default=0)
+        want = f"at most {self.max_new_tokens} tokens a request and step: sliding windows have room for no more. Split the prompt"
+        need(not any(self.windows) or longest <= self.max_new_tokens, "new_tokens", longest, want)
         entries = [self._ledger.get(request) for request in ids]
-        if not ids or len(set(ids)) != len(ids):
-            fail(InvalidInput, "requests", ids, "at least one request, each once")
+        need(0 < len(set(ids)) == len(ids), "requests", ids, "at least one request, each once")
         change = self._ledger.append(list(zip(ids, counts, strict=True)))
         with ordinary():
             self._write(change)
@@ -185,7 +182,7 @@ class Pages:
                 lengths, starts = self.seq_lens[row], cu_seqlens(new)
                 owner = token_rows(starts, sum(counts))
                 positions = torch.arange(sum(counts), device=owner.device) + (lengths - starts[1:])[owner]
-                found = more(self.describe(Tokens(positions, owner, starts, max(counts)), row, lengths), entries)
+                found = more(self.describe(Tokens(positions, owner, starts, longest), row, lengths), entries)
             except BaseException:
                 self._write(change, undo=True)
                 raise
@@ -283,8 +280,7 @@ class PagedCache(Pages):
         }  # fmt: skip
         layers, heads, k_dim, rows, width, v_dim = (count(field, value, 1) for field, value in given.items())
         seen = [count(f"windows[{i}]", window, 0, "tokens") for i, window in enumerate(windows or (0,) * layers)]
-        if len(seen) != layers:
-            fail(InvalidInput, "windows", f"{len(seen)} windows", f"{layers}, one a layer")
+        need(len(seen) == layers, "windows", f"{len(seen)} windows", f"{layers}, one a layer")
         new = max(1, *seen) if max_new_tokens is None else count("max_new_tokens", max_new_tokens, 1, "tokens")
         check_dtype(dtype, (*FLOATS, *QUANTISED))
         per_layer = [Layer(((heads, k_dim), (heads, v_dim)), window) for window in seen]
@@ -339,8 +335,7 @@ def _apart(whole: Tensor) -> tuple[Tensor, ...]:
 
 def check_dtype(dtype: object, known: Sequence[torch.dtype]) -> None:
     """Raise InvalidInput for a dtype of pages that is not `known`."""
-    if dtype not in known:
-        fail(InvalidInput, "dtype", dtype, " | ".join(map(name, known)))
+    need(dtype in known, "dtype", dtype, " | ".join(map(name, known)))
 
 
 def count(field: str, value: object, least: int, unit: str = "") -> int:

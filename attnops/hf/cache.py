@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
+from attnops.call import need
 from attnops.errors import InvalidInput, fail
 from attnops.hf.pages import EMPTY, ModelPages, Past
 
@@ -36,13 +37,6 @@ class Step(NamedTuple):
     batch: PagedBatch
     past: tuple[Past | None, ...]
     fresh: bool
-
-
-class Rows(NamedTuple):
-    """The rows of a captured step of one token each. start: int64 `[B]`, the padding. real: bool `[B]`, is the row stored?"""
-
-    start: Tensor
-    real: Tensor
 
 
 class Returned:
@@ -63,7 +57,8 @@ class State:
     step: the step under way.
     filled: are there tokens? A Python bool, because the form of a step depends on it.
     unfinished: positions of a step that counts as seen, and that not all layers have written. It stays when a layer raises.
-    rows: set while a step in graphs is traced or captured (attnops.hf.decode).
+    start, real: set while a step in graphs, of one token each, is traced or captured (attnops.hf.decode). int64 `[B]`, the padding, and
+        bool `[B]`, is the row stored?
     """
 
     pages: Any
@@ -71,11 +66,13 @@ class State:
     step: Step | None = None
     filled: bool = False
     unfinished: int = 0
-    rows: Rows | None = None
+    start: Tensor | None = None
+    real: Tensor | None = None
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
-        self.step, self.rows, self.unfinished = None, None, 0
+        self.step = self.start = self.real = None
+        self.unfinished = 0
 
 
 class PagedLayer(CacheLayerMixin):
@@ -104,8 +101,8 @@ class PagedLayer(CacheLayerMixin):
 
         The padding is `[B, 1]` in a captured step, which makes no check of the mask.
         """
-        rows = self.state.rows
-        return self.state.pages.sizes.length, self.state.pages.pad if rows is None else rows.start[:, None]
+        start = self.state.start
+        return self.state.pages.sizes.length, self.state.pages.pad if start is None else start[:, None]
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
@@ -212,10 +209,9 @@ class PagedModelCache(Cache):
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, rows, unfinished = self.state, start.shape[0], self.state.unfinished
-        if unfinished:
-            got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
-            fail(InvalidInput, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
-        pages, real, fresh = state.pages, None if state.rows is None else state.rows.real, not state.filled
+        got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
+        need(not unfinished, "past_key_values", got, f"reset(), or crop(-{unfinished}), before it is used again")
+        pages, real, fresh = state.pages, state.real, not state.filled
         device, before = pages.seen.device, pages.seen - start
         positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
         if real is not None:
@@ -253,7 +249,7 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
 
     made: list[Any] = DynamicCache(config=config).layers
     for i in missing:
-        if i >= len(made) or not isinstance(made[i], LinearAttentionCacheLayerMixin) or isinstance(made[i], CacheLayerMixin):
-            kind = type(made[i]).__name__ if i < len(made) else "none"
-            fail(InvalidInput, f"cache of layer {i}", kind, "one of pages, or the states of linear attention")
+        own = made[i] if i < len(made) else None
+        states = isinstance(own, LinearAttentionCacheLayerMixin) and not isinstance(own, CacheLayerMixin)
+        need(states, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
     return {i: made[i] for i in missing}

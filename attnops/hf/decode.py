@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
-from attnops.call import name
+from attnops.call import name, need
 from attnops.errors import InvalidInput, fail
 from attnops.graphs import Buckets, Graphed, Report, breakable, piecewise
 from attnops.graphs.buckets import decode_sizes
@@ -27,7 +27,7 @@ from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
-from attnops.hf.cache import PagedModelCache, Rows, State
+from attnops.hf.cache import PagedModelCache, State
 from attnops.hf.pages import EMPTY
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
@@ -55,10 +55,9 @@ class Decode:
     graphs: Device | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("hf", "piecewise", "breakable"):
-            fail(InvalidInput, "decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
-        if isinstance(self.inner, str) and self.inner not in INNER:
-            fail(InvalidInput, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
+        need(self.mode in ("hf", "piecewise", "breakable"), "decode", repr(self.mode), "'hf' | 'piecewise' | 'breakable', or a Decode")
+        known = not isinstance(self.inner, str) or self.inner in INNER
+        need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
 
 
 class _Over(NamedTuple):
@@ -106,8 +105,8 @@ class Decoder:
             fail(InvalidInput, "input_ids", _shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
         if not _are_positions(position_ids, input_ids):
             fail(InvalidInput, "position_ids", _shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-        if not state.filled or state.unfinished:
-            fail(InvalidInput, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        whole = state.filled and not state.unfinished
+        need(whole, "past_key_values", "empty or half written", "a cache with a prompt in it, whose last step was whole")
         with self._graphs_of(state) as found:
             if found is None:
                 return None
@@ -226,9 +225,9 @@ def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
         real = live != 0
         torch.ops.aten._assert_async.msg((~real | ((begun < EMPTY) & (pages.seen < pages.sizes.length))).all(), _STOP)
         # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
-        state.rows = Rows(torch.where(real, begun, pages.seen), real)
+        state.start, state.real = torch.where(real, begun, pages.seen), real
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
-        state.rows = None
+        state.start = state.real = None
         logits: Tensor = out.logits
         return logits
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from attnops.call import name
+from attnops.call import name, need
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf import paged_models, supported
 from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
@@ -207,9 +207,8 @@ class PagedMode:
     def _sizes(self, rows: int, length: int, back: int = 0) -> Sizes:
         module = self._modules[0]
         places = {paged_models.where(module, self._owner) for module in self._modules}
-        if len(places) > 1:
-            got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
-            fail(InvalidInput, "attention layers", got, "one dtype and one device for all pages")
+        got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
+        need(len(places) == 1, "attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
         fixed = self.decode.mode != "hf"
         if self.latents:
@@ -256,14 +255,11 @@ class PagedMode:
         names = (module.config._attn_implementation_internal for module in self._modules)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
-            if elsewhere is not None:
-                want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
-                fail(InvalidInput, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
+            want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+            need(elsewhere is None, "past_key_values", f"{type(given).__name__} with attention {elsewhere!r}", want)
             for field, got, most in (("rows", rows, given.max_batch), ("length", max_cache_length, given.max_length)):
-                if got > most:
-                    fail(InvalidInput, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
-            if beams > 1:
-                fail(InvalidInput, "num_beams", beams, "1 with a paged cache: rows keep their pages")
+                need(got <= most, f"past_key_values, {field}", got, f"at most {most}, the size of this cache")
+            need(beams <= 1, "num_beams", beams, "1 with a paged cache: rows keep their pages")
         named = generation_config.cache_implementation
         if named is not None and named == getattr(getattr(owner, "generation_config", None), "cache_implementation", None):
             # Some checkpoints have it, unnoticed by a user who asks for pages.

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.hf.cache import PagedKeyCache
 from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
@@ -131,9 +132,9 @@ def has_blocks(inputs: dict[str, Any]) -> bool:
 
 def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
-    if isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs):
-        want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
-        fail(InvalidInput, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
+    mixed = isinstance(kwargs.get("past_key_values"), PagedKeyCache) and has_blocks(kwargs)
+    want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
+    need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
 def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
