@@ -99,50 +99,33 @@ def attention(
     q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = rules.UNBOUNDED,
-    softcap: float = 0.0,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, causal: bool = False,
+    window: tuple[int, int] = rules.UNBOUNDED, softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
+    return_lse: bool = False, q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a rectangular batch. Differentiable in query, key, value, sinks and an additive mask.
 
     Args:
         query: `[B, S, Hq, D]`, float16, bfloat16, float32 or float64, or float8_e4m3fn with q_scale. Not scaled beforehand.
         key, value: `[B, K, Hkv, D]`, `[B, K, Hkv, Dv]`, the query's dtype, or float8/int8 with both scales. Hq is a multiple of Hkv.
         scale: factor on q.k; default `1 / sqrt(D)`.
-        causal: query i sees keys up to its own position. The last query stands at the last visible key (bottom-right).
+        causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
         window: (left, right) keys visible besides the query's own position; -1 is unbounded.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`; bool (True: visible) or float (added to the logits after the soft cap). As in torch's
-            scaled_dot_product_attention, `[Hq or 1, S or 1, K]` and `[S or 1, K]` serve every request.
+        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap).
         sinks: `[Hq]` one logit a query head, part of the softmax denominator only.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
-        q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head, for a float8 query, which has no gradient; the
-            key is then quantised too. A kernel may round the weights to the query's dtype, as it does for other dtypes.
-        attention_chunk: query and key see each other only if their positions, from the first key on, lie in one chunk of so many;
-            0 is off.
+        q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants
+            a quantised key. A kernel may round the weights to the query's dtype.
+        attention_chunk: query and key see each other only within one chunk of this many positions; 0 is off.
         kv_start, kv_end: int32 or int64 `[B]`; keys outside `[kv_start, kv_end)` are invisible and may hold anything.
         return_lse: also return the log-sum-exp.
         kernel: force a kernel by name for this call.
 
     Returns:
-        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[B, S, Hq]`
-        float32, natural log.
-        A query that sees no key gives output 0 and lse -inf.
+        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for float8); with return_lse also lse `[B, S, Hq]` float32, natural
+        log. A query that sees no key gives output 0 and lse -inf.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.

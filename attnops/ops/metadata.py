@@ -153,25 +153,22 @@ def decode_rows(
 ) -> Tensor:
     """int32 `[S + T * (1 + max_pages)]`: S words of schedule, how many keys each token sees, each token's row of the page table.
 
-    The `plan` of a decode. Kernels that take one query token a row (FlashMLA, CUTLASS MLA) need the batch in this form and make it in
-    every layer; given as `plan` to `mla_attention` it is made once a step. It is read by the tensors' shapes alone, so a captured graph
-    may replay it. What `flashmla` works out from the lengths before it starts (how the keys are shared out among the
-    multiprocessors, 26 us for 64 tokens on an H200) is made here too if `q_heads` says for whom; other kernels pass over it.
+    The `plan` of a decode over latents for kernels that take one query token a row (FlashMLA, CUTLASS MLA), which would make it in every
+    layer. A captured graph may replay it. With `q_heads` it holds FlashMLA's schedule too (26 us for 64 tokens on an H200):
+    https://github.com/deepseek-ai/FlashMLA, csrc/api/dense_decode.h.
 
     Args:
         page_table, seq_lens, cu_seqlens_q: int32 `[B, max_pages]`, `[B]`, `[B + 1]`, as in `paged_attention`.
         num_tokens: T, the query's tokens; those past `cu_seqlens_q[B]` see 0 keys.
-        causal: as in the attention to come: token i of n of a request with L keys sees L - n + i + 1 keys, otherwise L.
-        q_heads: the heads of the query to come, for a plan that holds the schedule too; 0: S = 0. Otherwise
-            S = 8 * max(144 // ceil(q_heads / 64), 1) + T + 1, for 144 is the most multiprocessors a GPU of SM90 can have, and the length
-            of a plan must follow from shapes. (FlashMLA has max(SMs // ceil(q_heads / 64), 1) parts of 8 words:
-            https://github.com/deepseek-ai/FlashMLA, csrc/api/dense_decode.h.)
-        float8: is the query to come float8? Its schedule is another's, and 8 words longer.
+        causal: token i of n of a request with L keys sees L - n + i + 1 keys, otherwise L.
+        q_heads: of the query to come; 0: S = 0. Otherwise S = 8 * max(144 // ceil(q_heads / 64), 1) + T + 1, for a GPU of SM90 has at
+            most 144 multiprocessors.
+        float8: is the query to come float8? Its schedule is 8 words longer.
         kernel: force a kernel by name for this call.
 
     Raises:
         InvalidInput: a shape, dtype or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run. Where `flashmla`
-        cannot run either the schedule is zeros, which no kernel reads.
+        cannot run the schedule is zeros, which no kernel reads.
     """
     out: Tensor = DECODE_ROWS(DecodeRows(
         page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, causal=causal, q_heads=q_heads, float8=float8,
@@ -209,14 +206,14 @@ def named_pages(
 ) -> tuple[Tensor, Tensor]:
     """(page table `[B, max_pages]`, lengths `[B]`), int32, for attention that does not see the keys of entries that are no page.
 
-    Attention calls it unless `holes=False` says that it need not; who calls it once a step says so. Entries within a request's length
-    that lie outside `[0, num_pages)` are holes. Pages behind a hole move forward and the length shrinks, where that moves no key among
-    the new tokens. A request with another visible hole gets length 0: it sees no key, its output is 0 and its lse -inf.
+    Attention calls it unless `holes=False`. Entries within a request's length outside `[0, num_pages)` are holes. Pages behind a hole
+    move forward and the length shrinks, where that moves no key among the new tokens. A request with another visible hole gets length 0:
+    its output is 0 and its lse -inf.
 
     Args:
         page_table: int32 `[B, max_pages]`. seq_lens: int32 `[B]`. cu_seqlens_q: int32 `[B + 1]`. As in `paged_attention`.
         num_pages: pages of the pool. page_size: tokens a page.
-        squeeze: False where a key's place counts beyond its order: under a window, a chunk, or a mask. No page moves then.
+        squeeze: False where a key's place counts beyond its order (a window, a chunk, a mask): no page moves then.
         window_left: without squeeze, holes so far back that no new token sees them do no harm; -1: all are seen.
 
     Returns:

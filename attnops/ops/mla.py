@@ -18,7 +18,8 @@ from attnops.reference import mla
 STORED = (torch.float8_e4m3fn, torch.int8)
 """The quantised dtypes of latents."""
 
-SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1", "q_heads": "H"}
+WRITE_SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1"}
+SIZES = {**WRITE_SIZES, "q_heads": "H"}
 
 
 def check_sizes(sizes: Sizes) -> None:
@@ -51,7 +52,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
         fail(InvalidInput, "kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
-@record("write_latent", rules=_write_rules, stored="latent_pages", problem={n: v for n, v in SIZES.items() if n != "q_heads"})
+@record("write_latent", rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatent(Call):
     """The write of new latents and rotated keys into pages."""
 
@@ -106,6 +107,12 @@ def facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:
     """The query's, or any float dtype for a quantised query."""
     return FLOATS if call.q_nope.dtype in STORED else (call.q_nope.dtype,)
+
+
+def fresh_output(q_nope: Tensor) -> Tensor:
+    """An output to write into, bfloat16 for a quantised query."""
+    rules.tensors(q_nope=q_nope)
+    return torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
 
 
 @record("mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
@@ -164,27 +171,20 @@ def mla_attention(
     """Attention of new tokens over pages that hold their latents (MLA, absorbed form). No gradient.
 
     Every head reads the same latents: scores = scale * (q_nope . c + q_pe . k_pe), output = P . c, with c the first Dc numbers of a
-    latent and k_pe the other Dr. W_UK has been applied to q_nope and W_UV is yet to be applied to the output, both by the caller:
-    DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2.
+    latent and k_pe the other Dr. The caller applies W_UK to q_nope before and W_UV to the output after: DeepSeek-V2,
+    https://arxiv.org/abs/2405.04434, section 2.1.2.
 
     Args:
         q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, the new tokens of all requests one after the other; float, or float8_e4m3fn
             with q_scale.
         latent_pages: `[P, page, Dc + Dr]`, the query's dtype, or float8_e4m3fn/int8 with kv_scale.
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, holes: as in `paged_attention`.
-        scale: what the scores are multiplied by; DeepSeek-V3 has 1/sqrt(128 + 64), times the square of YaRN's mscale: never
-            1/sqrt(Dc + Dr), hence no default.
-        causal: query i of n of a request with L keys sees keys up to L - n + i.
+        scale: factor on the scores; never 1/sqrt(Dc + Dr), hence no default. DeepSeek-V3: 1/sqrt(128 + 64) times YaRN's mscale squared.
         window_left: keys further back than this are not seen; -1: unbounded.
-        softcap, mask, sinks: as in `paged_attention`.
-        q_scale, kv_scale: float32 `[1]`, what the stored query and the stored latents are multiplied by.
-        plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
-            otherwise, or not at all, do not read it.
+        q_scale, kv_scale: float32 `[1]`, factors on the stored query and the stored latents.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal, softcap, mask, sinks, plan, workspace, holes, kernel: as in
+            `paged_attention`.
         output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised query; allocated when None
             (bfloat16 for a quantised query). lse: float32 `[T, H]`, natural log, to write into, or None.
-        workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller; see
-            `attnops.explain(...).workspace_bytes`.
-        kernel: force a kernel by name for this call.
 
     Returns:
         `output`. A token without keys, and tokens past `cu_seqlens_q[B]`, give 0 and lse -inf.
@@ -194,8 +194,7 @@ def mla_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     if output is None:
-        rules.tensors(q_nope=q_nope)
-        output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
+        output = fresh_output(q_nope)
     if mask is not None:
         rules.mask(mask)
     if holes and plan is None and torch.compiler.is_compiling():

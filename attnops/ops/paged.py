@@ -90,28 +90,24 @@ def paged_attention(
         query: `[T, Hq, D]`, the new tokens of all requests one after the other.
         k_pages, v_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`, the query's dtype or float8/int8 with both scales.
         page_table: int32 `[B, max_pages]`; page p of request b holds its keys `[p * page, (p + 1) * page)`. Entries past the
-            request's last page may be anything. Keys of an id outside `[0, P)` are not seen, as `attnops.ops.named_pages` says, and
-            no page is read that the request's row does not name.
+            request's last page may be anything. Keys of an id outside `[0, P)` are not seen: see `attnops.ops.named_pages`.
         seq_lens: int32 `[B]`, keys of each request, its new tokens included; at most max_pages * page.
         cu_seqlens_q: int32 `[B + 1]`; request b owns query tokens `cu[b]:cu[b + 1]`. Tokens past `cu[B]` are padding: output 0.
         max_seqlen_q: upper bound in tokens on one request's queries, a host int; 1 says decode.
         mask: `[T, >= max_pages * page]`, bool or additive, e.g. the tree of a speculative verify.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
         scale, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk: as in `attention`.
-        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others:
-            fa3 clears the output first otherwise. Output is undefined where the promise is not kept.
-        holes: False promises that every entry within a request's length is a page of the pool, as PagedCache keeps and `named_pages`
-            makes them, and that entries past it are pages or negative, so that no call need look. Compiled code looks once a step for
-            all layers with the same rules, and an eager call looks each time.
-        plan: what a kernel's plan op made for this batch: int32 on the query's device, or int64 on the CPU. Kernels that plan
-            otherwise, or not at all, do not read it. A kernel may count in a device plan while it runs and leaves it as it was:
-            calls that share one must not run at the same time. A device plan is taken only with `holes=False`.
+        padded: False promises `cu_seqlens_q[B] == T`, which saves fa3 a clear of the output. The output is undefined where it is broken.
+        holes: False promises that every entry within a request's length is a page of the pool, and that entries past it are pages or
+            negative, as PagedCache and `named_pages` make them. Otherwise compiled code checks once a step for all layers with the same
+            rules, and an eager call each time.
+        plan: the result of a kernel's plan op for this batch: int32 on the query's device, with `holes=False` only, or int64 on the CPU.
+            Kernels that need none ignore it. Calls that share a device plan must not run at the same time: a kernel may count in it.
         output: `[T, Hq, Dv]` to write into, the query's dtype (bfloat16 for a float8 query); allocated when None.
         lse: float32 `[T, Hq]` to write into, or None.
-        workspace: uint8 `[bytes]`, scratch for kernels that ask for one, zeroed once by its owner, the caller, who may bring the same
-            to every call on one stream; see `attnops.explain(...).workspace_bytes`.
-        temperature: float32 `[T]`, one factor a query token: a logit is multiplied by it after the soft cap, before the mask is added and
-            the sinks join. None: no factor.
+        workspace: uint8 `[bytes]`, scratch for kernels that ask for it (`attnops.explain(...).workspace_bytes`), zeroed once by the caller,
+            who may pass the same to every call on one stream.
+        temperature: float32 `[T]`, a factor on each query token's logits after the soft cap, before mask and sinks. None: no factor.
         kernel: force a kernel by name for this call.
 
     Returns:

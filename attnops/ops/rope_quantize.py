@@ -73,19 +73,16 @@ def rope_quantize_latent(
         q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, float, W_UK applied to the first, the second not rotated yet. Dr is even.
         latent, k_pe: `[T, Dc]`, `[T, Dr]`, the query's dtype: the latent after its norm, the key not rotated yet.
         cos_sin: float32 `[N, Dr]`; row p has the Dr / 2 cosines of position p, then its sines, YaRN's mscale included if there is one.
-        positions: int32 or int64 `[T]`, from 0, below N. The rotated parts of a token whose position is outside are NaN,
-            eager and compiled alike; `flashinfer_rope` does not look, and reads the memory there. Tokens of padding have positions
-            too: 0 will do.
-        q_scale, kv_scale: host floats > 0, what the stored values are multiplied by afterwards to get the true ones: those that
-            `mla_attention` is given as tensors. (FlashInfer's quant_scale_q and quant_scale_kv are their inverses.)
-        interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek's weights; False: (i, i + Dr / 2). Either way a pair stays in
-            its place: interleaved in, interleaved out.
+        positions: int32 or int64 `[T]`, in `[0, N)`, padding included. The rotated parts of a token outside are NaN;
+            `flashinfer_rope` does not check, and reads the memory there.
+        q_scale, kv_scale: host floats > 0, factors on the stored values, as `mla_attention` takes them in tensors. (FlashInfer's
+            quant_scale_q and quant_scale_kv are their inverses.)
+        interleaved: pairs are neighbours (2i, 2i + 1), as in DeepSeek's weights; False: (i, i + Dr / 2). A pair stays in its place.
         kernel: force a kernel by name for this call.
 
     Returns:
         (q_nope, q_pe, latent, k_pe) in float8_e4m3fn, `[T, H, Dc]`, `[T, H, Dr]`, `[T, Dc]`, `[T, Dr]`. The first two are views of one
-        `[T, H, Dc + Dr]`, the last two of one `[T, Dc + Dr]`, so that kernels that want a query in one piece copy nothing. The latents
-        go to `write_latent` as they are, without a scale.
+        `[T, H, Dc + Dr]`, the last two of one `[T, Dc + Dr]`. `write_latent` takes the latents without a scale.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
-from attnops.ops.mla import SIZES, STORED, check_sizes, check_stored, facts, output_dtypes, query_rules
+from attnops.ops.mla import SIZES, STORED, WRITE_SIZES, check_sizes, check_stored, facts, fresh_output, output_dtypes, query_rules
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import mla
@@ -86,27 +86,20 @@ def sparse_mla_attention(
 ) -> Tensor:
     """Attention of each token over the latents that a list names for it (MLA, absorbed form; DeepSeek Sparse Attention). No gradient.
 
-    As `mla_attention`, but which keys a token sees is said by `indices`, token by token: there are no requests, no causality and
-    no window here, and decode and prefill are one call. Keys without pages are pages of one token. Formula:
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1.
+    As `mla_attention`, but `indices` says which keys a token sees: there are no requests, no causality and no window, and decode and
+    prefill are one call. Keys without pages are pages of one token. Formula: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1.
 
     Args:
-        q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, float, or float8_e4m3fn with q_scale. When they are the two parts of one
-            `[T, H, Dc + Dr]`, kernels that want that need not copy it.
+        q_nope, q_pe: `[T, H, Dc]`, `[T, H, Dr]`, float, or float8_e4m3fn with q_scale. Kernels that read one `[T, H, Dc + Dr]` copy
+            nothing where the two are its parts.
         latent_pages: `[P, page, Dc + Dr]`, the query's dtype, or float8_e4m3fn/int8 with kv_scale; or packed, uint8
             `[P, page, Dc + Dc / 128 * 4 + 2 Dr]`, as `write_latent_packed` writes them (656 bytes for 512 + 64).
         indices: int32 `[T, topk]`, slots `page_id * page_size + offset`, in any order; -1: none. A slot listed twice counts twice.
-            No other negative value is a slot, nor is one past the pages: they are not seen.
-        scale: what the scores are multiplied by, as in `mla_attention`.
+            Other negative values and slots past the pages are not seen.
         topk_length: int32 `[T]`, 0 to topk: only this many of a token's entries are read; the rest may hold anything. None: all.
-        sinks: `[H]`, float, a logit a head that takes its share of the softmax and gives nothing, as in `attention`; in lse too.
-        q_scale, kv_scale: float32 `[1]`, what the stored query and the stored latents are multiplied by.
-        plan: what a kernel's plan op made for this batch; kernels that do not plan do not read it.
-        output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised query; allocated when None
-            (bfloat16 for a quantised query). lse: float32 `[T, H]`, natural log, to write into, or None.
-        workspace: scratch for kernels that ask for one, owned by the caller.
-        holes: False promises that every entry that is read is a slot of the pages or -1, so that no call need look.
-        kernel: force a kernel by name for this call.
+        sinks: `[H]`, float, as in `attention`; in lse too.
+        scale, q_scale, kv_scale, plan, workspace, output, lse, kernel: as in `mla_attention`.
+        holes: False promises that every entry that is read is a slot of the pages or -1.
 
     Returns:
         `output`. A token without entries gives 0, and lse -inf, or the sink where there are sinks.
@@ -116,8 +109,7 @@ def sparse_mla_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     if output is None:
-        rules.tensors(q_nope=q_nope)
-        output = torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
+        output = fresh_output(q_nope)
     SPARSE(SparseMlaAttention(
         q_nope, q_pe, latent_pages, indices, topk_length, sinks, q_scale, kv_scale, plan, scale=scale, holes=holes,
         policy=key_for("sparse_mla_attention", kernel), output=output, lse=lse, workspace=workspace,
@@ -130,12 +122,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
     _check_packed(call.latent_pages, "latent.shape[1]", sizes)
 
 
-@record(
-    "write_latent_packed",
-    rules=_write_rules,
-    stored="latent_pages",
-    problem={n: v for n, v in SIZES.items() if n != "q_heads"},
-)
+@record("write_latent_packed", rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatentPacked(Call):
     """The quantising write of new latents and rotated keys into packed pages."""
 
@@ -145,9 +132,8 @@ class WriteLatentPacked(Call):
     slots: Tensor = arg("T", INDEX)
 
 
-WRITE_PACKED = define(
-    Op(WriteLatentPacked, mla.write_latent_packed, about="quantising write of new latents and rotated keys into packed pages")
-)
+ABOUT_WRITE = "quantising write of new latents and rotated keys into packed pages"
+WRITE_PACKED = define(Op(WriteLatentPacked, mla.write_latent_packed, about=ABOUT_WRITE))
 
 
 def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, *, kernel: str | None = None) -> None:

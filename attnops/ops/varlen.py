@@ -103,43 +103,25 @@ def varlen_attention(
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = rules.UNBOUNDED,
-    softcap: float = 0.0,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    attention_chunk: int = 0,
-    padded: bool = True,
-    kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
+    scale: float | None = None, causal: bool = False, window: tuple[int, int] = rules.UNBOUNDED, softcap: float = 0.0,
+    mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    return_lse: bool = False, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True, kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over requests packed one after the other. Differentiable in query, key, value and sinks.
 
     Args:
         query: `[T, Hq, D]`. key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`. dtypes as in `attention`.
-        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`.
-            Tokens past `cu_seqlens_q[B]` are padding: their output is 0. They, and keys past `cu_seqlens_k[B]`, may hold anything.
+        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows past `cu[B]` are
+            padding and may hold anything; the output of such a query is 0.
         max_seqlen_q, max_seqlen_k: upper bounds in tokens on the requests' lengths, host ints.
         mask: `[T, >= max_seqlen_k]`, bool or additive; column j is key j of the token's request.
-        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T` and `cu_seqlens_k[B] == N`, so that nothing
-            need be spent on others: fa3 copies the value and clears the output otherwise. Output is undefined where it is not kept.
-        scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel: as in `attention`; causal is
-            bottom-right per request.
+        padded: False promises that there are no padding rows, which saves fa3 a copy of the value and a clear of the output. The output
+            is undefined where the promise is broken.
+        scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel: as in `attention`, by request.
 
     Returns:
-        output `[T, Hq, Dv]`, the query's dtype (bfloat16 for a float8 query); with return_lse also lse `[T, Hq]` float32, natural log.
+        output `[T, Hq, Dv]`, the query's dtype (bfloat16 for float8); with return_lse also lse `[T, Hq]` float32, natural log.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.

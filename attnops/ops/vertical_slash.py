@@ -66,24 +66,24 @@ def vertical_slash_indexes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The index that `vertical_slash_attention` reads, from the columns and diagonals that each head is to see.
 
-    Query i of a request stands at key position k_len - q_len + i. Row r is of the queries [64 r, 64 r + 64); let e be the position
-    that follows its last. A slash s < e stands for the 64 keys before max(e - s, 64): all that the row sees of the diagonal
-    s keys back. Taken in order, a slash whose keys begin past the end of the last block opens a block of its own, one that only
-    reaches past it adds the 64 keys that follow, and any other adds nothing. Columns are the verticals that lie in no block, up
-    to where the last run of joined blocks begins. MInference, https://arxiv.org/abs/2407.02490, appendix C.4.2.
+    Query i of a request is at key position k_len - q_len + i. Row r is of the queries [64 r, 64 r + 64); let e be the position
+    that follows its last. A slash s < e stands for the 64 keys before max(e - s, 64). Taken in order, a slash whose keys begin past the
+    end of the last block opens a block of its own, one that only reaches past it adds the 64 keys that follow, and any other adds
+    nothing. Columns are the verticals in no block, up to where the last run of joined blocks begins. MInference,
+    https://arxiv.org/abs/2407.02490, appendix C.4.2.
 
     Args:
         q_lens, k_lens: int32 `[B]`, in tokens; k_lens >= q_lens.
-        vertical: int32 `[B, H, V]`, key positions, strictly ascending. slash: int32 `[B, H, S]`, distances in keys, descending;
-            the last is 0, the query's own key: without it no row is sure to see a key.
+        vertical: int32 `[B, H, V]`, key positions, strictly ascending.
+        slash: int32 `[B, H, S]`, distances in keys, descending; the last is 0, so that every row sees a key.
         vertical_counts, slash_counts: int32 `[H]`, how many entries of each head are meant, at least 1; None: all.
         max_seqlen_q: upper bound in tokens on q_lens, a host int.
         kernel: force a kernel by name for this call.
 
     Returns:
         (block_count `[B, H, R]`, block_offset `[B, H, R, S]`, column_count `[B, H, R]`, column_index `[B, H, R, V]`), int32, with
-        R = ceil(max_seqlen_q / 64). block_offset: the first key of each block of 64, ascending; column_index: ascending. Entries
-        past the counts are 0, and so are the counts of rows without queries. Blocks that begin at or past k_len are left out.
+        R = ceil(max_seqlen_q / 64). block_offset: the first key of each block of 64; both lists ascend, and are 0 past the counts. Rows
+        without queries have counts of 0. Blocks that begin at or past k_len are left out.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
@@ -147,14 +147,11 @@ def vertical_slash_attention(
     not after it. MInference, https://arxiv.org/abs/2407.02490, section 3.2.
 
     Args:
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale: as in `attnops.varlen_attention`;
-            no request has more queries than keys.
-        indexes: what `vertical_slash_indexes` returns for these lengths: block_count, block_offset, column_count, column_index.
-            Within a row, offsets ascend by at least 64, columns are distinct, begin before k_len and lie in none of its blocks.
-        padded: False promises that every token belongs to a request, `cu_seqlens_q[B] == T`, so that nothing need be spent on others.
-            What is written is undefined where the promise is not kept.
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, padded, kernel: as in
+            `attnops.varlen_attention`; no request has more queries than keys.
+        indexes: the result of `vertical_slash_indexes` for these lengths: block_count, block_offset, column_count, column_index.
+            Within a row, offsets ascend by at least 64, columns are distinct, begin before k_len and are in none of its blocks.
         output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]`, natural log, to write into, or None.
-        kernel: force a kernel by name for this call.
 
     Returns:
         `output`. A query that sees no key, and tokens past `cu_seqlens_q[B]`, give 0 and lse -inf.
