@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from attnops import configs as models, problem
 from attnops.cli import features
 from attnops.cli.app import app
+from attnops.configs import SHAPES
 from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
-from attnops.shapes import SHAPES
 from attnops.version import VERSION
 from tests.helpers import fresh_process, ready_process
 

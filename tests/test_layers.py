@@ -35,7 +35,6 @@ RANKS = {
     "attnops.inputs": 4,
     "attnops.testing": 4,
     "attnops.hf": 5,
-    "attnops.shapes": 5,
     "attnops.configs": 5,
     "attnops.tune": 5,
     "attnops.bench": 5,

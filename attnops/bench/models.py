@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import attnops.hf
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
 from attnops.bench.setup import Point, Setup
-from attnops.configs import config_of
+from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
-from attnops.shapes import SHAPES
 from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}

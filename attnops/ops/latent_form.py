@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 
@@ -27,8 +28,7 @@ ATTENTION = ("mla_attention", "varlen_attention", "attention")
 """The attention ops of a layer with latents: absorbed, expanded over packed tokens, and expanded over dense ones."""
 
 PREFIX = 8192
-"""The assumed number of cached tokens of a request that has any. Both costs grow in proportion to it, so that the crossover hardly
-depends on it, and a graph need not specialise on it."""
+"""The assumed cached tokens of a request that has any. Both costs grow with it, so that the crossover hardly depends on it."""
 
 REQUESTS = 4
 """The assumed number of requests that bring tokens in one batch."""
@@ -36,20 +36,21 @@ REQUESTS = 4
 MOST = 4096
 """The most new tokens of a request for which the costs are compared."""
 
+STEPS = (*range(2, 8), *(m << k for k in range(9) for m in range(8, 16)), MOST)
+"""New tokens for which the costs are compared. Not 1: tables hold packed calls of several tokens only."""
+
 ALWAYS = 2**31 - 1
 """More tokens than a request can have."""
 
 PEAKS = {80: (312e6, 2.0e6), 90: (989e6, 4.8e6), 100: (2250e6, 8.0e6), 120: (500e6, 1.8e6), 0: (1e6, 0.1e6)}
-"""Operations and bytes a microsecond by architecture: bfloat16 without sparsity, of the data sheets of A100, H200, B200 and RTX PRO 6000;
-0: a few cores of a CPU, in round figures. An architecture that is not listed has those of the next older one."""
+"""Operations and bytes a microsecond by architecture, an older one where it is not listed: bfloat16 without sparsity, of the data sheets of
+A100, H200, B200 and RTX PRO 6000; 0: a few cores of a CPU."""
 
 REACHED = (0.65, 0.87)
-"""The part of the peaks that a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200 (`attnops.measured.grid.BALANCE`).
-Products of wider numbers than 16 bits take longer in proportion."""
+"""The part of the peaks that a large product and a large copy reach: 650 TFLOP/s and 4.2 TB/s on an H200."""
 
 UNFOLDING = 1.75
-"""Unfolding a prefix takes this many times longer than at these rates: from `forms` of benchmarks/mla.py on an H200, where 64 new tokens
-pay 22 ns for each latent before them with 16 heads and 153 ns with 128."""
+"""Unfolding a prefix takes this many times longer than at these rates: `forms` of benchmarks/mla.py on an H200."""
 
 LAUNCH_US = 3.0
 """The cost of a launch in a busy stream."""
@@ -57,13 +58,7 @@ LAUNCH_US = 3.0
 
 @dataclass(frozen=True)
 class LatentDims:
-    """The sizes of a layer's heads.
-
-    nope: numbers of a query and a key without position.
-    rope: numbers of a query and a key with position, Dr.
-    latent: numbers of a latent, Dc.
-    v: numbers of a value.
-    """
+    """The sizes of a layer's heads: of a query without (nope) and with (rope, Dr) position, of a latent (Dc) and of a value."""
 
     nope: int
     rope: int
@@ -99,8 +94,7 @@ class FormDecision:
 
     absorb_up_to: the most new tokens of a request for which the absorbed form is taken.
     absorbed_us, expanded_us: the estimated cost for REQUESTS such requests, projections included; infinite for an impossible form.
-    absorbed: the Decision on `mla_attention`.
-    expanded: the Decision on `varlen_attention` of the new tokens among themselves.
+    absorbed, expanded: the Decisions on `mla_attention`, and on `varlen_attention` of the new tokens among themselves.
     """
 
     call: LatentCall
@@ -115,8 +109,7 @@ class FormDecision:
     @property
     def costs(self) -> dict[str, float]:
         """Microseconds of the possible forms."""
-        both = {ABSORBED: self.absorbed_us, EXPANDED: self.expanded_us}
-        return {form: us for form, us in both.items() if us < inf}
+        return {form: us for form, us in ((ABSORBED, self.absorbed_us), (EXPANDED, self.expanded_us)) if us < inf}
 
     def __str__(self) -> str:
         call = self.call
@@ -159,8 +152,8 @@ def kernel_for(op: str, name: str | None) -> str | None:
     return own_kernel(op, name)
 
 
-# Dynamo calls these two with constants and stores their results in the graph, as `torch.compiler.assume_constant_result` asks it to;
-# that function would import the compiler here. Dynamo guards the arguments, but neither the registry nor the tables.
+# As `torch.compiler.assume_constant_result`, which would import the compiler: Dynamo calls these with constants, stores the results in the
+# graph and guards the arguments, but neither the registry nor the tables.
 for _constant in (crossover, kernel_for):
     vars(_constant).update(_dynamo_marked_constant=True)
 
@@ -192,38 +185,28 @@ def _form(call: LatentCall, queries: int, registered: int, table: Table | None) 
 
 @functools.lru_cache(maxsize=1024)
 def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
-    """The last number of new tokens before the first, in steps of eight an octave, for which the expanded form is the cheaper."""
+    """The last of STEPS before the first for which the expanded form is the cheaper."""
     if call.before is None:
         return MOST
     if any(parse_policy(key).deterministic for key in call.policies):
         return ALWAYS  # the longest request of a batch and the ends of chunks depend on the other requests
     last = 0
-    # From 2 on: tables hold packed calls of several tokens only, and an estimate compared with a measured time would stop here at once.
-    for queries in _steps(2, MOST):
+    for queries in STEPS:
         if _absorbed(call, queries, table)[0] > _expanded(call, queries, table)[0]:
             break
         last = queries
     return last
 
 
-def _steps(least: int, most: int) -> list[int]:
-    sizes = (*range(1, 16), *(m << k for k in range(1, 13) for m in range(8, 16)))
-    return sorted({n for n in sizes if least <= n <= most})
-
-
 def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
     d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
-    problem = Problem(
+    decision = select_by(table, Problem(
         op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
         kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
-        kv_scales=call.kv_dtype != call.dtype,
-    )  # fmt: skip
-    keys = queries if call.before is False else queries + PREFIX
-    problem = _sized(problem, queries, keys)
-    decision = select_by(table, problem, call.policies[0])
-    us = _us(decision)
+        kv_scales=call.kv_dtype != call.dtype, **_sizes(queries, queries if call.before is False else queries + PREFIX),
+    ), call.policies[0])  # fmt: skip
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
-    return us + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
+    return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
 
 
 def _expanded(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
@@ -241,13 +224,11 @@ def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Tabl
     d = call.dims
     problem = Problem(
         op="varlen_attention", target=call.target, dtype=call.dtype, kv_dtype=call.dtype, q_heads=call.heads, kv_heads=call.heads,
-        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False,
+        head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False, **_sizes(queries, keys),
     )  # fmt: skip
-    problem = _sized(problem, queries, keys)
     decision = select_by(table, problem, call.policies[1])
     # Tables hold packed calls of as many keys as queries only; their times do not extend to calls of other shapes.
-    us = _us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)
-    return us, decision
+    return (_us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)), decision
 
 
 def _unfold_us(call: LatentCall, tokens: int) -> float:
@@ -265,9 +246,9 @@ def _product_us(call: LatentCall, flops: float, moved: float, launches: int = 1)
     return launches * LAUNCH_US + max(flops / flops_us, moved / bytes_us)
 
 
-def _sized(problem: Problem, queries: int, keys: int) -> Problem:
-    tokens, batch, longest, context = map(Extent.of, (REQUESTS * queries, REQUESTS, queries, keys))
-    return replace(problem, tokens=tokens, batch=batch, queries=longest, context=context)
+def _sizes(queries: int, keys: int) -> dict[str, Any]:
+    sizes = {"tokens": REQUESTS * queries, "batch": REQUESTS, "queries": queries, "context": keys}
+    return {name: Extent.of(size) for name, size in sizes.items()}
 
 
 def _us(decision: Decision) -> float:
