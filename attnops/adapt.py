@@ -16,12 +16,13 @@ from attnops.reference.attention import Rules
 from attnops.reference.holes import how
 
 PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
+PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def warn_of_contract_1(name: str, run: Callable[..., Any]) -> None:
     """Warn that the next release refuses the kernel. Raises RegistrationError for one that cannot be adapted."""
-    kinds = {p.kind: p.name for p in inspect.signature(getattr(run, "of_arguments", run)).parameters.values()}
-    if swallow := kinds.get(inspect.Parameter.VAR_KEYWORD):
+    kinds = kinds_of(getattr(run, "of_arguments", run))
+    if swallow := next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""):
         want = f"run(call), and takes= with the arguments that it handles, which **{swallow} does not say: {PAGE}"
         raise RegistrationError(f"kernel {name}: run got **{swallow}, want {want}")
     text = f"kernel {name}: run takes the op's arguments one by one (contract 1), which the next release refuses; write run(call): {PAGE}"
@@ -33,10 +34,9 @@ def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
 
     It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for.
     """
-    known = parameters_of(run)
-    parameters = inspect.signature(run).parameters.values()
-    endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = kinds_of(run)
+    endless = inspect.Parameter.VAR_POSITIONAL in known.values()
+    places = [name for name, kind in known.items() if kind in PLACES]
 
     @functools.wraps(run)
     def call(call: Any) -> Any:
@@ -52,17 +52,15 @@ def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
 
 
 @functools.cache
-def parameters_of(run: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's parameters."""
-    return tuple(inspect.signature(run).parameters)
+def kinds_of(run: Callable[..., Any]) -> dict[str, Any]:
+    """The kinds of a function's parameters, by name."""
+    return {p.name: p.kind for p in inspect.signature(run).parameters.values()}
 
 
-@functools.cache
 def takes_a_call(run: Callable[..., Any]) -> bool:
-    """Has the function one parameter, as those of contract 2?"""
-    # A kernel of contract 1 is given the policy beside the op's tensors.
-    parameters = [*inspect.signature(run).parameters.values()]
-    return len(parameters) == 1 and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    """Has the function one parameter, as those of contract 2? One of contract 1 is given the policy beside the op's tensors."""
+    kinds = [*kinds_of(run).values()]
+    return len(kinds) == 1 and kinds[0] in PLACES
 
 
 def readable(run: object) -> bool:

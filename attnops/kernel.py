@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, parameters_of, readable, takes_a_call, warn_of_contract_1
+from attnops.adapt import KNOW_HOLES, adapted as adapted, filled, kinds_of, readable, takes_a_call, warn_of_contract_1
 from attnops.call import name as name_of
 from attnops.errors import ContractMismatch, RegistrationError
 from attnops.needs import (
@@ -56,27 +56,19 @@ class Failed(Refusal):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of one op.
+    """One implementation of one op. Where `needs`, a probe or a function of the Problem raises or gives no answer, it refuses.
 
     name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
     run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own layouts.
-    takes: the optional arguments that the kernel understands. A call that asks for another (one that is not off) is refused, so that an
-        argument that is new, or on by default, never reaches a kernel that does not know it. Hints and promises need not be listed.
+    takes: the optional arguments that the kernel understands, hints and promises apart. A call that asks for another is refused.
     dtypes: those of the op's first tensor (the query, where there is one); required, except by a kernel of contract 1.
     kv_dtypes: those of keys, values and pages; None: the dtype of the first tensor, no other.
-    needs: further demands on the Problem. packages: what must be installed. probe: a further check of the machine, no imports.
-    cost_us: estimated device microseconds, the smaller wins; compared among kernels of one op only, and only where no table of
-        measured times covers the call (attnops/measured).
-    capture: see Capture. tolerance: see Tolerance.
-    judge: the plain body that all others are compared with. On a GPU it answers where no other kernel can, or where its measured time
-        is the least; no estimate chooses it.
-    workspace_bytes: how much scratch a call must bring, a pure function of its Problem; asked only of a Problem that meets the needs.
-        The caller zeroes it once. None: the kernel asks for none.
-    invariant: see Invariant; None: results depend on the batch. inline: see Inline; None: the kernel is called. plan: see Plan.
-    contract: the version of this contract that the kernel was written for; see `adapted` for those of 1. None: 2 where `run` takes one
-        argument, else 1.
-
-    Where `needs`, a probe or a function of the Problem raises, or gives what is no answer, the kernel refuses, and says so.
+    needs: further demands on the Problem. packages: must be installed. probe: a further check of the machine, no imports.
+    cost_us: estimated device microseconds, for calls that no table of measured times covers; the least of the op's kernels wins.
+    judge: the plain body that all others are compared with. No estimate chooses it on a GPU where another kernel can run.
+    workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem that meets the needs.
+    invariant: None: results depend on the batch. inline: None: the kernel is called. capture, tolerance, plan: see the records.
+    contract: the version that the kernel was written for. None: 2 where `run` takes one argument, else 1 (see `adapted`).
     """
 
     name: str
@@ -107,7 +99,7 @@ class Kernel:
             object.__setattr__(self, "contract", 2 if takes_a_call(self.run) else 1)
         fresh = not hasattr(self.run, "adapted")  # `replace`, or a run of another kernel
         if self.contract == 1 and (fresh or not self.takes):
-            object.__setattr__(self, "takes", frozenset(parameters_of(self.run)))
+            object.__setattr__(self, "takes", frozenset(kinds_of(self.run)))
         if self.contract == 1 and fresh:
             object.__setattr__(self, "run", adapted(self.run))
         if self.op in KNOW_HOLES and "holes" not in self.takes:
@@ -152,11 +144,7 @@ class Kernel:
             yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
     def refusals(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
-        """Every reason this kernel cannot take `problem`. Empty means that it can.
-
-        brief: one reason will do, so that the kernel's own code is asked only of calls that its packages and its lists allow. What it
-        costs is not asked.
-        """
+        """Every reason this kernel cannot take `problem`; brief: one will do, before the kernel's own code and its cost are asked."""
         absences = self.absences(problem.target)
         if brief and absences:
             return absences
@@ -226,7 +214,7 @@ class Kernel:
     @property
     def fused(self) -> bool:
         """Is the kernel always plain torch in the caller's graph, so that there is no call of it to time?"""
-        return self.inline is not None and self.inline.when is None and self.inline.core is None
+        return self.inline == Inline()
 
     def absences_key(self) -> str:
         """Is the kernel installed on the machine at hand, as a word for cache keys."""
@@ -255,10 +243,7 @@ def said(error: BaseException) -> str:
 
 @dataclass
 class Registry:
-    """All kernels by op and name, and the listeners for new ones.
-
-    checks: raise where a kernel cannot be what it says; asked before the listeners are told. waiting: kernels of an open `together`.
-    """
+    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`."""
 
     kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)

@@ -5,8 +5,7 @@ A name that is no field of a Problem, or a value that such a field never has, is
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from math import inf
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from attnops.adapt import readable
 from attnops.errors import RegistrationError
 from attnops.package import Package
-from attnops.problem import Problem, Refusal
+from attnops.problem import FEATURES, Problem, Refusal
 
 if TYPE_CHECKING:
     from attnops.kernel import Kernel
@@ -166,30 +166,21 @@ ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attentio
          "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
 """Ops whose results depend on the features. To an op that plans they are hints, and a merge always has its lse."""
 
-CAUSAL = ("paged_attention", "mla_attention")
-"""Ops that are causal unless they are asked not to be."""
 
-
-def features(p: Problem) -> tuple[Feature, ...]:
+def features(p: Problem) -> Iterator[Feature]:
     """The features that `p` asks for, whose arguments are then not at their defaults."""
     if p.op not in ASKED:
-        return ()
-    causal = p.causal is (p.op not in CAUSAL) and p.queries.hi != 1 and "write" not in p.op
-    asked = (
-        (causal, Feature("causal", p.causal, str(not p.causal), ("causal",))),
-        (p.window[0] >= 0, Feature("windowed", True, "no", ("window_left",))),
-        (p.window[1] >= 0 and not p.causal, Feature("windowed", True, "no", ("window_right",))),
-        (p.softcap, Feature("softcap", True, "no", ("softcap",))),
-        (p.attention_chunk > 0, Feature("attention_chunk", p.attention_chunk, "0", ("attention_chunk",))),
-        (p.temperature, Feature("temperature", True, "no", ("temperature",))),
-        (p.mask != "none", Feature("mask", p.mask, "none", ("mask",))),
-        (p.mask_grad, Feature("mask_grad", True, "no", ("mask_grad",))),
-        (p.sinks, Feature("sinks", True, "no", ("sinks",))),
-        (p.kv_range, Feature("kv_range", True, "no", ("kv_start", "kv_end"))),
-        (p.kv_scales, Feature("kv_scales", True, "no", ("k_scale", "v_scale", "kv_scale"))),
-        (p.lse, Feature("lse", True, "no", ("return_lse", "lse"))),
-    )
-    return tuple(feature for is_asked, feature in asked if is_asked)
+        return
+    # Attention over pages is causal by default.
+    if p.causal is (p.op not in ("paged_attention", "mla_attention")) and p.queries.hi != 1 and "write" not in p.op:
+        yield Feature("causal", p.causal, str(not p.causal), ("causal",))
+    if p.window[0] >= 0:
+        yield Feature("windowed", True, "no", ("window_left",))
+    if p.window[1] >= 0 and not p.causal:
+        yield Feature("windowed", True, "no", ("window_right",))
+    for field, arguments in FEATURES.items():
+        if (got := getattr(p, field)) not in (False, 0, "none"):
+            yield Feature(field, got, {bool: "no", int: "0", str: "none"}[type(got)], arguments)
 
 
 # Further traits of a kernel -------------------------------------------------------------------------------------------
@@ -287,10 +278,7 @@ def check_fields(kernel: Kernel) -> None:
     optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
     for name in optional:
         want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
-    try:
-        inspect.signature(kernel.run)
-    except (TypeError, ValueError):
-        want(False, "run", "a function whose parameters can be read")
+    want(readable(kernel.run), "run", "a function whose parameters can be read")
     # Contract 1 has needs in place of dtypes.
     want(_dtypes(kernel.dtypes) and (kernel.contract == 1 or bool(kernel.dtypes)), "dtypes", DTYPES)
     want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")

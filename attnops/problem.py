@@ -233,10 +233,14 @@ class Problem:
         return " ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in shown)
 
 
-_TOLD = {
-    "causal", "window_left", "window_right", "softcap", "attention_chunk", "temperature", "mask", "sinks", "kv_start", "kv_end", "k_scale",
-    "v_scale", "kv_scale", "q_scale", "return_lse", "lse", "mask_grad", "plan", "padded", "workspace", "grad_lse",
+FEATURES = {
+    "softcap": ("softcap",), "attention_chunk": ("attention_chunk",), "temperature": ("temperature",), "mask": ("mask",),
+    "mask_grad": ("mask_grad",), "sinks": ("sinks",), "kv_range": ("kv_start", "kv_end"),
+    "kv_scales": ("k_scale", "v_scale", "kv_scale"), "lse": ("return_lse", "lse"),
 }  # fmt: skip
+"""Fields of a Problem that a kernel lists as features, and the arguments that carry them."""
+
+_TOLD = {"causal", "window_left", "window_right", "q_scale", "plan", "padded", "workspace", "grad_lse"}.union(*FEATURES.values())
 """Arguments that a field of the Problem tells of."""
 
 
