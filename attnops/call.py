@@ -60,9 +60,8 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """All that follows from a record's class body.
+    """All that follows from a record's class body. args, results: in order. rules: further checks of a call, given its sizes by name.
 
-    op: the op's name. args, results: in order. rules: further checks of a call, given its sizes by name.
     measures: the fields of a Problem that are sizes, as code over the names in the layouts. stored: the argument whose dtype is the
     Problem's `kv_dtype`. facts: further fields of the Problem, or a function of the call and its sizes that returns them.
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
@@ -255,14 +254,14 @@ def check(call: Call) -> Sizes:
     device = None
     given: list[tuple[Arg, Any]] = [*zip(call.spec.args, values(call), strict=True)]
     for a, value in given:
+        _check_kind(a, value)
         if not a.tensor:
-            _check_value(a, value)
             sizes[a.name] = value
-        elif value is not None or a.kind == "Tensor":
-            own = _check_tensor(call, a, value).device
-            device = own if device is None else device
-            if own != device and not a.any_device:
-                fail(InvalidInput, f"{a.name}.device", own, f"{device}, as the first argument")
+        elif value is not None:
+            _check_tensor(call, a, value)
+            device = device or value.device
+            if value.device != device and not a.any_device:
+                fail(InvalidInput, f"{a.name}.device", value.device, f"{device}, as the first argument")
     # Names before expressions, which may speak of ints and tensors that come later.
     for named in (True, False):
         for a, value in given:
@@ -279,15 +278,18 @@ def check(call: Call) -> Sizes:
 def check_kinds(call: Call) -> None:
     """Raise InvalidInput on the first argument of another type, or the first number out of its bounds."""
     for a, value in zip(call.spec.args, values(call), strict=True):
-        if not a.tensor:
-            _check_value(a, value)
-        elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
-            fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
+        _check_kind(a, value)
 
 
-def _check_tensor(call: Call, a: Arg, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        fail(InvalidInput, a.name, _shown(value), f"a tensor [{a.dims}]")
+def _check_kind(a: Arg, value: Any) -> None:
+    if not a.tensor:
+        _check_value(a, value)
+    elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
+        got = "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
+        fail(InvalidInput, a.name, got, f"a tensor [{a.dims}]")
+
+
+def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
         fail(InvalidInput, a.name, kind, f"a plain strided tensor [{a.dims}]")
@@ -298,11 +300,10 @@ def _check_tensor(call: Call, a: Arg, value: Any) -> Tensor:
         own = getattr(call, a.dtypes).dtype
         if value.dtype != own:
             fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(own)}, as {a.dtypes}")
-        return value
+        return
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
         fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), " | ".join(map(name, allowed)))
-    return value
 
 
 def _check_value(a: Arg, value: Any) -> None:
@@ -320,10 +321,6 @@ def _check_value(a: Arg, value: Any) -> None:
         need(value >= a.least, a.name, value, f">= {a.least:g}")
     if a.choices and value not in a.choices:
         fail(InvalidInput, a.name, repr(value), " | ".join(a.choices))
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
 
 
 def place(spec: Spec, letter: str) -> str:

@@ -41,14 +41,12 @@ REQUIRED = _Required()
 class Arg:
     """One argument of an op.
 
-    dims: the layout of a tensor.
-    dtypes: the dtypes a tensor may have, the name of the argument whose dtype it shares, or a function of the call that returns them.
-    default: what a caller may leave out. off: the value at which no kernel needs to know the argument; the default, unless given.
-    least: the least value of a number. choices: the values of a string. symbolic: the size may be a SymInt.
-    written: the op writes the tensor. any_device: the tensor need not be on the first tensor's device.
+    dims: the layout of a tensor. dtypes: those it may have, the argument whose dtype it shares, or a function of the call.
+    default: the value if left out. off: the value at which no kernel needs to know the argument; the default, unless given.
+    least: of a number. choices: of a string. symbolic: the size may be a SymInt. written: the op writes the tensor.
+    any_device: the tensor need not be on the first tensor's device. unit_stride: the last dim's stride is a fact of the Problem.
     hint: a promise, a plan or scratch that a kernel may ignore without changing the result; it never makes a kernel refuse.
     always: every kernel of the op takes every value of the argument, so `Kernel.takes` need not list it.
-    unit_stride: the stride of the last dim is a fact of the Problem.
 
     `record` fills in the rest. tensor: is it a tensor, or None in a tensor's place? neutral: `off`, or else the default.
     """
@@ -80,12 +78,10 @@ def arg(dims: str = "", dtypes: Dtypes | str | Callable[[Any], Dtypes] = (), *, 
 
 @dataclass(frozen=True)
 class Result:
-    """One result of an op.
+    """One result of an op. dims: its layout, or a function of the call that returns the shape.
 
-    dims: its layout, or a function of the call that returns the shape.
-    like: the argument whose shape and dtype it has, in place of dims and dtype.
-    dtype: a dtype, the name of an argument that has it, or a function of the call.
-    when: the argument without which (None, or False) the result is empty.
+    dtype: a dtype, the name of an argument that has it, or a function of the call. like: the argument whose shape and dtype it has,
+    in place of dims and dtype. when: the argument without which (None, or False) the result is empty.
     """
 
     name: str

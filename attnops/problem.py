@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnops.call import EXTENTS, Call, asked, sizes_of, values
+from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
 
 
@@ -158,20 +158,17 @@ NO_EXTENT = Extent(0, 0, 0)
 
 @dataclass(frozen=True)
 class Problem:
-    """One call without its data. Hashable; two equal Problems get the same kernel.
+    """One call without its data. Hashable; two equal Problems get the same kernel. Fields that do not apply to an op keep their defaults.
 
-    Fields that do not apply to an op keep their defaults. dtypes: `dtype` of the query (or of what is computed),
-    `kv_dtype` of key, value and pages. `window` is (left, right) in keys, -1 unbounded. `mask` is "none", "bool" or "additive".
+    `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
     Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key; `kv_scales` also
-    says that the query has a scale; `pages_packed` that pages lie one after the other without gaps; `kv_dtype` uint8 that latents are
-    in the packed format.
-    `per_head_scales`: the scales of keys and values differ by head. `pages_alike`: key and value pages have the same strides, all
-    multiples of the head dim. `workspace`: bytes of scratch the caller brings, at least.
-    `attention_chunk` is in keys, 0 is off. `temperature`: every query token has a factor for its logits. `padded`: there may be tokens
+    says that the query has a scale; `pages_packed` that pages follow one another without gaps.
+    `window` is (left, right) in keys, -1 unbounded; `attention_chunk` in keys, 0 off; `mask` "none", "bool" or "additive"; `plan` "none",
+    "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of scratch.
+    `temperature`: every query token has a factor for its logits. `per_head_scales`: scales of keys and values differ by head.
+    `pages_alike`: key and value pages have the same strides, all multiples of the head dim. `padded`: there may be tokens
     of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which every layer looks for itself.
-    `plan` is "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU).
-    `capturing`: a CUDA graph is captured by hand around an eager call, and the call will be part of it.
-    `asks`: arguments beyond these fields that are not at their neutral value. No kernel takes one that it does not list.
+    `capturing`: an eager call is captured into a CUDA graph by hand. `asks`: arguments beyond these fields that are not neutral.
     `tokens`: query tokens of the whole call. `batch`: requests. `queries`: query tokens of one request, at most.
     `context`: keys of one request, at most. `sizes_equal`: dense only, as many keys as queries.
     """
@@ -245,11 +242,7 @@ _TOLD = {"causal", "window_left", "window_right", "q_scale", "plan", "padded", "
 
 
 def problem_of(call: Call) -> Problem:
-    """The Problem of a call that keeps its op's contract. Heads, head dims and page size become ints, each a guard under a compiler.
-
-    Sizes follow from the layouts: the letters `T`, `B`, `Hq`, `Hkv`, `D`, `Dv`, `Dr`, `page`, ints named as the field, or what the record
-    says. All else follows from the arguments' names, and from the record's `facts`.
-    """
+    """The Problem of a call that keeps its op's contract. Heads, head dims and page size become ints, each a guard under a compiler."""
     spec, sizes = call.spec, sizes_of(call)
     given: dict[str, Any] = dict(zip(spec.names, values(call), strict=True))
     first = values(call)[0]
@@ -258,12 +251,10 @@ def problem_of(call: Call) -> Problem:
     for field, code in spec.measures.items():
         size = eval(code, {"__builtins__": {}}, sizes)
         found[field] = Extent.of(size) if field in EXTENTS else int(size)
-    found |= _features(given)
     strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
-    found["asks"] = asked(call) - _TOLD
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem(**{**found, **more})
+    return Problem(**{**found, **_features(given), "asks": asked(call) - _TOLD, **more})
 
 
 def _features(given: dict[str, Any]) -> dict[str, Any]:
@@ -272,10 +263,7 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
     def tensors(*names: str) -> list[torch.Tensor]:
         return [given[n] for n in names if isinstance(given.get(n), torch.Tensor)]
 
-    sinks, mask, plan, workspace = (given.get(n) for n in ("sinks", "mask", "plan", "workspace"))
-    lse = (
-        given["return_lse"] if "return_lse" in given else given.get("lse") is not None and "output" in given and "grad_output" not in given
-    )
+    sinks, mask, plan, gradient = given.get("sinks"), given.get("mask"), given.get("plan"), "grad_output" in given
     return {
         "causal": bool(given.get("causal", False)),
         "window": (given.get("window_left", -1), given.get("window_right", -1)),
@@ -288,14 +276,14 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
         "kv_range": bool(tensors("kv_start", "kv_end")),
         "kv_scales": bool(tensors("k_scale", "v_scale", "kv_scale", "q_scale")),
         "per_head_scales": any(s.shape[0] != 1 for s in tensors("k_scale", "v_scale")),
-        "lse": lse,
-        "grad": "grad_output" in given,
+        "lse": given.get("return_lse", given.get("lse") is not None and "output" in given and not gradient),
+        "grad": gradient,
         "mask_grad": given.get("mask_grad", False),
         "lse_grad": given.get("grad_lse") is not None,
         "plan": "none" if plan is None else "host" if plan.dtype == torch.int64 else "device",
         "padded": given.get("padded", True),
         "holes": given.get("holes", False),
-        "workspace": bytes_of(workspace),
+        "workspace": bytes_of(given.get("workspace")),
     }
 
 
@@ -308,6 +296,4 @@ def bytes_of(workspace: torch.Tensor | None) -> int:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return str(value)
+    return name(value) if isinstance(value, torch.dtype) else str(value)
