@@ -82,9 +82,13 @@ def match(model: nn.Module) -> Match:
     """Inspect every module of `model`."""
     sites = list(_sites(model))
     models = {path: m for path, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    owners = {site.path: _owner(site, models) for site in sites}
+    around = {site.path: [path for path in models if _within(site.path, path)] for site in sites}
+    owners = {path: models[max(above, key=len)] if above else None for path, above in around.items()}
+    # A model that transformers routes through sdpa computes with bool masks, too.
+    odd = {path for path, owner in owners.items() if not getattr(owner, "_supports_sdpa", False)}
     # Modules that share a config object are switched together or not at all.
-    blockers = {id(site.config): site for site in sites if site.reason is not None and (site.usage or _reads_masks(site, owners))}
+    kept = [site for site in sites if site.reason is not None]
+    blockers = {id(site.config): site for site in kept if site.usage or (site.path in odd and _takes_mask(site.module))}
     for site in sites:
         if site.reason is None and (blocker := blockers.get(id(site.config))):
             site.reason = f"shares its config object with {blocker.path} ({type(blocker.module).__name__}), which must keep its masks"
@@ -100,16 +104,11 @@ def match(model: nn.Module) -> Match:
     editors += [f"{type(owner).__name__} edits its masks" for owner in switched if _demands_masks(_class(owner))]
     edits = next(iter(editors), None)
     told = {id(m.config) for m in switched}
-    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners) in told)
+    by_itself = (site for site in sites if site.reason is not None and _is_given(site, model, owners[site.path]) in told)
     explicit = edits or next((f"{type(site.module).__name__} computes attention by itself" for site in by_itself), None)
     classes = dict.fromkeys(type(owner) for site in usable if (owner := owners[site.path]) is not None)
     unrouted = tuple(cls for cls in classes if not getattr(cls, "_supports_sdpa", False))
     return Match(sites, list(configs.values()), explicit, edits, _strangers(list(configs.values()), model), unrouted)
-
-
-def _owner(site: Site, models: dict[str, PreTrainedModel]) -> PreTrainedModel | None:
-    """The nearest model around a module."""
-    return models[max((path for path in models if _within(site.path, path)), key=len)] if models else None
 
 
 def _within(path: str, parent: str) -> bool:
@@ -135,12 +134,7 @@ def _takes_mask(module: nn.Module) -> bool:
     return any("mask" in name for name in inspect.signature(type(module).forward).parameters)
 
 
-def _reads_masks(site: Site, owners: dict[str, PreTrainedModel | None]) -> bool:
-    # A model that transformers routes through sdpa computes with bool masks, too.
-    return not getattr(owners[site.path], "_supports_sdpa", False) and _takes_mask(site.module)
-
-
-def _is_given(site: Site, model: nn.Module, owners: dict[str, PreTrainedModel | None]) -> int:
+def _is_given(site: Site, model: nn.Module, owner: PreTrainedModel | None) -> int:
     """The id of the config by which the masks of a module outside of the interface are made."""
     if site.config is not None:
         return id(site.config)
@@ -150,7 +144,7 @@ def _is_given(site: Site, model: nn.Module, owners: dict[str, PreTrainedModel | 
     else:
         given = _takes_mask(site.module)
     # A module without a config is given the masks of the model around it.
-    return id(getattr(owners[site.path], "config", None)) if given else 0
+    return id(getattr(owner, "config", None)) if given else 0
 
 
 def _strangers(configs: list[Any], model: nn.Module) -> int:
@@ -167,8 +161,6 @@ def _strangers(configs: list[Any], model: nn.Module) -> int:
 
 # Reading code ---------------------------------------------------------------------------------------------------------
 
-_ASSIGNS = (ast.Assign, ast.AnnAssign, ast.AugAssign)
-
 
 @functools.cache
 def usage_of(cls: Any) -> Usage | None:
@@ -176,13 +168,14 @@ def usage_of(cls: Any) -> Usage | None:
     for base in cls.__mro__:
         if base in (nn.Module, PreTrainedModel, object):
             continue
-        for function in _functions(base):
-            calls = _interface_calls(function)
-            if calls:
+        text = _source(base)
+        asks = "get_interface" in text or "ALL_ATTENTION_FUNCTIONS" in text
+        for function in ast.walk(ast.parse(text)) if asks else ():
+            if isinstance(function, ast.FunctionDef) and (calls := _interface_calls(function)):
                 foreign = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg} - _KNOWN
                 edits = any(_edits_mask(function, call) for call in calls)
                 return Usage(tuple(sorted(foreign)), edits, _edits_cached(function, calls))
-        if "forward" in vars(base) and "super().forward(" not in _source(base):
+        if "forward" in vars(base) and "super().forward(" not in text:
             break  # a method that this class replaces does not count
     return None
 
@@ -195,16 +188,9 @@ def _source(cls: Any) -> str:
         return ""
 
 
-def _functions(cls: type) -> list[ast.FunctionDef]:
-    text = _source(cls)
-    if "get_interface" not in text and "ALL_ATTENTION_FUNCTIONS" not in text:
-        return []
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-
-
 def _assigned(function: ast.FunctionDef) -> list[tuple[Any, list[ast.expr]]]:
     """The assignments of a function with their targets."""
-    nodes = [node for node in ast.walk(function) if isinstance(node, _ASSIGNS)]
+    nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
     return [(node, node.targets if isinstance(node, ast.Assign) else [node.target]) for node in nodes]
 
 
@@ -240,7 +226,10 @@ def _edits_mask(function: ast.FunctionDef, call: ast.Call) -> bool:
 
 def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     """Are the keys and values of the calls others than those from `update(...)`, or from a module applied to them (a norm)?"""
-    assigned = [(node, _names(targets)) for node, targets in _assigned(function)]
+    assigned = [
+        (node, {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)})
+        for node, targets in _assigned(function)
+    ]
     updates = [(node, names) for node, names in assigned if isinstance(node, ast.Assign) and _asks_cache(node)]
     if not updates:
         return False
@@ -255,14 +244,9 @@ def _edits_cached(function: ast.FunctionDef, calls: list[ast.Call]) -> bool:
     return later or len(calls) > 1
 
 
-def _names(nodes: list[ast.expr]) -> set[str]:
-    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
-
-
 def _asks_cache(node: ast.Assign) -> bool:
-    call = node.value
-    asks = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
-    return asks and isinstance(node.targets[0], ast.Tuple)
+    function = getattr(node.value, "func", None)
+    return isinstance(node.targets[0], ast.Tuple) and isinstance(function, ast.Attribute) and function.attr == "update"
 
 
 def _is_module_call(value: Any) -> bool:

@@ -99,9 +99,8 @@ class Patched:
             max_length: positions of each, padding and tokens to come included.
             page_size: tokens a page; None: negotiated, see `attnops.cache.page_size`.
 
-        Raises:
-            PatchError: the model is patched otherwise, or not any more. InvalidInput: a number is no size. PageSizeConflict: the kernel
-            that was forced does not take such pages.
+        Raises PatchError: the model is patched otherwise, or not any more; InvalidInput: a number is no size; PageSizeConflict: the forced
+        kernel does not take such pages.
         """
         if self._paged is None or not self.active:
             fail(PatchError, f'new_cache: got a model {"without pages" if self.active else "not patched any more"}, want cache="paged"')
@@ -120,8 +119,9 @@ class Patched:
             Logits `[B, 1, V]`, in memory that the next step writes.
 
         Raises:
-            PatchError: the model is patched otherwise, or not any more. InvalidInput: another shape or dtype, an empty cache, or one
-            whose last step failed; or graphs are in use by another cache that lives, or another thread; or weights are offloaded.
+            PatchError: the model is patched otherwise, or not any more.
+            InvalidInput: another shape or dtype, an empty cache, or one whose last step failed; graphs in use by another cache that lives,
+                or another thread; offloaded weights.
             StaleGraph: policy or autocast are others than after the prompt. One token too many is an assertion on the device.
         """
         return _here(self._decoder("step").step(input_ids, cache, position_ids))
@@ -133,8 +133,7 @@ class Patched:
             cache: from `new_cache`; its tokens stay.
             progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
 
-        Raises:
-            PatchError, InvalidInput: as `step`. OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
+        Raises PatchError, InvalidInput: as `step`; OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
         """
         return _here(self._decoder("capture").capture(cache, progress))
 

@@ -28,13 +28,6 @@ def number(field: str, value: Any, least: float, below: float = math.inf) -> flo
     return float(value)
 
 
-def window(value: Any) -> tuple[int, int]:
-    """`value`, a (left, right) pair."""
-    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(type(side) is int and side >= -1 for side in value)
-    need(pair, "window", repr(value), "(left, right), two ints >= -1 (-1: unbounded)")
-    return value[0], value[1]
-
-
 def tensor(field: str, value: Any, layout: str, *dims: int) -> Tensor:
     """`value`, a tensor of one of `dims` dimensions."""
     if not isinstance(value, Tensor):

@@ -48,7 +48,9 @@ class Attention(nn.Module):
         self.v_head_dim = self.head_dim if v_head_dim is None else check.size("v_head_dim", v_head_dim)
         self.scale = self.head_dim**-0.5 if scale is None else check.number("scale", scale, -3e38, 3e38)
         self.causal = causal
-        self.window = check.window(window)
+        pair = isinstance(window, (tuple, list)) and len(window) == 2 and all(type(side) is int and side >= -1 for side in window)
+        need(pair, "window", repr(window), "(left, right), two ints >= -1 (-1: unbounded)")
+        self.window = (window[0], window[1])
         self.softcap = check.number("softcap", softcap, 0.0)
         self.attention_chunk = 0 if attention_chunk == 0 else check.size("attention_chunk", attention_chunk)
         self.kernel = kernel

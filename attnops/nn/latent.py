@@ -60,8 +60,7 @@ def attend_absorbed(
         kv_scale: float32 `[1]`, or None.
         scale, window_left, softcap, kernel: as in `mla_attention`.
 
-    Raises:
-        InvalidInput, NoGradient, UnknownKernel, NoKernel: as `mla_attention`.
+    Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
     w_uk, w_uv = _checked(dims, q_nope, q_pe, weights)
     query = by_head(q_nope, w_uk)
@@ -110,9 +109,7 @@ def attend_expanded(
         batch: from the cache, with its `prefix`.
         kernel: force a kernel of `varlen_attention` by name.
 
-    Raises:
-        InvalidInput: an argument breaks the contract, or the batch has no `prefix`.
-        NoGradient, UnknownKernel, NoKernel: as `varlen_attention`; with chunks, no input may require grad.
+    Raises InvalidInput, UnknownKernel, NoKernel, and NoGradient: with chunks, an input requires grad in grad mode.
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
@@ -147,8 +144,8 @@ def attend_latents(
     """`[T, H, v]`: write the new tokens into their pages, then attend, absorbed or expanded as fits the batch.
 
     Attention is absorbed where the batch does not describe its cached tokens (a decode step), and where no request brings more than
-    `absorb_up_to` tokens; else it is expanded. A compiled function holds one, with a guard on that comparison: `dims`, the heads and
-    the page size must then be constants, as attributes of a module and shapes of its weights are, or `absorb_up_to` must be given.
+    `absorb_up_to` tokens; else it is expanded. A compiled function holds one of the two, with a guard on that comparison: `dims`, heads
+    and page size must then be constants, as attributes of a module are, or `absorb_up_to` must be given.
 
     Args:
         dims, new, kv_b, latent_pages, batch, scale, kv_scale: as in `attend_expanded`; writes the pages.
@@ -156,8 +153,7 @@ def attend_latents(
             deterministic policy, where the choice must not depend on the other requests of the batch.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have one of that name.
 
-    Raises:
-        InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `attend_absorbed`.
+    Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
@@ -182,21 +178,19 @@ def attend_float8(
 ) -> Tensor:  # fmt: skip
     """`[T, H, v]`: rotate and quantise the new tokens, write them into their pages, attend absorbed. No gradient.
 
-    One op between the product with W_UK and the write rotates, quantises and joins the parts: rotated numbers are never rounded to the
-    layer's own dtype, and kernels that take float8 on both sides (FlashMLA, TensorRT-LLM) get a query in one piece.
+    One op between the product with W_UK and the write rotates, quantises and joins the parts, for kernels that take float8 on both sides
+    (FlashMLA, TensorRT-LLM): rotated numbers are never rounded to the layer's own dtype.
 
     Args:
         dims, kv_b, scale: as in `attend_expanded`.
         new: the new tokens, before their rotation.
-        rope: of Dr numbers.
-        positions: int `[T]`.
+        rope, positions: of Dr numbers; int `[T]`.
         latent_pages: `[P, page, Dc + Dr]` float8_e4m3fn, written.
         batch: from the cache; its plan, if any, is for float8 queries.
         scales: (q_scale, kv_scale) of `rope_quantize_latent`, host floats.
         kernel: force a kernel of `mla_attention` by name.
 
-    Raises:
-        InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `attend_absorbed`.
+    Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
@@ -221,10 +215,7 @@ def attend_float8(
 def _told(
     dims: LatentDims, q_nope: Tensor, latent_pages: Tensor, batch: PagedBatch, kernel: str | None, **fields: Any
 ) -> tuple[str | None, str | None, tuple[str, str]]:
-    """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two. Reports the call to the watchers.
-
-    fields: further ones of the LatentCall.
-    """
+    """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two. Tells a LatentCall to the watchers."""
     absorbing, expanding = kernel_for("mla_attention", kernel), kernel_for("varlen_attention", kernel)
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     if not torch.compiler.is_compiling():

@@ -102,9 +102,7 @@ class LatentAttention(nn.Module):
             As hidden.
 
         Raises:
-            InvalidInput: the arguments are those of no kind of call, or of two, or break the op's contract.
-            NoGradient: paged, in grad mode with inputs or parameters that require grad.
-            UnknownKernel, NoKernel: `kernel` cannot run.
+            InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
         dense = check.kind_of_call(
             "cu_seqlens", cu_seqlens, batch, dense={"kv_start": kv_start, "kv_end": kv_end}, packed={"max_seqlen": max_seqlen},

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from attnops.nn.absorb import PLAIN, changed
 
-ALIGNED = 16
-"""Bytes. A matrix product is slower on a weight that begins elsewhere, and Inductor copies one."""
-
+ALIGNED = 16  # bytes: a matrix product is slower on a weight that begins elsewhere, and Inductor copies one
+# Modules that hold layers. Packed side by side, each of these would have other offsets, and share no compiled code.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that hold layers. Packed side by side, each of these would have other offsets, and share no compiled code."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,8 @@ def pack_linears(model: nn.Module) -> Packed:
     requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and no more afterwards. Idempotent.
 
     Linears are skipped that something else may look at or move: subclasses, parametrised, quantised or distributed weights, those with
-    hooks or a forward of their own, tied ones, those on meta or in shared memory, and those whose bytes are no multiple of 16.
-
-    Call it before a CUDA graph is captured, which would go on reading the old memory.
+    hooks or a forward of their own, tied ones, those on meta or in shared memory, and those whose bytes are no multiple of 16. Call it
+    before a CUDA graph is captured, which would go on reading the old memory.
     """
     taken, skipped = _Taken(model), dict[str, str]()
     with torch.inference_mode(False), torch.no_grad():
@@ -153,7 +150,8 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
     every = {id(t) for linear in members.values() for t in _parameters(linear)}
     for name, linear in members.items():
         own, before = _parameters(linear), [t for other in alone.values() for t in other]
-        if any(taken.by_storage[_storage(t)] - every or any(_overlap(t, b) for b in before) for t in own):
+        twice = (t.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < t.data_ptr() + t.nbytes for t in own for b in before)
+        if any(taken.by_storage[_storage(t)] - every for t in own) or any(twice):
             skipped[name] = "its memory holds something else, too"
         else:
             alone[name] = own
@@ -166,10 +164,6 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
         for tensor, part in zip(row, memory.split([len(t) for t in row]), strict=True):
             tensor.data = part.copy_(tensor.data)
     return PackedGroup(tuple(alone), tuple(len(t) for t in rows[0]), sum(t.nbytes for row in rows for t in row), moved)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return _storage(a) == _storage(b) and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _contiguous(row: Sequence[Tensor]) -> bool:

@@ -71,7 +71,11 @@ class RotaryEmbedding(nn.Module):
             known = check.size("original_max_position", original_max_position, "positions")
             slow = check.number("beta_slow", beta_slow, 1e-9)
             fast = check.number("beta_fast", beta_fast, slow)
-            self._ramp = self._bounds(known, fast, slow, truncate)
+            # The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN solved for the dimension.
+            low, high = (head_dim * math.log(known / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (fast, slow))
+            low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+            low, high = float(max(low, 0)), float(min(high, head_dim - 1))
+            self._ramp = (low, high if high != low else high + 0.001)
             for field, value in (("mscale", mscale), ("mscale_all_dim", mscale_all_dim), ("attention_factor", attention_factor)):
                 if value is not None:
                     check.number(field, value, 0.0)
@@ -121,13 +125,3 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         scaled = () if self.scaling == "none" else (f"scaling={self.scaling!r}, factor={self.factor}",)
         return check.shown(f"{self.head_dim}", f"theta={self.theta}", *scaled, interleaved=(self.interleaved, False))
-
-    def _bounds(self, known: int, fast: float, slow: float, truncate: bool) -> tuple[float, float]:
-        """The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN solved for the dimension."""
-
-        def pair(turns: float) -> float:
-            return self.head_dim * math.log(known / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        low, high = (math.floor(pair(fast)), math.ceil(pair(slow))) if truncate else (pair(fast), pair(slow))
-        low, high = float(max(low, 0)), float(min(high, self.head_dim - 1))
-        return low, high if high != low else high + 0.001
