@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -143,9 +143,6 @@ def _outputs(subject: Subject, name: str, inputs: dict[str, Tensor], steps: bool
         return outputs_of(model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=begun.past_key_values, use_cache=True))
 
 
-# Twins ----------------------------------------------------------------------------------------------------------------
-
-
 def twins(model: Any) -> Iterator[Any]:
     """float32 CPU models in eval mode, of `model`'s class, with eager attention: the smallest first, and none that the class refuses."""
     for narrow, shallow in ((True, True), (False, True), (False, False)):
@@ -228,73 +225,48 @@ def _at_most(config: Any, names: tuple[str, ...], most: int) -> None:
         setattr(config, name, min(n, most))
 
 
-# Inputs ---------------------------------------------------------------------------------------------------------------
-
-
 def _feeds(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs that the model may take, the fewest first."""
     parameters, config = _parameters(model), model.config
     decodes = getattr(config, "is_encoder_decoder", False)
-    names = [name for name in parameters if decodes or not name.startswith("decoder_")]
-    known = {name: _random(config, *_FLOATS[name]) if name in _FLOATS else _OTHERS[name](config) for name in names if name in _KNOWN}
+    shapes = {name: shape for name, shape in _shapes(config).items() if name in parameters and (decodes or not name.startswith("decoder_"))}
+    known = {name: _filled(name, (BATCH, *shape), config) for name, shape in shapes.items()}
     text = ("input_ids", "decoder_input_ids", "future_values", "future_time_features")
     few = {name: value for name, value in known.items() if parameters[name].default is inspect.Parameter.empty or name in text}
     main = {name: value for name, value in known.items() if name in (*text[1:], model.main_input_name)}
     yield from filter(None, (few, main, known))
 
 
-Size = int | tuple[str, int]  # a number, or the name that a config has for it and the number where it has none
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """By the name of a model's argument, without the batch."""
+
+    def size(default: int, *names: str) -> int:
+        found = [int(n) for part in _parts(config) for name in names if isinstance(n := getattr(part, name, None), int)]
+        return found[0] if found else default
+
+    image = (size(3, "num_channels"), size(64, "image_size"), size(64, "image_size"))
+    bands, spectra = size(80, "input_feat_per_channel", "num_mel_bins"), any(hasattr(part, "spec_size") for part in _parts(config))
+    past = size(LENGTH, "context_length") + int(max(getattr(config, "lags_sequence", None) or [0]))
+    ahead, times, values = size(LENGTH, "prediction_length"), size(0, "num_time_features"), size(1, "input_size", "num_input_channels")
+    series = (past, values) if values > 1 else (past,)
+    return {
+        "input_ids": (LENGTH,), "decoder_input_ids": (LENGTH,), "timesteps": (LENGTH,), "pixel_values": image,
+        "pixel_values_videos": (size(4, "num_frames"), *image), "input_features": (1, 64, bands) if spectra else (40, bands),
+        "past_values": series, "past_observed_mask": series,
+        "past_time_features": (past, times), "future_values": (ahead,), "future_time_features": (ahead, times),
+        "static_categorical_features": (size(0, "num_static_categorical_features"),),
+        "static_real_features": (size(0, "num_static_real_features"),), "states": (LENGTH, size(1, "state_dim")),
+        "actions": (LENGTH, size(1, "act_dim")), "rewards": (LENGTH, 1), "returns_to_go": (LENGTH, 1),
+    }  # fmt: skip
 
 
-def _size(config: Any, size: Size) -> int:
-    if isinstance(size, int):
-        return size
-    found = [int(value) for part in _parts(config) if isinstance(value := getattr(part, size[0], None), int)]
-    return found[0] if found else size[1]
-
-
-def _random(config: Any, *sizes: Size) -> Tensor:
-    return torch.randn((BATCH, *(_size(config, size) for size in sizes)), generator=torch.Generator().manual_seed(0))
-
-
-def _words(config: Any) -> Tensor:
-    most = min(_size(config.get_text_config(), ("vocab_size", 100)), 100)
-    return torch.randint(3, most, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def _features(config: Any) -> Tensor:
-    bands = _size(config, ("input_feat_per_channel", _size(config, ("num_mel_bins", 80))))
-    images = any(hasattr(part, "spec_size") for part in _parts(config))
-    return _random(config, 1, 64, bands) if images else _random(config, 40, bands)
-
-
-def _past(config: Any, *more: Size) -> Tensor:
-    lags = getattr(config, "lags_sequence", None) or [0]
-    return _random(config, _size(config, ("context_length", LENGTH)) + int(max(lags)), *more)
-
-
-def _past_values(config: Any) -> Tensor:
-    size = _size(config, ("input_size", _size(config, ("num_input_channels", 1))))
-    return _past(config, size) if size > 1 else _past(config)
-
-
-_IMAGE = (("num_channels", 3), ("image_size", 64), ("image_size", 64))
-_AHEAD, _TIMES = ("prediction_length", LENGTH), ("num_time_features", 0)
-
-# By the name of a model's argument, without the batch.
-_FLOATS: dict[str, tuple[Size, ...]] = {
-    "pixel_values": _IMAGE, "pixel_values_videos": (("num_frames", 4), *_IMAGE), "future_values": (_AHEAD,),
-    "future_time_features": (_AHEAD, _TIMES), "static_real_features": (("num_static_real_features", 0),),
-    "states": (LENGTH, ("state_dim", 1)), "actions": (LENGTH, ("act_dim", 1)), "rewards": (LENGTH, 1), "returns_to_go": (LENGTH, 1),
-}  # fmt: skip
-_OTHERS: dict[str, Callable[[Any], Tensor]] = {
-    "input_ids": _words,
-    "decoder_input_ids": _words,
-    "input_features": _features,
-    "past_values": _past_values,
-    "past_observed_mask": lambda config: torch.ones_like(_past_values(config)),
-    "past_time_features": lambda config: _past(config, _TIMES),
-    "static_categorical_features": lambda config: _random(config, ("num_static_categorical_features", 0)).zero_().long(),
-    "timesteps": lambda config: torch.arange(LENGTH).expand(BATCH, LENGTH),
-}
-_KNOWN = _FLOATS.keys() | _OTHERS.keys()
+def _filled(name: str, shape: tuple[int, ...], config: Any) -> Tensor:
+    seed = torch.Generator().manual_seed(0)
+    if name.endswith("input_ids"):
+        words = (n for part in _parts(config.get_text_config()) if isinstance(n := getattr(part, "vocab_size", None), int))
+        return torch.randint(3, min(next(words, 100), 100), shape, generator=seed)
+    if name == "timesteps":
+        return torch.arange(LENGTH).expand(shape)
+    if name in ("past_observed_mask", "static_categorical_features"):
+        return torch.ones(shape) if name == "past_observed_mask" else torch.zeros(shape, dtype=torch.int64)
+    return torch.randn(shape, generator=seed)
