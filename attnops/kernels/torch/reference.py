@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
-from attnops.kernels.torch.by_request import LOOPS, by_request
+from attnops.kernels.torch.by_request import MULTIPLY, by_request
 from attnops.problem import Problem
 from attnops.reference import attention, data, holes, mla, packed, rope_quantize, vertical_slash
 
@@ -78,12 +78,12 @@ def _fused_us(p: Problem) -> float:
 
 
 for _row in (*CALLED, *INLINE, *PLANS):
-    _inline, _multiplies = _row in INLINE, _row.op in LOOPS
+    _inline, _multiplies = _row in INLINE, _row.op in MULTIPLY
     register(
         Kernel(
             "reference",
             _row.op,
-            by_request(_row.op, _row.run) if _multiplies else _row.run,
+            by_request(_row.run) if _multiplies else _row.run,
             takes=frozenset(_row.takes.split()),
             dtypes=_row.dtypes,
             kv_dtypes=_row.kv_dtypes,
