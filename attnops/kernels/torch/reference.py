@@ -81,17 +81,10 @@ for _row in (*CALLED, *INLINE, *PLANS):
     _inline, _multiplies = _row in INLINE, _row.op in MULTIPLY
     register(
         Kernel(
-            "reference",
-            _row.op,
-            by_request(_row.run) if _multiplies else _row.run,
-            takes=frozenset(_row.takes.split()),
-            dtypes=_row.dtypes,
-            kv_dtypes=_row.kv_dtypes,
-            cost_us=_fused_us if _inline else _cost_us,
-            capture=Capture.NEVER if _row in PLANS else Capture.WHOLE,
-            invariant=Invariant((device("cpu"),) if _multiplies else ()),
+            "reference", _row.op, by_request(_row.run) if _multiplies else _row.run, takes=frozenset(_row.takes.split()),
+            dtypes=_row.dtypes, kv_dtypes=_row.kv_dtypes, cost_us=_fused_us if _inline else _cost_us,
+            capture=Capture.NEVER if _row in PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
             judge=not _inline,  # a kernel that the compiler fuses in place is like any other
-            inline=Inline() if _inline else None,
-            about="plain torch, float32 accumulation",
+            inline=Inline() if _inline else None, about="plain torch, float32 accumulation",
         )
-    )
+    )  # fmt: skip

@@ -31,27 +31,17 @@ def _pointwise_us(p: Problem) -> float:
     return 8.0 + max(p.tokens.hint, 1) * (p.q_heads + 1) * p.head_dim * (p.dtype.itemsize + 1) / 3.1e6
 
 
-INT8 = (torch.int8,)
+PAGES = (*FLOATS, torch.int8)
 # Float8 pages are left out: a write through a view of another dtype is lost where it is inlined.
-for _op, _run, _dtypes, _pages, _takes, _needs in (
-    ("write_kv", write_kv, FLOATS, FLOATS + INT8, {"k_scale", "v_scale"}, ()),
-    ("write_latent", write_latent, FLOATS + INT8, FLOATS + INT8, {"kv_scale"}, ()),
-    ("write_latent_packed", write_latent_packed, FLOATS, (torch.uint8,), set(), FLOAT8),
-    ("rope_quantize_latent", rope_quantize_latent, FLOATS, (torch.float8_e4m3fn,), {"interleaved"}, FLOAT8),
+for _name, _run, _dtypes, _pages, _takes, _needs, _us, _about in (
+    ("scatter", write_kv, FLOATS, PAGES, {"k_scale", "v_scale"}, (), _scatter_us, "index_put"),
+    ("scatter", write_latent, PAGES, PAGES, {"kv_scale"}, (), _scatter_us, "index_put"),
+    ("scatter", write_latent_packed, FLOATS, (torch.uint8,), set[str](), FLOAT8, _scatter_us, "index_put"),
+    ("pointwise", rope_quantize_latent, FLOATS, (torch.float8_e4m3fn,), {"interleaved"}, FLOAT8, _pointwise_us, "pointwise torch ops"),
 ):
-    _rotates = _op == "rope_quantize_latent"
     register(
         Kernel(
-            "pointwise" if _rotates else "scatter",
-            _op,
-            _run,
-            takes=frozenset(_takes),
-            dtypes=_dtypes,
-            kv_dtypes=_pages,
-            needs=_needs,
-            cost_us=_pointwise_us if _rotates else _scatter_us,
-            invariant=Invariant(),
-            inline=Inline(),
-            about=f"{'pointwise torch ops' if _rotates else 'index_put'} fused by the compiler",
+            _name, _run.__name__, _run, takes=frozenset(_takes), dtypes=_dtypes, kv_dtypes=_pages, needs=_needs, cost_us=_us,
+            invariant=Invariant(), inline=Inline(), about=f"{_about} fused by the compiler",
         )
-    )
+    )  # fmt: skip

@@ -19,9 +19,7 @@ from attnops.reference.attention import Rules, compact, dense_visible, in_range,
 from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
 
 if TYPE_CHECKING:
-    from attnops.ops.dense import Attention
-    from attnops.ops.paged import PagedAttention
-    from attnops.ops.varlen import VarlenAttention
+    from attnops.ops import dense, paged, varlen
 
 MANY = 4
 """Query heads a key head from which it pays on a CPU to have them as rows: the result is copied back into their order."""
@@ -43,8 +41,7 @@ def _sdpa(
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     grouped = int(q.shape[1]) != int(k.shape[1])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    out = out.transpose(1, 2)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
     if mask is None or cpu:
         return compact(out)
     out = compact(out.to(query.dtype))
@@ -74,15 +71,12 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
         mask = mask.to(torch.promote_types(dtype, torch.float32))
     if see is None:
         return mask
-    if mask is None:
-        return see[:, None]
-    if mask.dtype == torch.bool:
-        return mask & see[:, None]
+    if mask is None or mask.dtype == torch.bool:
+        return see[:, None] if mask is None else mask & see[:, None]
     return mask.masked_fill(~see[:, None], float("-inf"))
 
 
-def attention(call: Attention) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`."""
+def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     query, key, value, start, end, causal = call.query, call.key, call.value, call.kv_start, call.kv_end, call.causal
     windowed = call.window_left >= 0 or (call.window_right >= 0 and not causal) or call.attention_chunk > 0
     free = not windowed and start is None and end is None
@@ -95,8 +89,7 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     return _sdpa(query, key, value, call.scale, see, call.mask), no_lse(query)
 
 
-def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
-    """See `attnops.varlen_attention`."""
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     cu_q, cu_k, queries, keys = call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
     ends = lengths_of(cu_k)
     see = visible(queries, keys, ends - lengths_of(cu_q), None, ends, Rules.of(call))
@@ -105,8 +98,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
     return compact(unpad(out, cu_q, call.query.shape[0])), no_lse(call.query)
 
 
-def paged_attention(call: PagedAttention) -> None:
-    """See `attnops.paged_attention`."""
+def paged_attention(call: paged.PagedAttention) -> None:
     query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
     ends, rules = call.seq_lens.long(), Rules.of(call)
     keys = table.shape[1] * call.k_pages.shape[1]
@@ -140,29 +132,19 @@ def _cost_us(p: Problem) -> float:
     return (MASKED if p.mask != "none" or p.windowed or p.attention_chunk or p.kv_range or unequal else PLAIN)(p)
 
 
-def _on_cpu(p: Problem) -> bool:
-    return p.target.device == "cpu"
-
-
 def _one_token_on_cpu(p: Problem) -> bool:
     return p.target.device == "cpu" and p.queries.hi == 1 and not p.padded
 
 
-TAKES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
-for _op, _run, _more, _inline, _how in (
-    ("attention", attention, ("kv_start", "kv_end"), Inline(_on_cpu), ""),
-    ("varlen_attention", varlen_attention, (), None, ", requests padded"),
-    ("paged_attention", paged_attention, (), Inline(_one_token_on_cpu), ", pages gathered"),
+RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
+for _run, _takes, _inline, _how in (
+    (attention, RULES | {"kv_start", "kv_end"}, Inline(lambda p: p.target.device == "cpu"), ""),
+    (varlen_attention, RULES, None, ", requests padded"),
+    (paged_attention, RULES, Inline(_one_token_on_cpu), ", pages gathered"),
 ):
     register(
         Kernel(
-            "sdpa",
-            _op,
-            _run,
-            takes=TAKES.union(_more),
-            dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-            cost_us=_cost_us,
-            inline=_inline,
-            about=f"torch scaled_dot_product_attention{_how}",
+            "sdpa", _run.__name__, _run, takes=_takes, dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+            cost_us=_cost_us, inline=_inline, about=f"torch scaled_dot_product_attention{_how}",
         )
-    )
+    )  # fmt: skip
