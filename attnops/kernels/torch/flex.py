@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
 from attnops.reference.attention import Rules, compact, in_range, near, no_lse
@@ -24,8 +25,7 @@ from attnops.reference.packed import lengths_of, rows_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from attnops.ops.dense import Attention
-    from attnops.ops.varlen import VarlenAttention
+    from attnops.ops import dense, varlen
 
 BLOCK = 128
 WARP_GROUPS = (90, 100, 103, 110)
@@ -33,10 +33,9 @@ Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attention(call: Attention) -> tuple[Tensor, Tensor]:
-    """See `attnops.attention`."""
+def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     query, key, value, mask, rules = call.query, call.key, call.value, call.mask, Rules.of(call)
-    batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    (batch, queries), keys = query.shape[:2], key.shape[1]
     full = torch.full((batch,), keys, device=query.device, dtype=torch.int64)
     end = full if call.kv_end is None else call.kv_end.long()
     start = torch.zeros_like(full) if call.kv_start is None else call.kv_start.long()
@@ -49,14 +48,13 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     key, value = in_range(key, call.kv_start, call.kv_end), in_range(value, call.kv_start, call.kv_end)
     blocks = None if query.device.type == "cpu" else _dense_blocks(queries, keys, start, end, rules)
     heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    score = _score(rules, mask, visible, query.device)
-    output, lse = _flex(*heads_first, score, blocks, call.sinks, mask is not None, deterministic(call.policy))
+    output, lse = _flex(call, heads_first, _score(rules, mask, visible, query.device), blocks, mask is not None)
     lse = compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
     return compact(output.transpose(1, 2).to(query.dtype)), lse
 
 
-def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
-    """See `attnops.varlen_attention`: one long sequence in which a query sees the keys of its own request only."""
+def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
+    """One long sequence in which a query sees the keys of its own request only."""
     query, key, value, cu_q, cu_k, rules = call.query, call.key, call.value, call.cu_seqlens_q, call.cu_seqlens_k, Rules.of(call)
     batch = cu_q.shape[0] - 1
     row_q, row_k = rows_of(cu_q, query.shape[0]), rows_of(cu_k, key.shape[0])
@@ -76,7 +74,7 @@ def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
         first, last = (row_q[i].clamp(max=batch - 1) for i in _edges(query.shape[0], query.device))
         blocks = _block_mask(starts_k[first][None], cu_k[1:].long()[last][None] - 1, query.shape[0], key.shape[0])
     heads_first = (query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-    output, lse = _flex(*heads_first, _score(rules, None, visible, query.device), blocks, call.sinks)
+    output, lse = _flex(call, heads_first, _score(rules, None, visible, query.device), blocks, False)
     padding = (row_q >= batch)[None, None]
     output = output.masked_fill(padding[..., None], 0.0)[0]
     lse = compact(lse.masked_fill(padding, float("-inf"))[0].transpose(0, 1).float()) if call.return_lse else no_lse(query)
@@ -146,23 +144,22 @@ def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, score: ScoreMod, blocks: BlockMask | None, sinks: Tensor | None, masked: bool = False,
-    steady: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink."""
+    call: dense.Attention | varlen.VarlenAttention, given: tuple[Tensor, ...], score: ScoreMod, blocks: BlockMask | None, masked: bool
+) -> tuple[Tensor, Tensor]:
+    """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink. given: heads first."""
+    # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
+    (query, key, value), sinks = (x.detach() for x in given), call.sinks
     if query.numel() == 0 or key.numel() == 0:
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     else:
         from torch.nn.attention.flex_attention import AuxRequest
 
-        # Detached: on CPU it refuses inputs that require grad, in no_grad mode too.
-        tensors = (query.detach(), key.detach(), value.detach())
         with warnings.catch_warnings(), _dispatch_keys():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             output, aux = _call(query.device.type)(
-                *tensors, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
-                return_aux=AuxRequest(lse=True), **_options(query, value, masked, BLOCK if steady else key.shape[2]),
+                query, key, value, score_mod=score, block_mask=blocks, scale=1.0, enable_gqa=query.shape[1] != key.shape[1],
+                return_aux=AuxRequest(lse=True), **_options(query, value, masked, BLOCK if deterministic(call.policy) else key.shape[2]),
             )  # fmt: skip
         lse = aux.lse
         seen = torch.isfinite(lse)
@@ -253,17 +250,15 @@ def tile(head_dim: int, v_head_dim: int, itemsize: int, arch: int, masked: bool 
     if found.BLOCK_N == 128 and arch not in WARP_GROUPS:
         found = found._replace(BLOCK_N=64)
     found = found._replace(BLOCK_N=min(found.BLOCK_N, padded(keys)))
-    while shared_bytes(found, head_dim, v_head_dim, itemsize, arch, masked) > limit:
+    while shared_bytes(found, head_dim, v_head_dim, itemsize, arch, masked) > limit and found[:3] != (16, 16, 1):
         if found.num_stages > 2:
             found = found._replace(num_stages=2)
         elif found.BLOCK_N > 16:
             found = found._replace(BLOCK_N=found.BLOCK_N // 2)
         elif found.BLOCK_M > 16:
             found = found._replace(BLOCK_M=found.BLOCK_M // 2)
-        elif found.num_stages > 1:
-            found = found._replace(num_stages=1)
         else:
-            break
+            found = found._replace(num_stages=1)
     return found
 
 
@@ -272,11 +267,6 @@ def shared_limit(arch: int) -> int:
     if arch < 80:
         return 64 * 1024
     return (227 if arch in WARP_GROUPS else 163 if arch in (80, 87) else 99) * 1024
-
-
-def padded(n: int) -> int:
-    """The next power of two, at least 16, the least size of a matrix product."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 DENSE = Roofline(62.5, 0.079, 0.19, 0.066, 2800)
@@ -308,20 +298,10 @@ NEEDS: tuple[Need, ...] = (
 # Under a deterministic policy: uncompiled it multiplies the whole batch, and blocks of keys are counted from the first key of all, not
 # from a request's.
 STEADY = Invariant((device("cuda"), demand("kv_range", "no (policy.deterministic)", lambda p: not p.kv_range)))
-for _op, _run, _more, _steady in (
-    ("attention", attention, ("mask", "kv_start", "kv_end"), STEADY),
-    ("varlen_attention", varlen_attention, (), None),
-):
+for _run, _takes, _steady in ((attention, TAKES | {"mask", "kv_start", "kv_end"}, STEADY), (varlen_attention, TAKES, None)):
     register(
         Kernel(
-            "flex",
-            _op,
-            _run,
-            takes=TAKES.union(_more),
-            dtypes=(torch.float16, torch.bfloat16, torch.float32),
-            needs=NEEDS,
-            cost_us=_cost_us,
-            invariant=_steady,
-            about="torch flex_attention, a kernel compiled for the call's mask",
+            "flex", _run.__name__, _run, takes=_takes, dtypes=(torch.float16, torch.bfloat16, torch.float32), needs=NEEDS,
+            cost_us=_cost_us, invariant=_steady, about="torch flex_attention, a kernel compiled for the call's mask",
         )
-    )
+    )  # fmt: skip
