@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import NotCompiled
-from attnops.kernel import Kernel, Need, Package, Tolerance, arch, one_of, register
+from attnops.kernel import Kernel, Need, Package, Tolerance, arch, demand, one_of, register
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
@@ -172,11 +172,6 @@ def tile(p: Problem) -> int:
     return 64 if narrow else 80
 
 
-def whole_pages(p: Problem) -> Refusal | None:
-    """A page that is a tile is loaded by TMA, stale keys past a request's end with it, and a weight of 0 does not silence NaN."""
-    return Refusal("page_size", p.page_size, f"not {tile(p)}, a tile") if p.page_size == tile(p) else None
-
-
 def head_dims(p: Problem) -> Refusal | None:
     """The head dims that `_validate_head_dims` lets through and whose value is no wider than the query, for which tiles are chosen."""
     d, dv = p.head_dim, p.v_head_dim
@@ -191,15 +186,17 @@ def head_dims(p: Problem) -> Refusal | None:
     return None if d <= 128 or (d, dv) in ((192, 128), (256, 256)) else Refusal("head_dim", d, "<= 128, or 192 with 128, or 256")
 
 
-def float8_rules(p: Problem) -> Refusal | None:
-    """float8_e4m3fn, all through and with scales, on SM100 alone."""
-    if p.dtype == FLOAT8 and p.target.arch not in (100, 103):
-        return Refusal("dtype", p.dtype, "float16 | bfloat16 (float8_e4m3fn on sm100)")
-    return Refusal("kv_scales", True, "no") if p.dtype in HALF and p.kv_scales else None
-
-
-NEEDS: tuple[Need, ...] = (arch(90, 100, 103, 110), float8_rules, head_dims, one_of("last_dim_contiguous", True))
+NEEDS: tuple[Need, ...] = (
+    arch(90, 100, 103, 110),
+    # float8_e4m3fn, all through and with scales, on SM100 alone.
+    demand("dtype", "float16 | bfloat16 (float8_e4m3fn on sm100)", lambda p: p.dtype != FLOAT8 or p.target.arch in (100, 103)),
+    demand("kv_scales", "no", lambda p: p.dtype not in HALF or not p.kv_scales),
+    head_dims,
+    one_of("last_dim_contiguous", True),
+)
 TAKES = frozenset({"causal", "window_left", "window_right", "softcap", "sinks", "q_scale", "k_scale", "v_scale"})
+# A page that is a tile is loaded by TMA, stale keys past a request's end with it, and a weight of 0 does not silence NaN.
+whole_pages = demand("page_size", "not {p.page_size}, a tile", lambda p: p.page_size != tile(p))
 for _run, _lse, _more in ((attention, "return_lse", ()), (varlen_attention, "return_lse", ()), (paged_attention, "lse", (whole_pages,))):
     register(
         Kernel(

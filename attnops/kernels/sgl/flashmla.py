@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, one_of, register
+from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
 from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, adjoin, batch_by_token, blank, rows, whole
 from attnops.measured import Roofline, phases
@@ -140,11 +140,10 @@ def _multiprocessors(device: torch.device) -> int:
 # The records ----------------------------------------------------------------------------------------------------------
 
 
-def few_tokens(p: Problem) -> Refusal | None:
-    """The room of a float8 schedule. A size without a known bound is checked when the kernel is called."""
-    if p.dtype != FLOAT8 or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS:
-        return None
-    return Refusal("tokens", p.tokens, f"<= {MOST_FLOAT8_TOKENS}")
+few_tokens = demand(
+    "tokens", f"<= {MOST_FLOAT8_TOKENS}", lambda p: p.dtype != FLOAT8 or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS
+)
+"""The room of a float8 schedule. A size without a known bound is checked when the kernel is called."""
 
 
 def _unread(p: Problem) -> Refusal | None:

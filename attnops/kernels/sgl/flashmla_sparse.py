@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Invariant, Kernel, arch, at_most, one_of, register
+from attnops.kernel import Invariant, Kernel, arch, at_most, demand, one_of, register
 from attnops.kernels.sgl import wheel
 from attnops.kernels.sgl.flashmla import LIBRARY, PACKAGE, missing
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, see_nothing, whole
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 
 if TYPE_CHECKING:
     from attnops.ops import sparse
@@ -137,16 +137,13 @@ def _cost_us(p: Problem) -> float:
     )
 
 
-def _unsplit(p: Problem) -> Refusal | None:
-    """A token of bfloat16 latents has blocks of its own. How the keys of byte pages are split follows from the whole batch."""
-    return Refusal("kv_dtype", p.kv_dtype, "bfloat16 (policy.deterministic)") if p.kv_dtype == torch.uint8 else None
-
-
+# A token of bfloat16 latents has blocks of its own. How the keys of byte pages are split follows from the whole batch.
+UNSPLIT = demand("kv_dtype", "bfloat16 (policy.deterministic)", lambda p: p.kv_dtype != torch.uint8)
 register(
     Kernel(
         "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
         dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
         needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_packed", True)), packages=(PACKAGE,), probe=missing,
-        cost_us=_cost_us, invariant=Invariant((_unsplit,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
+        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention (sgl_kernel): packed or bfloat16 latents",
     )
 )  # fmt: skip

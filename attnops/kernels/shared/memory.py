@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.problem import Problem, Refusal
+from attnops.kernel import demand
 
 PACK = 16
 """Bytes that kernels move at a time; a workspace begins at a multiple of it too."""
@@ -14,6 +14,9 @@ COUNTERS = 8 << 20
 """Bytes at the start of a workspace where kernels count blocks that are done; scratch that may hold anything follows. Zero before the
 first call and, because every kernel counts back, after each. Fixed, so that kernels that take turns agree; two million counters of 32
 bits, as FlashInfer sets aside for XQA."""
+
+not_of_a_plan = demand("plan", "none (a host plan fills the workspace)", lambda p: p.plan != "host")
+"""A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
 
 
 def aligned(**given: Tensor) -> None:
@@ -25,11 +28,6 @@ def aligned(**given: Tensor) -> None:
         steps = [stride * x.dtype.itemsize for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
         if x.numel() and any(n % PACK for n in (x.data_ptr(), *steps)):
             raise InvalidInput(field, f"strides {x.stride()} from {x.data_ptr():#x}", f"rows that start at multiples of {PACK} bytes")
-
-
-def not_of_a_plan(p: Problem) -> Refusal | None:
-    """A need: the workspace of a call that was planned on the host holds the plan's tables, where counters would have to be zero."""
-    return Refusal("plan", p.plan, "none (a host plan fills the workspace)") if p.plan == "host" else None
 
 
 def total(scratch: int) -> int:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput
-from attnops.kernel import Need
-from attnops.problem import Problem, Refusal
+from attnops.kernel import Need, demand
 from attnops.reference.holes import UNKNOWN
 
 HEADER = 64
@@ -121,11 +120,7 @@ def _shown(name: str, value: int) -> str:
 
 def host_plan(maker: str) -> Need:
     """The need of a kernel that runs on a plan of the host: Problem.plan == "host"."""
-
-    def need(p: Problem) -> Refusal | None:
-        return None if p.plan == "host" else Refusal("plan", p.plan, f"host: {maker}")
-
-    return need
+    return demand("plan", f"host: {maker}", lambda p: p.plan == "host")
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, one_of, register
+from attnops.kernel import Invariant, Kernel, Need, Package, arch_from, at_most, demand, one_of, register
 from attnops.measured import Roofline, phases
-from attnops.problem import Problem, Refusal
+from attnops.problem import Problem
 
 PACKAGE = Package("triton", ("triton",), "3.3", "pip install triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,12 +51,6 @@ def own(
     register(Kernel("triton", op, run, takes, dtypes, kv_dtypes, needs, (PACKAGE,), cost_us=cost_us, invariant=Invariant(), about=about))
 
 
-def _float8(p: Problem) -> Refusal | None:
-    if p.kv_dtype == torch.float8_e4m3fn and p.target.arch < 89:
-        return Refusal("kv_dtype", p.kv_dtype, "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)")
-    return None
-
-
 def _backward_us(p: Problem) -> float:
     return 10.0 + 1.4 * BACKWARD(p)
 
@@ -71,6 +65,8 @@ BACKWARD = Roofline(25.0, 0.3, 0.15)
 PAGED = phases(Roofline(8.2, 1.1, 0.45, 0.013, 590), Roofline(7.8, 0.71, 0.46, 0.034, 510))
 LATENTS = phases(Roofline(11.0, 1.1, 0.29, 0.032, 320), Roofline(8.7, 0.4, 0.38, 0.064, 250))
 
+_STORED = "float8_e5m2 | int8 | the query's (float8_e4m3fn from sm89 on)"
+_float8 = demand("kv_dtype", _STORED, lambda p: p.kv_dtype != torch.float8_e4m3fn or p.target.arch >= 89)
 LAYOUT: tuple[Need, ...] = (_float8, one_of("last_dim_contiguous", True))
 HEADS: tuple[Need, ...] = (*LAYOUT, at_most("head_dim", 256), at_most("v_head_dim", 256))
 LATENT_NEEDS: tuple[Need, ...] = (*LAYOUT, at_most("v_head_dim", 512), at_most("rope_dim", 64))
