@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch,
 from attnops.reference.attention import Rules
 
 if TYPE_CHECKING:
-    from attnops.ops.merge import MergeState, MergeStates
-    from attnops.ops.mla import MlaAttention
-    from attnops.ops.paged import PagedAttention
+    from attnops.ops import merge as merges, mla, paged
 
 MOST_PARTS_BYTES = 1 << 29
 """The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave more, requests take turns."""
@@ -34,54 +32,29 @@ STAGE_TWO = (
 _launches = functools.lru_cache(maxsize=4096)(grids.launches)
 
 
-class Operands(NamedTuple):
-    """The arguments that the two ops name differently.
-
-    rope: the rotated part of the query, of latents alone. k, v: pages `[P, page, H, D]`; latents `[P, page, Dc + Dr]` are both.
-    heads: key heads. Latents have one, which all query heads share.
-    """
-
-    query: Tensor
-    rope: Tensor | None
-    k: Tensor
-    v: Tensor
-    heads: int
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    temperature: Tensor | None
-
-
-def _operands(call: Any) -> Operands:
-    if call.spec.op == "paged_attention":
-        k = call.k_pages
-        return Operands(call.query, None, k, call.v_pages, k.shape[2], call.k_scale, call.v_scale, call.temperature)
-    latents = call.latent_pages
-    return Operands(call.q_nope, call.q_pe, latents, latents, 1, call.kv_scale, call.kv_scale, None)
-
-
-def attention(call: PagedAttention | MlaAttention, choice: grids.Choice | None = None, most: int = 0) -> None:
-    """Write attention into the call's output and lse.
+def attention(call: paged.PagedAttention | mla.MlaAttention, choice: grids.Choice | None = None, most: int = 0) -> None:
+    """Write attention into the call's output and lse. Latents are keys and values of one head, which all query heads share.
 
     choice: a configuration to launch in place of the table's. most: serve only requests of at most so many queries, and leave padding
     rows alone; 0 serves all.
     """
-    o, rules, output = _operands(call), Rules.of(call), call.output
+    output, rules = call.output, Rules.of(call)
     if output.numel() == 0:
         return
-    tokens, heads, dims = o.query.shape
-    v_dims, page, gpu = output.shape[2], o.k.shape[1], gpu_of(output)
-    block_d, block_dv = grids.padded(dims), grids.padded(v_dims)
-    block_dr = 0 if o.rope is None else grids.padded(o.rope.shape[2])
+    query, rope, k, _ = operands = _operands(call)
+    (tokens, heads, dims), kv_heads = query.shape, k.shape[2] if rope is None else 1
+    v_dims, page, gpu = output.shape[2], k.shape[1], gpu_of(output)
+    block_d, block_dv, block_dr = grids.padded(dims), grids.padded(v_dims), 0 if rope is None else grids.padded(rope.shape[2])
     requests, width = call.page_table.shape
     # How many keys before its own a query may see, -1 for all.
     behind = min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1)
     shape = grids.Shape(
-        tokens, requests, min(call.max_seqlen_q, tokens), width * page, o.heads, heads // o.heads, max(dims, v_dims), block_d + block_dr,
-        block_d + (block_dr or block_dv), o.query.dtype.itemsize, o.k.dtype.itemsize, call.mask is not None, behind, gpu.warpgroups,
+        tokens, requests, min(call.max_seqlen_q, tokens), width * page, kv_heads, heads // kv_heads, max(dims, v_dims), block_d + block_dr,
+        block_d + (block_dr or block_dv), query.dtype.itemsize, k.dtype.itemsize, call.mask is not None, behind, gpu.warpgroups,
     )  # fmt: skip
-    given: dict[str, Any] = _arguments(call, o, rules) | {
+    given: dict[str, Any] = _arguments(call, operands, rules) | {
         "D": dims, "DV": v_dims, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_DR": block_dr or 16, "PAGE": page,
-        "KV_HEADS": o.heads, "GROUP": heads // o.heads,
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
     }  # fmt: skip
     for at in _launches(shape, deterministic(call.policy), gpu.multiprocessors, gpu.memory, choice):
         if most and at.most > most:
@@ -98,14 +71,22 @@ def attention(call: PagedAttention | MlaAttention, choice: grids.Choice | None =
             _stages(grids.part_of(at, end - first, end == requests), given | some)
 
 
-def few_queries(call: MlaAttention) -> None:
+def few_queries(call: mla.MlaAttention) -> None:
     """Attention of the requests of at most DECODE_QUERIES queries. Other rows, those of no request included, are left alone."""
     attention(call, most=grids.DECODE_QUERIES)
 
 
-def _arguments(call: Any, o: Operands, rules: Rules) -> dict[str, Any]:
+def _operands(call: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(query, its rotated part, keys, values): pages `[P, page, H, D]`, or latents `[P, page, Dc + Dr]`, which are both."""
+    if call.spec.op == "paged_attention":
+        return call.query, None, call.k_pages, call.v_pages
+    return call.q_nope, call.q_pe, call.latent_pages, call.latent_pages
+
+
+def _arguments(call: Any, operands: tuple[Tensor, Tensor | None, Tensor, Tensor], rules: Rules) -> dict[str, Any]:
     """The arguments of `attend` that depend on neither tiles nor splits."""
-    query, rope, k, v, _, k_scale, v_scale, _ = o
+    query, rope, k, v = operands
+    k_scale, v_scale, warm = (call.k_scale, call.v_scale, call.temperature) if rope is None else (call.kv_scale, call.kv_scale, None)
     latent, page, mask, output, lse = rope is not None, k.shape[1], call.mask, call.output, call.lse
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
     far = (("latent_pages" if latent else "k_pages", k, page), ("v_pages", v, page), ("mask", mask, table.shape[1] * page))
@@ -119,7 +100,7 @@ def _arguments(call: Any, o: Operands, rules: Rules) -> dict[str, Any]:
         **ruled(rules),
         "q_ptr": query, "r_ptr": rope, "k_ptr": k, "v_ptr": v, "table_ptr": table, "mask_ptr": mask,
         "lengths_ptr": call.seq_lens.contiguous(), "starts_ptr": call.cu_seqlens_q.contiguous(),
-        "sinks_ptr": flat(call.sinks), "k_scale_ptr": flat(k_scale), "v_scale_ptr": flat(v_scale), "temperature_ptr": flat(o.temperature),
+        "sinks_ptr": flat(call.sinks), "k_scale_ptr": flat(k_scale), "v_scale_ptr": flat(v_scale), "temperature_ptr": flat(warm),
         "out_ptr": output, "lse_ptr": lse, "requests": table.shape[0], "tokens": query.shape[0], "steps": table.shape[0].bit_length(),
         "q_t": query.stride(0), "q_h": query.stride(1),
         "r_t": 0 if rope is None else rope.stride(0), "r_h": 0 if rope is None else rope.stride(1),
@@ -130,7 +111,7 @@ def _arguments(call: Any, o: Operands, rules: Rules) -> dict[str, Any]:
         "table_b": table.stride(0), "mask_t": 0 if mask is None else mask.stride(0), "mask_n": 0 if mask is None else mask.stride(1),
         "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
         "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
-        "DR": 0 if rope is None else rope.shape[2], "COMPUTE": computed_in(query), "TEMPERED": o.temperature is not None, "MASK": kind,
+        "DR": 0 if rope is None else rope.shape[2], "COMPUTE": computed_in(query), "TEMPERED": warm is not None, "MASK": kind,
         "LATENT": latent,
     }  # fmt: skip
 
@@ -172,13 +153,13 @@ def _overlaps(device: torch.device) -> bool:
     return "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
-def merge_state(call: MergeState) -> tuple[Tensor, Tensor]:
-    """See `attnops.merge_state`. An empty side is not multiplied, so `stale` makes no difference."""
+def merge_state(call: merges.MergeState) -> tuple[Tensor, Tensor]:
+    """An empty side is not multiplied, so `stale` makes no difference."""
     return _merged(merge, values(call)[:4], tuple(call.output_a.shape), 2048)
 
 
-def merge_states(call: MergeStates) -> tuple[Tensor, Tensor]:
-    """See `attnops.ops.merge_states`. An empty part is not read."""
+def merge_states(call: merges.MergeStates) -> tuple[Tensor, Tensor]:
+    """An empty part is not read."""
     tokens, parts, heads, dims = call.outputs.shape
     return _merged(merge_all, values(call)[:2], (tokens, heads, dims), 1024, parts)
 

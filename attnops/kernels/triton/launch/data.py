@@ -14,11 +14,7 @@ from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
 from attnops.reference.latent_format import GROUP, LEAST
 
 if TYPE_CHECKING:
-    from attnops.ops.metadata import DecodeRows, KVIndices, NamedPages
-    from attnops.ops.mla import WriteLatent
-    from attnops.ops.moves import CopyKV
-    from attnops.ops.paged import WriteKV
-    from attnops.ops.sparse import WriteLatentPacked
+    from attnops.ops import metadata, mla, moves, paged, sparse
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS = 1024
@@ -40,13 +36,12 @@ def _columns(width: int) -> int:
 # Writes ---------------------------------------------------------------------------------------------------------------
 
 
-def write_kv(call: WriteKV) -> None:
-    """See `attnops.write_kv`."""
+def write_kv(call: paged.WriteKV) -> None:
     _write(call.slots, ((call.key, call.k_pages, call.k_scale), (call.value, call.v_pages, call.v_scale)))
 
 
-def write_latent(call: WriteLatent) -> None:
-    """See `attnops.ops.write_latent`. The two parts of a latent are a key and a value with one head; they are never concatenated."""
+def write_latent(call: mla.WriteLatent) -> None:
+    """The two parts of a latent are a key and a value with one head; they are never concatenated."""
     latent, rope, pages, scale = call.latent, call.k_pe, call.latent_pages[:, :, None], call.kv_scale
     first, rest = pages.split([latent.shape[1], rope.shape[1]], -1)
     _write(call.slots, ((latent[:, None], first, scale), (rope[:, None], rest, scale)))
@@ -76,8 +71,7 @@ def _write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tup
     }, tuple(args), tile.warps)  # fmt: skip
 
 
-def write_latent_packed(call: WriteLatentPacked) -> None:
-    """See `attnops.ops.write_latent_packed`."""
+def write_latent_packed(call: sparse.WriteLatentPacked) -> None:
     latent, rope, pages, slots = call.latent, call.k_pe, call.latent_pages, call.slots
     if slots.shape[0] == 0 or pages.shape[0] == 0:
         return
@@ -93,8 +87,7 @@ def write_latent_packed(call: WriteLatentPacked) -> None:
 # Moves ----------------------------------------------------------------------------------------------------------------
 
 
-def copy_kv(call: CopyKV) -> None:
-    """See `attnops.ops.copy_kv`."""
+def copy_kv(call: moves.CopyKV) -> None:
     source, target = call.source, call.target
     given = (x for x in (call.k_pages, call.v_pages) if x is not None and x.numel())
     pools = [_bits(x if x.dim() == 5 else x[:, :, :, None]) for x in given]
@@ -134,40 +127,34 @@ def _copy_through(pool: Tensor, index: tuple[Any, ...]) -> None:
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def kv_indices(call: KVIndices) -> tuple[Tensor, Tensor, Tensor]:
-    """See `attnops.ops.kv_indices`."""
-    table, lengths = call.page_table, call.seq_lens
-    batch, width = table.shape
+def kv_indices(call: metadata.KVIndices) -> tuple[Tensor, Tensor, Tensor]:
+    table, lengths, (batch, width) = call.page_table, call.seq_lens, call.page_table.shape
     indptr, indices, last = (table.new_empty(n) for n in (batch + 1, batch * width, batch))
-    block = _columns(width)
-    launch(
-        tables.kv_indices,
-        (max(batch, 1), max(-(-width // block), 1)),
-        {"PAGE": call.page_size, "BLOCK_B": REQUESTS, "BLOCK": block},
-        (table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0)),
-    )
+    constants = {"PAGE": call.page_size, "BLOCK_B": REQUESTS, "BLOCK": _columns(width)}
+    args = (table, lengths, indptr, indices, last, batch, width, *table.stride(), lengths.stride(0))
+    launch(tables.kv_indices, (max(batch, 1), max(-(-width // constants["BLOCK"]), 1)), constants, args)
     return indptr, indices, last
 
 
-def decode_rows(call: DecodeRows) -> Tensor:
-    """See `attnops.ops.decode_rows`. Without a schedule."""
-    table, lengths, starts, tokens = call.page_table, call.seq_lens, call.cu_seqlens_q, call.num_tokens
-    batch, width = table.shape
-    if batch == 0:
-        return lengths.new_zeros(tokens * (1 + width))
-    out = lengths.new_empty(tokens * (1 + width))
-    if tokens:
-        block = _columns(width)
-        constants = {"CAUSAL": call.causal, "BLOCK_B": REQUESTS, "BLOCK": block}
+def decode_rows(call: metadata.DecodeRows) -> Tensor:
+    """Without a schedule."""
+    table, lengths, starts, tokens, (batch, width) = (
+        call.page_table,
+        call.seq_lens,
+        call.cu_seqlens_q,
+        call.num_tokens,
+        call.page_table.shape,
+    )
+    out = (lengths.new_empty if batch else lengths.new_zeros)(tokens * (1 + width))
+    if tokens and batch:
+        constants = {"CAUSAL": call.causal, "BLOCK_B": REQUESTS, "BLOCK": _columns(width)}
         args = (table, lengths, starts, out, tokens, batch, width, *table.stride(), lengths.stride(0), starts.stride(0))
-        launch(tables.by_token, (tokens, max(-(-width // block), 1)), constants, args)
+        launch(tables.by_token, (tokens, max(-(-width // constants["BLOCK"]), 1)), constants, args)
     return out
 
 
-def named_pages(call: NamedPages) -> tuple[Tensor, Tensor]:
-    """See `attnops.ops.named_pages`."""
-    table, lengths, starts = call.page_table, call.seq_lens, call.cu_seqlens_q
-    batch, width = table.shape
+def named_pages(call: metadata.NamedPages) -> tuple[Tensor, Tensor]:
+    table, lengths, starts, (batch, width) = call.page_table, call.seq_lens, call.cu_seqlens_q, call.page_table.shape
     out, out_lengths = table.new_empty(table.shape), lengths.new_empty(lengths.shape)
     if batch:
         constants = {"PAGE": call.page_size, "SQUEEZE": call.squeeze, "BLOCK": _columns(width)}
@@ -184,13 +171,10 @@ def make_lists(indices: Tensor, lengths: Tensor | None, slots: int, out: Tensor)
     """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length."""
     if out.numel() == 0:
         return
-    tokens, width = out.shape
-    block = _columns(width)
-    strides = (*indices.stride(), 0 if lengths is None else lengths.stride(0))
-    constants = {"LENGTHS": lengths is not None, "BLOCK": block}
+    (tokens, width), block = out.shape, _columns(out.shape[1])
+    args = (indices, lengths, out, indices.shape[1], width, slots, *indices.stride(), 0 if lengths is None else lengths.stride(0))
     with torch.cuda.device_of(out):
-        args = (indices, lengths, out, indices.shape[1], width, slots, *strides)
-        launch(tables.lists, (tokens, -(-width // block)), constants, args)
+        launch(tables.lists, (tokens, -(-width // block)), {"LENGTHS": lengths is not None, "BLOCK": block}, args)
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:

@@ -14,8 +14,7 @@ from attnops.kernels.triton.launch.grids import padded
 from attnops.reference.attention import Rules
 
 if TYPE_CHECKING:
-    from attnops.ops.dense import AttentionBackward
-    from attnops.ops.varlen import VarlenAttentionBackward
+    from attnops.ops import dense, varlen
 
 
 class Tile(NamedTuple):
@@ -38,7 +37,7 @@ TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
 }
 
 
-def attention_backward(call: AttentionBackward) -> tuple[Tensor, ...]:
+def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, ...]:
     """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     query, start, end = call.query, call.kv_start, call.kv_end
     batch, queries, keys = *query.shape[:2], call.key.shape[1]
@@ -53,7 +52,7 @@ def attention_backward(call: AttentionBackward) -> tuple[Tensor, ...]:
     return *grads, query.new_empty(0), found[3]
 
 
-def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, ...]:
+def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, ...]:
     """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
     queries, keys = call.cu_seqlens_q.diff(), call.cu_seqlens_k.diff()
     bounds = torch.stack([call.cu_seqlens_q[:-1], queries, call.cu_seqlens_k[:-1], torch.zeros_like(keys), keys, keys - queries])
@@ -69,27 +68,19 @@ def _gradients(call: Any, bounds: Tensor, longest: tuple[int, int], covered: boo
         longest: queries and keys of a request, at most.
         covered: does every row belong to a request?
     """
-    query, sinks = call.query, call.sinks
+    query, key, value, sinks, lse, requests = call.query, call.key, call.value, call.sinks, call.lse, bounds.shape[1]
     grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks, memory_format=torch.contiguous_format)
-    inputs = (query, call.key, call.value)
-    if not (all(x.numel() for x in inputs) and bounds.shape[1] and min(longest) > 0):
+    inputs = (query, key, value)
+    if not (all(x.numel() for x in inputs) and requests and min(longest) > 0):
         return *(x.new_zeros(x.shape) for x in inputs), grad_sinks
     new = torch.empty if covered else torch.zeros
     found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-    parts = None if sinks is None else torch.zeros(call.lse.shape, dtype=torch.float32, device=query.device)
-    _launch_both(call, bounds.int(), longest, found, parts)
-    return *found, grad_sinks if parts is None else parts.sum(0).to(grad_sinks.dtype)
-
-
-def _launch_both(call: Any, bounds: Tensor, longest: tuple[int, int], found: list[Tensor], parts: Tensor | None) -> None:
-    """Write the gradients of query, key and value into `found`, and those of the sinks, by token, into `parts`."""
-    query, key, value, lse = call.query, call.key, call.value, call.lse
+    parts = None if sinks is None else torch.zeros(lse.shape, dtype=torch.float32, device=query.device)  # those of the sinks, by token
     grad_output, output = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output))
-    heads, kv_heads, dims, v_dims, requests = query.shape[1], key.shape[1], query.shape[2], value.shape[2], bounds.shape[1]
-    rules = Rules.of(call)
+    (_, heads, dims), (_, kv_heads, v_dims), rules = query.shape, value.shape, Rules.of(call)
     shared = {
         **ruled(rules), "g_ptr": grad_output, "q_ptr": query, "k_ptr": key, "v_ptr": value, "lse_ptr": lse.contiguous(),
-        "bounds_ptr": bounds, "delta_ptr": torch.empty(lse.shape, dtype=torch.float32, device=lse.device), "factor": rules.scale,
+        "bounds_ptr": bounds.int(), "delta_ptr": torch.empty(lse.shape, dtype=torch.float32, device=lse.device), "factor": rules.scale,
         "requests": requests, "g_t": grad_output.stride(0), "g_h": grad_output.stride(1), "q_t": query.stride(0), "q_h": query.stride(1),
         "k_t": key.stride(0), "k_h": key.stride(1), "v_t": value.stride(0), "v_h": value.stride(1),
         "HEADS": heads, "GROUP": heads // kv_heads, "D": dims, "DV": v_dims, "BLOCK_D": padded(dims), "BLOCK_DV": padded(v_dims),
@@ -99,7 +90,7 @@ def _launch_both(call: Any, bounds: Tensor, longest: tuple[int, int], found: lis
     count = -(-longest[0] // of_queries.kept)
     launch(grad_queries, (heads * count * requests,), {
         **shared, "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "o_t": output.stride(0), "o_h": output.stride(1),
-        "sinks_ptr": flat(call.sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count,
+        "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count,
         "TILE_Q": of_queries.kept, "TILE_K": of_queries.step, "num_stages": of_queries.stages,
     }, warps=of_queries.warps)  # fmt: skip
     count = -(-longest[1] // of_keys.kept)
@@ -107,6 +98,7 @@ def _launch_both(call: Any, bounds: Tensor, longest: tuple[int, int], found: lis
         **shared, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count,
         "TILE_Q": of_keys.step, "TILE_K": of_keys.kept, "num_stages": of_keys.stages,
     }, warps=of_keys.warps)  # fmt: skip
+    return *found, grad_sinks if parts is None else parts.sum(0).to(grad_sinks.dtype)
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) -> tuple[Tile, Tile]:
@@ -118,10 +110,9 @@ def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) ->
 
 
 def _fitting(tile: Tile, width: int, itemsize: int, memory: int) -> Tile:
-    while _shared_bytes(tile, width, itemsize) > memory and max(tile.kept, tile.step) > 16:
+    def taken() -> int:
+        return (width * (tile.kept + tile.stages * tile.step) + 2 * tile.kept * tile.step) * itemsize + 2048
+
+    while taken() > memory and max(tile.kept, tile.step) > 16:
         tile = tile._replace(step=tile.step // 2) if tile.step > 32 or tile.kept <= 32 else tile._replace(kept=tile.kept // 2, warps=4)
     return tile
-
-
-def _shared_bytes(tile: Tile, width: int, itemsize: int) -> int:
-    return (width * (tile.kept + tile.stages * tile.step) + 2 * tile.kept * tile.step) * itemsize + 2048
