@@ -9,13 +9,11 @@ import sys
 from attnops.errors import MissingExtra
 from attnops.package import require
 
-NEEDED = ("typer", "rich")
-
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 a check failed, 2 a wrong argument or a missing package."""
     try:
-        require(NEEDED, "cli")
+        require(("typer", "rich"), "cli")
     except MissingExtra as error:
         print(f"attnops: {error}", file=sys.stderr)
         raise SystemExit(2) from None

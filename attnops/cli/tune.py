@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.cli.tables import new_table
 from attnops.errors import InvalidInput
@@ -55,14 +54,8 @@ def run(
         save(table := replace(table, made={**table.made, **rates}), path)
         return table
 
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("tune")
-
-        def show_progress(op: str, done: int, total: int) -> None:
-            progress.update(task, description=op, completed=done, total=total)
-
-        table, report = measure(sweeps, stopwatch, device, budget_s, show_progress, keep)
+    with console.status("timing") as status:
+        table, report = measure(sweeps, stopwatch, device, budget_s, status.update, keep)
     if not table.grids:
         raise InvalidInput("kernels", ", ".join(kernels) or "all", f"two or more that can answer one call on {gpu_name(device)}")
     table = keep(table)

@@ -229,7 +229,7 @@ class Report:
 
 def measure(
     sweeps: Sequence[Sweep], stopwatch: Stopwatch, device: torch.device, budget_s: float = 150.0,
-    progress: Callable[[str, int, int], None] = lambda op, done, total: None, keep: Callable[[Table], object] = lambda table: None,
+    progress: Callable[[str], object] = lambda text: None, keep: Callable[[Table], object] = lambda table: None,
 ) -> tuple[Table, Report]:  # fmt: skip
     """Time every kernel of `stopwatch` that can run, at every size of every sweep, smaller sizes first.
 
@@ -238,7 +238,7 @@ def measure(
     is left out if fewer than ENOUGH of its points were timed, or if one kernel alone answers it.
 
     Args:
-        progress: called with (op, points done, points in all).
+        progress: called with a line before every point.
         keep: called with the table so far after every shape.
     """
     start, report, pool, grids = time.monotonic(), Report(), Pool(device), list[Grid]()
@@ -260,7 +260,7 @@ def measure(
         share = min(max(rest * 1.5 * sweep.allowed / max(total - done, 1), LEAST_S), rest)
 
         def step(within: int, sweep: Sweep = sweep, before: int = done) -> None:
-            progress(sweep.shape.op, before + within, total)
+            progress(f"{sweep.shape.op}: {before + within} of {total} sizes")
 
         grid, cut = _measure(sweep, stopwatch, pool, (share, start + HARD * budget_s), report, step)
         if len(grid.us) > 1 and cut <= (1 - ENOUGH) * sweep.allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +32,7 @@ class Sweep(Axes):
 
 def powers(low: int, high: int, step: int = 2) -> Axis:
     """low, low * step, ... up to high."""
-    out = [float(low)]
-    while out[-1] * step <= high:
-        out.append(out[-1] * step)
-    return tuple(out)
+    return tuple(itertools.takewhile(lambda n: n <= high, (float(low * step**i) for i in itertools.count())))
 
 
 ONE = (1.0,)
