@@ -58,22 +58,22 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
         graph: of torch.compile, before or after AOTAutograd.
         value_of: the fake value of a node.
     """
-    written = {s for node in graph.nodes for x in _written(node) for s in _storages(value_of(x))}
-    kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in _storages(value_of(x)))
+    written = {s for node in graph.nodes for x in _written(node) for s in storages(value_of(x))}
+    kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in storages(value_of(x)))
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
 
     def argument(node: fx.Node) -> Any:
         value = value_of(node)
         # Equal sizes of different tensors have one symbol.
-        return same.get(node, node) if value is None or any(_storages(value)) else str(value)
+        return same.get(node, node) if value is None or any(storages(value)) else str(value)
 
     for node in graph.nodes:
         pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
         if not (_is_pure_op(node.target) or node.target in pure):
             continue
-        given = (s for x in node.all_input_nodes for s in _storages(value_of(x)))
-        if not (kept.isdisjoint(_storages(value_of(node))) and written.isdisjoint(given)):
+        given = (s for x in node.all_input_nodes for s in storages(value_of(x)))
+        if not (kept.isdisjoint(storages(value_of(node))) and written.isdisjoint(given)):
             continue
         earlier = first.setdefault((node.target, comparable((node.args, node.kwargs), argument)), node)
         if earlier is not node:
@@ -118,5 +118,5 @@ def _written(node: fx.Node) -> Iterator[Any]:
         yield from node.all_input_nodes
 
 
-def _storages(value: Any) -> Iterator[Any]:
+def storages(value: Any) -> Iterator[Any]:
     return (t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor))

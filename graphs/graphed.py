@@ -21,6 +21,7 @@ from .device import CudaGraphs, Device, Recorded
 from .eager_capture import CaptureMode
 from .guard import compare, restore, saved, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
+from .pieces import Program
 from .report import Report, Row
 
 Progress = Callable[[int, int, str], None]
@@ -66,6 +67,7 @@ class Graphed(Setup):
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None
+        self.programs: dict[str, Program] = {}
         self._eager_calls = self._compared = 0
         self._compile_seconds = 0.0
 
@@ -121,15 +123,14 @@ class Graphed(Setup):
 
     def report(self) -> Report:
         """The captured buckets with their graphs, time and memory."""
-        made, dropped = self._pieces(), tuple(sorted(self.buckets.dropped, reverse=True))
+        compiled = {trace: program.compiled for trace, program in self.programs.items()}
+        parts = {trace: len(program.pieces) for trace, program in self.programs.items()}
         rows = tuple(
             Row(e.bucket, len(e.recorded.graphs), tuple(e.recorded.breaks), tuple(e.recorded.bytes_of), e.seconds, e.replays)
             for e in self._entries.values()
         )
-        return Report(
-            rows, {k: n for k, (n, _) in made.items()}, {k: n for k, (_, n) in made.items()}, self._compile_seconds,
-            self._inputs.bytes if self._inputs else 0, self._eager_calls, dropped, self.budget_bytes, self._compared,
-        )  # fmt: skip
+        held, dropped = self._inputs.bytes if self._inputs else 0, tuple(sorted(self.buckets.dropped, reverse=True))
+        return Report(rows, compiled, parts, self._compile_seconds, held, self._eager_calls, dropped, self.budget_bytes, self._compared)
 
     def free(self) -> None:
         """Free all graphs and buffers, which invalidates earlier results. Compiled code is kept, and the next call captures again."""
@@ -170,10 +171,6 @@ class Graphed(Setup):
         into.begin()
         with CaptureMode(into, (self.eager or {}).get(bucket.kind, ())):
             return self._plain(bucket, values)
-
-    def _pieces(self) -> dict[str, tuple[int, int]]:
-        """(different pieces, all pieces) by trace."""
-        return {}
 
     # Replay --------------------------------------------------------------------------------------------------------------------
 
@@ -281,10 +278,8 @@ class Graphed(Setup):
         name = self.batch
         if self.prepare is None or name is None:
             return static, None
-        bare = static[name]
-        planned = self.prepare(bare)
-        static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
-        return static, bare
+        planned = self.prepare(bare := static[name])
+        return static | {name: replace(bare, plan=planned.plan, workspace=planned.workspace)}, bare
 
     def _fits(self, bucket: Bucket, need: int) -> bool:
         budget = self.budget_bytes

@@ -1,7 +1,9 @@
-"""Checks before every replay that the tensors of a graph are where they were, compares results with eager, and restores state."""
+"""Checks before every replay, the comparison of a replay with eager, and guards of cached code, which are evaluated as a whole."""
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled as _any_autocast
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayMismatch, StaleGraph, fail
@@ -27,12 +30,10 @@ class Guard:
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
         self.policy, self.casting = active_policy(), casting()
-        self._fixed = dict(fixed)
-        self._leaves = {n: _leaves(v) for n, v in fixed.items()}
         # Mutable containers are compared at every call.
-        self._items = tuple((n, v, _is_frozen(v)) for n, v in self._fixed.items())
-        self._count = len(self._fixed) + others
-        named = {f"{n}{path}": leaf for n, leaves in self._leaves.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
+        self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
+        self._count = len(fixed) + others
+        named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
         known = {id(t) for t in named.values()}
         self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
@@ -47,9 +48,9 @@ class Guard:
             fail(StaleGraph, "autocast", casting() or "off", self.casting or "off")
         if len(values) != self._count or not values.keys() >= self._fixed.keys():
             fail(StaleGraph, "arguments", sorted(values), f"{self._count}, {', '.join(self._fixed)} among them")
-        for name, value, frozen in self._items:
+        for name, (value, frozen, leaves) in self._fixed.items():
             if values[name] is not value or not frozen:
-                self._compare(name, values[name])
+                _compare_leaves(name, _leaves(values[name]), leaves)
         if _equal_pointers is not None:
             same = bool(_equal_pointers(self._tensors, self._pointers, self._every))
         else:
@@ -59,18 +60,16 @@ class Guard:
                 if t.data_ptr() != pointer:
                     fail(StaleGraph, name, f"address {t.data_ptr():#x}", f"{pointer:#x}")
 
-    def _compare(self, name: str, value: Any) -> None:
-        ours, theirs = self._leaves[name], _leaves(value)
-        if [p for p, _ in ours] != [p for p, _ in theirs]:
-            fail(StaleGraph, name, f"{len(theirs)} values", f"the {len(ours)}")
-        for (path, want), (_, got) in zip(ours, theirs, strict=True):
-            if want is got:
-                continue
-            if isinstance(want, Tensor) and isinstance(got, Tensor):
-                if _layout(want) != _layout(got):
-                    fail(StaleGraph, f"{name}{path}", _described(got), _described(want))
-            elif type(want) is not type(got) or want != got:
-                fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
+
+def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tuple[str, Any]]) -> None:
+    if [p for p, _ in given] != [p for p, _ in captured]:
+        fail(StaleGraph, name, f"{len(given)} values", f"the {len(captured)}")
+    for (path, want), (_, got) in zip(captured, given, strict=True):
+        if isinstance(want, Tensor) and isinstance(got, Tensor):
+            if want is not got and _layout(want) != _layout(got):
+                fail(StaleGraph, f"{name}{path}", _described(got), _described(want))
+        elif want is not got and (type(want) is not type(got) or want != got):
+            fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
 
 
 def casting() -> tuple[tuple[str, torch.dtype], ...]:
@@ -112,20 +111,18 @@ def _described(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} at {t.data_ptr():#x}"
 
 
-def allowed(dtype: torch.dtype) -> float:
-    """The relative error that reordered sums of a whole model may have: some hundred roundings of the dtype, at most 0.1."""
-    return min(256 * torch.finfo(dtype).eps, 0.1) if dtype.is_floating_point else 0.0
-
-
 def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> None:
-    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number; None: `allowed` for the dtype."""
+    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number.
+
+    None: the relative error that reordered sums of a whole model may have, some hundred roundings of the dtype and at most 0.1.
+    """
     for (path, a), (_, b) in zip(_leaves(got), _leaves(want), strict=True):
-        if not isinstance(b, Tensor) or b.numel() == 0:
-            continue
-        largest = float(b.double().abs().nan_to_num(posinf=0.0).max())
-        limit = (allowed(b.dtype) if tolerance is None else tolerance) * max(largest, 1e-30)
-        if (error := _error(a, b)) > limit:
-            fail(ReplayMismatch, bucket, path or "0", error, limit)
+        if isinstance(b, Tensor) and b.numel():
+            usual = min(256 * torch.finfo(b.dtype).eps, 0.1) if b.is_floating_point() else 0.0
+            largest = float(b.double().abs().nan_to_num(posinf=0.0).max())
+            limit = (usual if tolerance is None else tolerance) * max(largest, 1e-30)
+            if (error := _error(a, b)) > limit:
+                fail(ReplayMismatch, bucket, path or "0", error, limit)
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -155,3 +152,66 @@ def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         restore(state, copies)
+
+
+# Guards of cached code -----------------------------------------------------------------------------------------------------------
+#
+# Code from torch's compile caches comes with guards as Python source, `min(3, L['t0']) == L['t0']`, which torch (2.11 to 2.13)
+# evaluates on symbolic sizes. Python's `min` and `or` then guard on the comparison of one part, so that a trace of many sizes
+# specialises to one.
+
+
+def shape_env() -> Any:
+    """The shape environment of the current trace, or None."""
+    found = TracingContext.try_get()
+    return None if found is None or found.fake_mode is None else found.fake_mode.shape_env
+
+
+@contextmanager
+def whole_guards() -> Iterator[None]:
+    """Within the block the shape environment of the current trace evaluates every cached guard as a whole."""
+    if (env := shape_env()) is None:
+        yield
+        return
+    own = env.evaluate_guards_expression
+    env.evaluate_guards_expression = lambda code, args: own(whole(code), args)
+    try:
+        yield
+    finally:
+        del env.evaluate_guards_expression
+
+
+def whole(code: str) -> str:
+    """The expression without short circuits: `|`, `&` and torch functions in place of `or`, a nested `and`, min and max.
+
+    A top-level `and` or chain of comparisons stays, because each of its parts has to hold anyway.
+    """
+    visit = _Whole()
+    body = ast.parse(code, mode="eval").body
+    parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
+    taken: list[Any] = [(visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part) for part in parts]
+    return ast.unparse(ast.BoolOp(ast.And(), taken) if len(taken) > 1 else taken[0])
+
+
+class _Whole(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Name("min" | "max" as name)):
+                return functools.reduce(lambda a, b: _call(f"sym_{name}", a, b), node.args)
+            case ast.BoolOp():
+                return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
+            case ast.UnaryOp(ast.Not()):
+                return _call("sym_not", node.operand)
+            case ast.Compare():
+                sides = [node.left, *node.comparators]
+                return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
+        return node
+
+
+def _call(name: str, *given: ast.expr) -> ast.expr:
+    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), name, ast.Load()), list(given), [])
+
+
+def _joined(op: ast.operator, parts: Sequence[ast.expr]) -> ast.expr:
+    return functools.reduce(lambda a, b: ast.BinOp(a, op, b), parts)

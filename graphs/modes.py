@@ -16,11 +16,11 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from ..cache.batch import PagedBatch
 from ..errors import AttnopsError, InvalidInput, NotCapturable, fail, find
 from .buckets import Bucket
-from .cached_guards import shape_env
 from .device import Recorded
 from .graphed import Graphed
+from .guard import shape_env
 from .inputs import Values
-from .pieces import INNER, Inner, Program, compile_parts, start_workers
+from .pieces import INNER, Inner, compile_parts, start_workers
 from .split import split
 
 
@@ -61,10 +61,6 @@ class Piecewise(Graphed):
 
     Raises:
         InvalidInput: an argument is out of its range, or is not the name of an argument of the model.
-
-    Attributes:
-        programs: the latest program, by trace.
-        traces: the number of compilations, by trace: one, unless a size specialised.
     """
 
     inner: str | Inner = "inductor"
@@ -76,7 +72,6 @@ class Piecewise(Graphed):
         if isinstance(self.inner, str) and self.inner not in INNER:
             fail(InvalidInput, "inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
         self._inner = INNER[self.inner] if isinstance(self.inner, str) else self.inner
-        self.programs: dict[str, Program] = {}
         self.traces: dict[str, int] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._into: Recorded | None = None
@@ -130,9 +125,6 @@ class Piecewise(Graphed):
         finally:
             self._into = None
 
-    def _pieces(self) -> dict[str, tuple[int, int]]:
-        return {trace: (p.compiled, len(p.pieces)) for trace, p in self.programs.items()}
-
     def _traced(self, bucket: Bucket) -> Callable[[Values], Any]:
         """The traced function, without int inputs: max_seqlen_q is a constant, or a tensor's length in mixed batches."""
         model, name, make = self.model, self.batch, self.plan_maker(bucket)
@@ -174,9 +166,9 @@ class Piecewise(Graphed):
         return found
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
-        trace = bucket.trace
-        if trace not in self._specialising and (broken := _broken_guard(min(b.tokens for b in self.buckets.of_trace(trace)))):
-            raise _SizeSpecialises(broken)
+        trace, least = bucket.trace, min(b.tokens for b in self.buckets.of_trace(bucket.trace))
+        if trace not in self._specialising and any(_breaks(guard.expr, least) for guard in getattr(shape_env(), "guards", ())):
+            raise _SizeSpecialises
         for change in self.passes:
             change(gm)
         program = self.programs[trace] = compile_parts(split(gm, (self.eager or {}).get(bucket.kind, ())), self._inner)
@@ -189,12 +181,9 @@ class _SizeSpecialises(AttnopsError):
     """The smallest size of a trace breaks one of its guards. Raised before the trace is compiled."""
 
 
-def _broken_guard(least: int) -> str:
-    """A guard of the current trace that a size of `least` breaks, or ""."""
-    for guard in getattr(shape_env(), "guards", ()):
-        if len(symbols := guard.expr.free_symbols) == 1 and guard.expr.subs(dict.fromkeys(symbols, least)) == False:  # noqa: E712
-            return str(guard.expr)
-    return ""
+def _breaks(guard: Any, least: int) -> bool:
+    symbols = guard.free_symbols
+    return len(symbols) == 1 and guard.subs(dict.fromkeys(symbols, least)) == False  # noqa: E712
 
 
 @contextmanager
@@ -203,8 +192,7 @@ def _tracing() -> Iterator[None]:
     from torch._dynamo import config as dynamo
     from torch.fx.experimental import _config
 
-    # torch adds `patch` when the module is loaded.
-    shapes: Any = _config
+    shapes: Any = _config  # torch adds `patch` when the module is loaded
 
     traced = dynamo.patch(
         capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, recompile_limit=1 << 16, automatic_dynamic_shapes=False

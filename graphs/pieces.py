@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from ..traced import comparable
-from .cached_guards import whole_guards
 from .device import Recorded
 from .graph_breaks import depends_on_data
+from .guard import whole_guards
 from .split import Part, Split, starts_work, value_of
 
 Piece = Callable[..., Any]
@@ -39,9 +39,7 @@ def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
     """
     from torch._inductor import config
 
-    # torch adds `patch` when the module is loaded.
-    patchable: Any = config
-    with patchable.patch(coordinate_descent_tuning=True):
+    with config.patch(coordinate_descent_tuning=True):
         return inductor(module, examples)
 
 

@@ -1,21 +1,25 @@
 """`fuse_linears`: linears that share an input and whose weights are adjacent in memory become one matrix product."""
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import Guard, TracingContext
 from torch.nn.functional import linear
+from torch.utils import _pytree as pytree
 
-from ..traced import may_write
-from .propagate_strides import VALUE, propagate
+from ..traced import may_write, storages
 
 log = logging.getLogger("attnops.lowering")
+
+VALUE = "example_value"
 
 ALIGNED = 16
 """Bytes. Inductor clones an input that is less aligned, and the clone ends where that input ends."""
@@ -39,12 +43,11 @@ class Fused:
         return f"{weights}: not fused, {self.refusal}" if self.refusal else weights
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     node: fx.Node
     x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
+    parameters: tuple[fx.Node, ...]
+    """The weight and, if any, the bias."""
 
 
 def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
@@ -62,7 +65,7 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     found: list[Fused] = []
-    adjacent: list[Sequence[fx.Node]] = []
+    adjacent: list[tuple[fx.Node, ...]] = []
     # Facts of the whole graph, collected once, because there are as many groups as layers.
     switches_grad = any(n.target is torch._C._set_grad_enabled and n.args[0] for n in graph.nodes)
     inputs_in: dict[int, list[fx.Node]] = {}
@@ -70,11 +73,11 @@ def fuse_linears(graph: fx.Graph | fx.GraphModule) -> tuple[Fused, ...]:
         if isinstance(fake := _fake(node), Tensor):
             inputs_in.setdefault(fake.untyped_storage()._cdata, []).append(node)
     for calls in _groups(graph):
-        parameters = list(zip(*map(_parameters, calls), strict=True))
+        parameters = list(zip(*(c.parameters for c in calls), strict=True))
         refusal = _refusal(parameters, switches_grad, inputs_in) or _fuse(graph, calls)
         if not refusal:
             adjacent += parameters
-        found.append(Fused(tuple(c.weight.name for c in calls), tuple(_fake(c.weight).shape[0] for c in calls), refusal))
+        found.append(Fused(tuple(n.name for n in parameters[0]), tuple(_fake(n).shape[0] for n in parameters[0]), refusal))
         log.info("%s", found[-1])
     if adjacent:
         graph.lint()
@@ -88,52 +91,48 @@ def _fake(node: fx.Node) -> Any:
     return node.meta.get(VALUE)
 
 
-def _calls(graph: fx.Graph) -> Iterator[_Call]:
-    names = ("input", "weight", "bias")
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is not linear:
-            continue
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        x, weight, bias = (given.get(n) for n in names)
-        if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not isinstance(_fake(x), Tensor):
-            continue
-        if _is_static(weight) and (bias is None or (isinstance(bias, fx.Node) and _is_static(bias))):
-            yield _Call(node, x, weight, bias)
+def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
 
 
-def _is_static(node: fx.Node) -> bool:
-    fake = _fake(node)
+def _call(node: fx.Node) -> _Call | None:
+    """The call of a linear over static parameters, or None."""
+    if node.op != "call_function" or node.target is not linear:
+        return None
+    x, *parameters = _arguments(*node.args, **node.kwargs)
+    if parameters[-1] is None:
+        parameters.pop()
+    static = isinstance(x, fx.Node) and isinstance(_fake(x), Tensor) and all(map(_is_static, parameters))
+    return _Call(node, x, tuple(parameters)) if static else None
+
+
+def _is_static(node: Any) -> bool:
     # Inductor may clone any other input before a CUDA graph, and a clone ends where its input ends.
-    static = node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-    return (
-        static and isinstance(fake, torch.nn.Parameter) and fake.layout == torch.strided and fake.is_contiguous()
-        and all(isinstance(n, int) for n in (*fake.shape, fake.storage_offset()))
-    )  # fmt: skip
+    if not isinstance(node, fx.Node) or node.op != "placeholder" or "_dynamo_static_input_type" not in node.meta.get("tensor_dict", {}):
+        return False
+    fake = _fake(node)
+    plain = isinstance(fake, torch.nn.Parameter) and fake.layout == torch.strided and fake.is_contiguous()
+    return plain and all(isinstance(n, int) for n in (*fake.shape, fake.storage_offset()))
 
 
 def _groups(graph: fx.Graph) -> list[list[_Call]]:
     """Groups of linears with one input, adjacent weights and biases, in that order, and no write between them."""
-    writes, before = 0, {}
+    writes = 0
+    candidates: dict[Any, dict[fx.Node, _Call]] = {}
     for node in graph.nodes:
         writes += may_write(node)
-        before[node] = writes
-    candidates: dict[Any, dict[fx.Node, _Call]] = {}
-    for call in _calls(graph):
-        weight = _fake(call.weight)
-        shared = (call.x, before[call.node], weight.untyped_storage()._cdata, weight.shape[1:], weight.dtype, call.bias is None)
-        candidates.setdefault(shared, {}).setdefault(call.weight, call)
+        if (call := _call(node)) is not None:
+            weight = _fake(call.parameters[0])
+            shared = (call.x, writes, weight.untyped_storage()._cdata, weight.shape[1:], weight.dtype, len(call.parameters))
+            candidates.setdefault(shared, {}).setdefault(call.parameters[0], call)
     found: list[list[_Call]] = []
     for calls in candidates.values():
         found.append([])
-        for call in sorted(calls.values(), key=lambda c: int(_fake(c.weight).storage_offset())):
-            if found[-1] and not all(map(_follows, *(_parameters(c) for c in (found[-1][-1], call)))):
+        for call in sorted(calls.values(), key=lambda c: int(_fake(c.parameters[0]).storage_offset())):
+            if found[-1] and not all(map(_follows, found[-1][-1].parameters, call.parameters)):
                 found.append([])
             found[-1].append(call)
     return [group for group in found if len(group) > 1]
-
-
-def _parameters(call: _Call) -> list[fx.Node]:
-    return [call.weight] if call.bias is None else [call.weight, call.bias]
 
 
 def _follows(one: fx.Node, other: fx.Node) -> bool:
@@ -187,21 +186,21 @@ def _refusal(parameters: Sequence[Sequence[fx.Node]], switches_grad: bool, input
 def _only_multiplies(user: fx.Node, weight: fx.Node) -> bool:
     if user.target is torch.as_strided:  # of an earlier group
         return all(_only_multiplies(n, user) for n in user.users)
-    return user.target is linear and weight is not user.kwargs.get("input", user.args[0] if user.args else None)
+    return user.target is linear and weight is not _arguments(*user.args, **user.kwargs)[0]
 
 
 def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
     """Fuse the calls. Returns the reason where the graph does not allow it, or ""."""
-    first = min(c.node for c in calls)
-    rows = [int(_fake(c.weight).shape[0]) for c in calls]
-    width = int(_fake(calls[0].weight).shape[1])
+    first, parameters = min(c.node for c in calls), calls[0].parameters
+    rows = [int(_fake(c.parameters[0]).shape[0]) for c in calls]
+    width = int(_fake(parameters[0]).shape[1])
     with graph.inserting_before(first):
-        weight = graph.call_function(torch.as_strided, (calls[0].weight, (sum(rows), width), (width, 1)))
-        bias = graph.call_function(torch.as_strided, (calls[0].bias, (sum(rows),), (1,))) if calls[0].bias is not None else None
-        product = graph.call_function(linear, (calls[0].x, weight, bias))
-        starts = [sum(rows[:i]) for i in range(len(rows))]
-        slices = [graph.call_method("narrow", (product, -1, s, n)) for s, n in zip(starts, rows, strict=True)]
-    made = [n for n in (weight, bias, product, *slices) if n is not None]
+        shapes = ((sum(rows), width), (width, 1)), ((sum(rows),), (1,))
+        whole = [graph.call_function(torch.as_strided, (node, *shape)) for node, shape in zip(parameters, shapes, strict=False)]
+        product = graph.call_function(linear, (calls[0].x, *whole))
+        starts = itertools.accumulate(rows, initial=0)
+        slices = [graph.call_method("narrow", (product, -1, s, n)) for s, n in zip(starts, rows, strict=False)]
+    made = [*whole, product, *slices]
     mode = _fake(calls[0].x).fake_mode
     for node in made:
         node.meta = {k: v for k, v in first.meta.items() if k != VALUE}
@@ -209,7 +208,7 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
         with mode, enable_python_dispatcher():
             args = [_fake(a) if isinstance(a, fx.Node) else a for a in node.args]
             node.meta[VALUE] = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
-    after = propagate({c.node: _fake(s) for c, s in zip(calls, slices, strict=True)})
+    after = _propagate({c.node: _fake(s) for c, s in zip(calls, slices, strict=True)})
     if isinstance(after, str):
         for node in reversed(made):
             graph.erase_node(node)
@@ -221,3 +220,71 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
     for node, value in after.items():
         node.meta[VALUE] = value
     return ""
+
+
+def _propagate(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
+    """The new fake values of `changed` and of every node whose strides follow from them; or a reason, a str, against the change.
+
+    Reasons: a view becomes a copy or an error, a graph output gets other strides than in the model's own code, or a node cannot be
+    evaluated again.
+    """
+    found = dict(changed)
+    fakes = [v for v in changed.values() if isinstance(v, Tensor)]
+    mode: Any = getattr(fakes[0], "fake_mode", None) if fakes else None
+    if mode is None:
+        return "its values are not fake"
+    # An autocast region inside the graph changes dtypes.
+    if any(_facts(node.meta.get(VALUE))[0] != _facts(value)[0] for node, value in changed.items()):
+        return "its shape or dtype would differ"
+    pending = [user for node in changed for user in node.users]
+    heapify(pending)
+    while pending:
+        node = heappop(pending)
+        if pending and pending[0] is node:
+            continue
+        if node.op == "output":
+            return "it is returned, or a view of it is"
+        try:
+            with mode, enable_python_dispatcher():
+                value = _run(node, found)
+        except Exception as e:
+            return f"{node.name} fails with the new strides: {(str(e).strip() or type(e).__name__).splitlines()[0]}"
+        if isinstance(value, str):
+            return value
+        before, inputs = node.meta.get(VALUE), node.all_input_nodes
+        aliased = set(storages(before)).intersection(storages([n.meta.get(VALUE) for n in inputs]))
+        if aliased and set(storages(value)).isdisjoint(storages([found.get(n, n.meta.get(VALUE)) for n in inputs])):
+            return f"{node.name} would copy it"
+        (old, old_strides), (new, new_strides) = _facts(before), _facts(value)
+        if old != new:
+            return f"{node.name} would get another shape or dtype"
+        if old_strides != new_strides:
+            found[node] = value
+            for user in node.users:
+                heappush(pending, user)
+    return found
+
+
+def _run(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
+    if _unbacked(node.meta.get(VALUE)) - _unbacked([n.meta.get(VALUE) for n in node.all_input_nodes]):
+        return f"{node.name} creates an unbacked size"
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: found.get(n, n.meta.get(VALUE)), (node.args, dict(node.kwargs)))
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator):
+        target: Any = node.target
+        return target(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return f"{node.name} is not a function or method call"
+
+
+def _unbacked(value: Any) -> set[Any]:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return {s for x in pytree.tree_leaves(value) if isinstance(x, (Tensor, torch.SymInt)) for s in free_unbacked_symbols(x)}
+
+
+def _facts(value: Any) -> tuple[list[Any], list[Any]]:
+    """Shapes, dtypes and devices of tensors, and other values; strides and offsets of tensors."""
+    leaves = pytree.tree_leaves(value)
+    metadata = [(tuple(map(str, x.shape)), x.dtype, x.device) if isinstance(x, Tensor) else str(x) for x in leaves]
+    return metadata, [(tuple(map(str, x.stride())), str(x.storage_offset())) for x in leaves if isinstance(x, Tensor)]

@@ -14,6 +14,12 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def graphed(mode, model, buckets, **more):
+    """`model` in graphs of the stand-in, in pieces that are not compiled. Without a batch, unless `batch=` names one."""
+    inner = {"inner": "eager"} if mode is piecewise else {}
+    return mode(model, buckets, **{"batch": None, "tokens": ("tokens",), "graphs": StandIn(), **inner, **more})
+
+
 class Pair:
     """step: in graphs. Requests are named by letters, and both caches hold them."""
 
@@ -21,9 +27,7 @@ class Pair:
         self.model = decoder(layers, kernel=kernel) if model is None else model
         layers = len(self.model.layers)
         self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(need)
-        if mode is piecewise:
-            more.setdefault("inner", "eager")
-        self.step = mode(self.model, buckets, tokens=("tokens",), cache=self.cache, graphs=self.device, **more)
+        self.step = graphed(mode, self.model, buckets, batch="batch", cache=self.cache, graphs=self.device, **more)
         self.ids = {}
 
     def call(self, step, cache, tokens, batch):
@@ -35,6 +39,12 @@ class Pair:
                 self.ids[name] = self.cache.alloc(), self.twin.alloc()
         mine, theirs = zip(*(self.ids[n] for n in names), strict=True)
         return self.cache.batch(mine, new), self.twin.batch(theirs, new)
+
+    def example(self, names="yz", new=1):
+        """Arguments of a step. Of requests of its own: what only one cache holds is compared with nothing."""
+        batch, _ = self.batches(names, new)
+        tokens = torch.zeros(batch.slots.shape[0], dtype=torch.long)
+        return {"tokens": tokens, "batch": batch, "k_pages": self.cache.k_pages, "v_pages": self.cache.v_pages}
 
     def free(self, name):
         mine, theirs = self.ids.pop(name)

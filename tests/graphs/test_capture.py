@@ -7,7 +7,7 @@ import torch
 
 from attnops.errors import InvalidInput
 from attnops.graphs import Buckets, breakable, eager_capture, modes, pieces, piecewise
-from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.helpers import MODES, Pair, close, graphed
 from tests.graphs.standin import StandIn
 
 BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(16, 32), requests=8)
@@ -37,9 +37,7 @@ class Counting(StandIn):
 
 
 def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
-    if mode is piecewise:
-        more.setdefault("inner", "eager")
-    return mode(forward, Buckets(tokens=sizes), batch=None, tokens=("x",), graphs=device, **more)
+    return graphed(mode, forward, Buckets(tokens=sizes), tokens=("x",), graphs=device, **more)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -50,15 +48,14 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     monkeypatch.setattr(method, "_prepare", lambda self, bucket, values: prepared.append(bucket.trace) or real(self, bucket, values))
     pair = Pair(mode, BUCKETS, layers=2)
     pair.step.graphs = pair.device = device
-    batch, _ = pair.batches("ab", 1)
-    report = pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    report = pair.step.capture(**(given := pair.example("ab")))
     assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]
     # One for each kind, which is compiled, and one for all captures.
     assert (device.outer, device.inner, device.measured_runs) == (3, SIX, SIX)
     if mode is piecewise:
         assert pair.step.traces == {"decode": 1, "mixed": 1}
     pair.agree("cd")
-    pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    pair.step.capture(**given)
     assert device.outer == 3, "nothing was left to capture"
 
 
@@ -85,8 +82,7 @@ def test_every_piece_that_differs_is_compiled_once_whatever_the_number_of_bucket
     for layers, buckets in ((3, Buckets(decode=(2, 4))), (6, Buckets(decode=(2, 3, 4, 5, 6, 8)))):
         asked = []
         pair = Pair(piecewise, buckets, layers=layers, inner=lambda module, _, asked=asked: asked.append(module) or module)
-        batch, _ = pair.batches("ab", 1)
-        pair.step.capture(torch.zeros(2, dtype=torch.int64), batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+        pair.step.capture(**pair.example("ab"))
         compiled.append(len(asked))
     assert compiled == [3, 3]
 
@@ -187,7 +183,7 @@ def test_workers_start_before_the_model_is_traced(inner, want, monkeypatch):
 
 def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     """The first trace specialises a size, and the second fails for a reason of its own."""
-    errors = [modes._SizeSpecialises("x == 1"), RuntimeError("out of memory")]
+    errors = [modes._SizeSpecialises(), RuntimeError("out of memory")]
 
     def backend(self, bucket, gm):
         raise errors.pop(0)

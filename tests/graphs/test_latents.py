@@ -7,8 +7,7 @@ from torch import nn
 from attnops.cache import LatentCache
 from attnops.graphs import Buckets, piecewise
 from attnops.nn import LatentAttention
-from tests.graphs.helpers import MODES, close
-from tests.graphs.standin import StandIn
+from tests.graphs.helpers import MODES, close, graphed
 
 
 class Layer(nn.Module):
@@ -33,9 +32,8 @@ def test_latents(mode):
     for cache in (mine, theirs):
         cache.latent_pages[0].fill_(float("nan"))
         cache.latent_pages[0][0] = 0
-    more = {"inner": "eager"} if mode is piecewise else {}
     buckets = Buckets(decode=(2, 4), tokens=(16,), requests=4, verify=(3,))
-    step = mode(model, buckets, tokens=("hidden",), cache=mine, graphs=StandIn(), **more)
+    step = graphed(mode, model, buckets, batch="batch", tokens=("hidden",), cache=mine)
     ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
     steps = [(slice(3), [4, 2, 5]), (slice(3), 1), (slice(1, 3), 1), (slice(2), [1, 3]), (slice(1), 1), (slice(3), 3), (slice(2), [1, 4])]
     for who, new in steps:

@@ -8,6 +8,7 @@ import attnops
 from attnops.graphs import Buckets, piecewise
 from attnops.graphs.pieces import eager, structure
 from attnops.nn import RotaryEmbedding, SelfAttention
+from tests.graphs.helpers import graphed
 from tests.graphs.standin import StandIn
 
 pytest.importorskip("transformers")
@@ -43,8 +44,8 @@ def test_layers_of_hugging_face(name, layers, want):
         compiled.append(module)
         return eager(module, examples)
 
-    given = {"batch": None, "tokens": (), "requests": ("input_ids", "position_ids"), "graphs": StandIn(), "inner": counted}
-    step = piecewise(forward, Buckets(decode=(2, 4)), **given)  # with a bucket of 1 transformers' rotation is traced once more for it
+    requests = ("input_ids", "position_ids")
+    step = graphed(piecewise, forward, Buckets(decode=(2, 4)), tokens=(), requests=requests, inner=counted)
     ids, positions = torch.randint(5, 30, (3, 6)), torch.arange(6).repeat(3, 1)
     with torch.no_grad():
         torch.testing.assert_close(step(ids, positions), forward(ids, positions), rtol=2e-5, atol=2e-5)
@@ -62,9 +63,8 @@ def test_a_size_that_is_told_apart_is_known_before_anything_is_compiled():
     def forward(tokens):
         return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
 
-    given = {"batch": None, "tokens": ("tokens",), "inner": counted}
     for sizes, times in (((1, 2, 4), (1, 2)), ((2, 4), (1, 1)), ((4,), (1, 1))):
-        step, before = piecewise(forward, Buckets(tokens=sizes), graphs=StandIn(), **given), len(compiled)
+        step, before = graphed(piecewise, forward, Buckets(tokens=sizes), inner=counted), len(compiled)
         for rows, count in zip((2, 1), times, strict=True):
             torch.testing.assert_close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
             assert len(compiled) - before == count
@@ -90,7 +90,7 @@ class Packed(nn.Module):
 def test_metadata_that_every_layer_asks_for_are_made_once(touch, times):
     torch.manual_seed(0)
     model, device = Packed(3, touch).eval(), StandIn()
-    step = piecewise(model, Buckets(tokens=(8, 16)), batch=None, tokens=("hidden",), graphs=device, inner="eager")
+    step = graphed(piecewise, model, Buckets(tokens=(8, 16)), tokens=("hidden",), graphs=device)
     hidden, cu = torch.randn(8, 32), torch.tensor([0, 3, 8], dtype=torch.int32)
     with torch.no_grad():
         torch.testing.assert_close(step(hidden, cu), model(hidden, cu), rtol=2e-5, atol=2e-5)

@@ -14,22 +14,15 @@ from tests.graphs.models import BOUNDARY, boundary
 from tests.graphs.standin import storage
 
 
-def example(pair, names="yz", new=1):
-    # Requests of its own: what only one cache holds is compared with nothing.
-    batch, _ = pair.batches(names, new)
-    tokens = torch.zeros(batch.slots.shape[0], dtype=torch.long)
-    return {"tokens": tokens, "batch": batch, "k_pages": pair.cache.k_pages, "v_pages": pair.cache.v_pages}
-
-
 def test_capture_of_all_buckets_is_largest_first_and_told():
     pair, told = Pair(breakable), []
-    report = pair.step.capture(**example(pair), progress=lambda *at: told.append(at))
+    report = pair.step.capture(**pair.example(), progress=lambda *at: told.append(at))
     assert told == [
         (1, 5, "mixed 32 tokens x4"), (2, 5, "mixed 16 tokens x4"), (3, 5, "decode x4"), (4, 5, "decode x2"), (5, 5, "decode x1")
     ]  # fmt: skip
     assert [r.bytes for r in report.rows] == sorted((r.bytes for r in report.rows), reverse=True) and report.graph_bytes > 0
     assert report.graph_bytes == pair.device.used() and report.input_bytes == pair.step._inputs.bytes
-    assert pair.step.capture(**example(pair)) == report  # again: nothing is left to do
+    assert pair.step.capture(**pair.example()) == report  # again: nothing is left to do
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,7 +30,7 @@ def test_memory_of_pieces_serves_later_ones(mode):
     """What a graph no longer needs is free for the next, within a bucket and between buckets, and results hold all the same."""
     boundary()
     pair = Pair(mode, Buckets(decode=(2, 4)), kernel=BOUNDARY, layers=2)
-    pair.step.capture(**example(pair))
+    pair.step.capture(**pair.example())
     first, *rest = pair.device.graphs
     assert not first.over and all(g.over for g in rest[1:])
     large, small = pair.step._entries.values()
@@ -53,7 +46,7 @@ def test_over_the_budget_raises_with_the_figures():
     pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=8000, need=lambda: next(need))
     pair.device.used = lambda: 0
     with pytest.raises(OverBudget, match="decode x2: got a need of 9000 bytes beside 0 held by graphs, want at most 8000") as e:
-        pair.step.capture(**example(pair))
+        pair.step.capture(**pair.example())
     assert (e.value.need, e.value.held, e.value.budget) == (9000, 0, 8000)
     assert [str(r.bucket) for r in pair.step.report().rows] == ["decode x4"] and pair.device.calls == ["begin", "end"]
 
@@ -63,7 +56,7 @@ def test_what_is_held_counts_too():
     taken = iter((0, 8001))
     pair.device.used = lambda: next(taken)
     with pytest.raises(OverBudget, match="decode x2: got a need of 10 bytes beside 8001"):
-        pair.step.capture(**example(pair))
+        pair.step.capture(**pair.example())
 
 
 @pytest.mark.parametrize("over", ["raise", "eager"])
@@ -71,12 +64,12 @@ def test_over_the_budget_drops_the_largest(over):
     need = iter((9000, 8000, 2))
     buckets = Buckets(decode=(1, 2, 4), over=over)
     pair = Pair(breakable, buckets, budget_bytes=8000, over_budget="drop", need=lambda: next(need))
-    report = pair.step.capture(**example(pair))
+    report = pair.step.capture(**pair.example())
     assert [str(b) for b in report.dropped] == ["decode x4"] and [str(r.bucket) for r in report.rows] == ["decode x2", "decode x1"]
     assert "dropped, over the memory budget: decode x4" in str(report)
     if over == "raise":
         with pytest.raises(BatchTooLarge, match="got 3, want at most 2"):
-            pair.step(**example(pair, "xyz"))
+            pair.step(**pair.example("xyz"))
     else:
         pair.agree("abc")
         assert pair.step.report().eager_calls == 1
@@ -102,7 +95,7 @@ def test_free_gives_everything_back_and_a_call_captures_anew(mode):
     # What was stale may be captured with now.
     other = tuple(p.clone() for p in pair.cache.k_pages)
     pair.step.free()
-    given = {**example(pair), "k_pages": other}
+    given = {**pair.example(), "k_pages": other}
     pair.step(**given)
     if mode is piecewise:
         assert pair.step.traces == {"decode": 1}
@@ -135,7 +128,7 @@ def test_a_progress_bar():
 
     pair = Pair(breakable, Buckets(decode=(1, 2)))
     with bar() as progress:
-        report = pair.step.capture(**example(pair), progress=progress)
+        report = pair.step.capture(**pair.example(), progress=progress)
     assert len(report.rows) == 2
 
 
@@ -147,16 +140,16 @@ def test_every_so_many_replays_are_compared(mode):
     assert pair.step.report().compared == 2 and "2 replays were compared" in str(pair.step.report())
     # Weights in another place are what no address check sees: a graph reads the old ones.
     pair.model.head.weight = torch.nn.Parameter(torch.randn_like(pair.model.head.weight))
-    pair.step(**example(pair))
+    pair.step(**pair.example())
     with pytest.raises(ReplayMismatch, match=r"decode x2, output 0: got an error of") as e:
-        pair.step(**example(pair))
+        pair.step(**pair.example())
     assert e.value.error > e.value.allowed > 0
 
 
 def test_lengths_past_the_width_are_seen_by_the_comparison():
     pair = Pair(breakable, check_every=2)
-    pair.step(**example(pair))
-    given = example(pair)
+    pair.step(**pair.example())
+    given = pair.example()
     given["batch"] = replace(given["batch"], seq_lens=torch.tensor([3, 33], dtype=torch.int32))
     with pytest.raises(StaleGraph, match=r"batch.seq_lens: got 33 tokens, want at most 32"):
         pair.step(**given)
@@ -188,7 +181,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
 
     pair.device.call = failing
     with pytest.raises(NotCapturable, match=r"operation not permitted when stream is capturing$"):
-        pair.step(**example(pair))
+        pair.step(**pair.example())
     assert not pair.step.report().rows and pair.device.open is None and pair.device.calls == ["begin", "abort"]
     fail.clear()
     pair.agree("ab")
@@ -206,5 +199,5 @@ def test_what_is_held_does_not_grow_with_layers(kernel):
         return forward(op, args, kwargs)
 
     pair.device.call = call
-    pair.step.capture(**example(pair))
+    pair.step.capture(**pair.example())
     assert len(held) == 6 and held[1] == held[-1] > 0

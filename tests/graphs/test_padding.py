@@ -23,12 +23,11 @@ def _boundary():
 @pytest.mark.parametrize(("kernel", "padding"), [(None, "null"), (BOUNDARY, "absent")], ids=["whole", "split"])
 def test_capture_writes_nothing(mode, kernel, padding):
     pair = Pair(mode, Buckets(decode=(1, 4), tokens=(16,), requests=4, padding=padding), kernel=kernel)
-    batch, _ = pair.batches("ab", [3, 5])
+    given = pair.example("ab", [3, 5])
     for pool in pools(pair.cache):
         pool.uniform_()
     before = [p.clone() for p in pools(pair.cache)]
-    tokens = torch.randint(VOCAB, (8,))
-    report = pair.step.capture(tokens, batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    report = pair.step.capture(**given)
     assert [str(r.bucket) for r in report.rows] == ["mixed 16 tokens x4", "decode x4", "decode x1"]
     for a, b in zip(pools(pair.cache), before, strict=True):
         assert torch.equal(a, b)

@@ -42,7 +42,8 @@ def test_pieces_are_still_compiled_once():
     pack_linears(model)
     pair = Pair(piecewise, model=model, passes=(fuse_linears,))
     pair.agree("ab")
-    assert pair.step._pieces()["decode"] == (3, 5)
+    report = pair.step.report()
+    assert (report.compiled["decode"], report.parts["decode"]) == (3, 5)
 
 
 def test_a_bucket_captured_after_a_weight_moved():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnops.errors import StaleGraph
-from attnops.graphs import Buckets, breakable, piecewise
-from tests.graphs.helpers import MODES, Pair, close
+from attnops.graphs import Buckets
+from tests.graphs.helpers import MODES, Pair, close, graphed
 
 
 def forward(tokens, batch):
@@ -17,10 +17,7 @@ def forward(tokens, batch):
 
 
 def stepped(mode, prepare, cache):
-    more = {"inner": "eager"} if mode is piecewise else {}
-    from tests.graphs.standin import StandIn
-
-    return mode(forward, Buckets(decode=(2, 4)), tokens=("tokens",), prepare=prepare, cache=cache, graphs=StandIn(), **more)
+    return graphed(mode, forward, Buckets(decode=(2, 4)), batch="batch", prepare=prepare, cache=cache)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -78,12 +75,9 @@ def test_a_host_plan_is_no_part_of_a_graph():
         )  # fmt: skip
         return y + 1
 
-    from tests.graphs.standin import StandIn
-
-    for mode in (piecewise, breakable):
+    for mode in MODES:
         pair = Pair(mode)
-        more = {"inner": "eager"} if mode is piecewise else {}
-        step = mode(planning, Buckets(decode=(2,)), tokens=("tokens",), graphs=StandIn(), **more)
+        step = graphed(mode, planning, Buckets(decode=(2,)), batch="batch")
         close(step(torch.ones(2), pair.batches("ab", 1)[0]), torch.full((2,), 3.0))
         [row] = step.report().rows
         assert [(b.op, b.why) for b in row.breaks] == [("plan_paged_attention", "capture=never")] and row.graphs == 2

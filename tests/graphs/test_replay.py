@@ -13,9 +13,8 @@ import attnops
 from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.pieces import inductor
-from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.helpers import MODES, Pair, close, graphed
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, boundary, decoder, paged_cache
-from tests.graphs.standin import StandIn
 
 KERNELS = [None, BOUNDARY]
 
@@ -54,9 +53,7 @@ def test_many_random_steps(mode, padding):
         # Its numbers are multiplied by nobody's weights, but they have to be numbers.
         for pool in (*pair.cache.k_pages, *pair.cache.v_pages, *pair.twin.k_pages, *pair.twin.v_pages):
             pool[0] = 0
-    batch, _ = pair.batches("a", 1)
-    tokens = torch.zeros(1, dtype=torch.long)
-    pair.step.capture(tokens, batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    pair.step.capture(**pair.example("a"))
     pair.free("a")
     held = pair.device.calls.count("begin"), pair.device.used(), len(pair.device.made)
     rng = random.Random(0)
@@ -104,7 +101,7 @@ def test_a_narrower_table_leaves_nothing_of_a_wider_one(mode):
     assert (pair.step._inputs._batch.page_table[:, 2:] == 0).all()
 
 
-def stale(pair, field):
+def stale(field):
     return pytest.raises(StaleGraph, match=f"^{field}: got ")
 
 
@@ -117,21 +114,21 @@ def test_what_a_replay_refuses(mode):
     other = paged_cache(1)
     replays = pair.device.calls.count("replay")
 
-    with stale(pair, r"k_pages\[0\]"):  # the pages of another cache
+    with stale(r"k_pages\[0\]"):  # the pages of another cache
         pair.step(tokens, batch=mine, k_pages=other.k_pages, v_pages=pair.cache.v_pages)
-    with stale(pair, "v_pages"):  # or another number of layers
+    with stale("v_pages"):  # or another number of layers
         pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages, v_pages=(*pair.cache.v_pages, *other.v_pages))
-    with attnops.use("reference"), stale(pair, "policy"):
+    with attnops.use("reference"), stale("policy"):
         pair.call(pair.step, pair.cache, tokens, mine)
-    with stale(pair, "arguments"):
+    with stale("arguments"):
         pair.step(tokens, batch=mine, k_pages=pair.cache.k_pages)
-    with stale(pair, "tokens"):  # would be rounded
+    with stale("tokens"):  # would be rounded
         pair.call(pair.step, pair.cache, tokens.double(), mine)
     with pytest.raises(InvalidInput, match=r"tokens.shape\[0\]: got 3, want 2, as in the batch"):
         pair.call(pair.step, pair.cache, tokens.new_zeros(3), mine)
     with pytest.raises(InvalidInput, match="batch: got dict, want a PagedBatch"):
         pair.call(pair.step, pair.cache, tokens, {})
-    with stale(pair, "batch.workspace"):
+    with stale("batch.workspace"):
         pair.call(pair.step, pair.cache, tokens, replace(mine, workspace=torch.zeros(8, dtype=torch.uint8)))
     # The same pages in another tuple are the same pages.
     pair.step(tokens, batch=mine, k_pages=tuple(pair.cache.k_pages[i] for i in range(1)), v_pages=pair.cache.v_pages)
@@ -139,30 +136,28 @@ def test_what_a_replay_refuses(mode):
 
     pages = pair.cache.k_pages[0]
     pages.set_(torch.zeros_like(pages))  # the same object, somewhere else
-    with stale(pair, r"k_pages\[0\]"):
+    with stale(r"k_pages\[0\]"):
         pair.call(pair.step, pair.cache, tokens, mine)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_list_that_holds_something_else_is_seen(mode):
     """The same list is no longer the same tensors."""
-    more = {"inner": "eager"} if mode is piecewise else {}
-    step = mode(lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+    step = graphed(mode, lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2,)))
     scale = [torch.ones(1)]
     step(torch.ones(2), scale)
     step(torch.ones(2), scale)
     scale[0] = torch.full((1,), 5.0)
-    with stale(None, r"scale\[0\]"):
+    with stale(r"scale\[0\]"):
         step(torch.ones(2), scale)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_buckets_captured_later_are_of_the_same_circumstances(mode):
-    more = {"inner": "eager"} if mode is piecewise else {}
-    step = mode(lambda tokens, scale: tokens * scale, Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+    step = graphed(mode, lambda tokens, scale: tokens * scale, Buckets(tokens=(2, 4)))
     scale = torch.ones(1)
     step(torch.ones(2), scale)
-    with stale(None, "scale"):
+    with stale("scale"):
         step.capture(torch.ones(2), torch.full((1,), 5.0))
     close(step(torch.ones(4), scale), torch.ones(4))
 
@@ -173,7 +168,7 @@ def test_a_first_capture_that_fails_binds_nobody():
             raise InvalidInput("tokens", 1, "2")
         return tokens * 2
 
-    step = breakable(forward, Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn())
+    step = graphed(breakable, forward, Buckets(tokens=(2,)))
     with pytest.raises(InvalidInput):
         step(torch.ones(2), True)
     close(step(torch.ones(2), False), torch.full((2,), 2.0))
@@ -185,11 +180,11 @@ def test_pages_held_by_the_model_are_watched_through_the_cache():
     def held(tokens, batch):
         return pair.model(tokens, batch, pair.cache.k_pages, pair.cache.v_pages)
 
-    step = breakable(held, Buckets(decode=(2,)), tokens=("tokens",), cache=pair.cache, graphs=pair.device)
+    step = graphed(breakable, held, Buckets(decode=(2,)), batch="batch", cache=pair.cache)
     batch = pair.batches("ab", 1)[0]
     step(torch.zeros(2, dtype=torch.long), batch)
     pair.cache.v_pages[0].set_(torch.zeros_like(pair.cache.v_pages[0]))
-    with stale(pair, r"cache.pages\[1\]"):
+    with stale(r"cache.pages\[1\]"):
         step(torch.zeros(2, dtype=torch.long), batch)
 
 
@@ -243,14 +238,14 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each():
     def forward(tokens):
         return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
 
-    step = piecewise(forward, Buckets(tokens=(1, 2, 4)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    step = graphed(piecewise, forward, Buckets(tokens=(1, 2, 4)))
     for n in (3, 1, 2, 4, 1):
         close(step(torch.ones(n)), forward(torch.ones(n)))
     assert step.traces == {"mixed": 2}
 
 
 def test_a_model_of_one_size_is_refused():
-    step = piecewise(lambda tokens: tokens + torch.arange(4.0), Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn())
+    step = graphed(piecewise, lambda tokens: tokens + torch.arange(4.0), Buckets(tokens=(2, 4)))
     with pytest.raises(NotCapturable, match=r"the model: cannot be captured, it takes one size only: .*4"):
         step(torch.ones(3))
 
@@ -288,15 +283,13 @@ def test_without_a_batch():
         return {"out": x * scale + attnops.attention(q, q, q, causal=True).view(-1, HIDDEN), "weight": model[1].weight, "n": 3}
 
     for mode in MODES:
-        more = {"inner": "eager"} if mode is piecewise else {}
-        pair = Pair(mode)
-        step = mode(forward, Buckets(tokens=(4, 8)), batch=None, tokens=("tokens",), graphs=pair.device, **more)
+        step = graphed(mode, forward, Buckets(tokens=(4, 8)))
         for n in (3, 7, 4, 2):
             tokens = torch.randint(VOCAB, (n,))
             got, want = step(tokens, 0.5), forward(tokens, 0.5)
             close(got["out"], want["out"])
             assert got["n"] == 3 and got["weight"].shape == (HIDDEN, HIDDEN)
-        with stale(pair, "scale"):
+        with stale("scale"):
             step(tokens, 0.25)
         with pytest.raises(BatchTooLarge):
             step(torch.zeros(9, dtype=torch.long), 0.5)
@@ -309,9 +302,7 @@ def test_results_of_requests():
     model = decoder(1)
     cache, twin = paged_cache(1), paged_cache(1)
     for mode in MODES:
-        more = {"inner": "eager"} if mode is piecewise else {}
-        pair = Pair(mode)
-        step = mode(last, Buckets(tokens=(16,), requests=4), tokens=("tokens",), returns="requests", graphs=pair.device, **more)
+        step = graphed(mode, last, Buckets(tokens=(16,), requests=4), batch="batch", returns="requests")
         ids = [[c.alloc() for _ in range(3)] for c in (cache, twin)]
         tokens = torch.randint(VOCAB, (9,))
         with torch.no_grad():

@@ -5,9 +5,8 @@ import torch
 
 from attnops.errors import BatchTooLarge, InvalidInput
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import MODES, close
+from tests.graphs.helpers import MODES, close, graphed
 from tests.graphs.models import VOCAB
-from tests.graphs.standin import StandIn
 
 WEIGHT = torch.randn(VOCAB, 6)
 
@@ -17,25 +16,21 @@ def by_request(input_ids, position_ids, live):
     return {"logits": WEIGHT[input_ids] * position_ids[..., None] * live[:, None, None], "all": live.sum()}
 
 
-def graphed(mode, model, buckets, **more):
-    device = StandIn()
-    return mode(model, buckets, batch=None, graphs=device, **({"inner": "eager"} if mode is piecewise else {}), **more), device
-
-
 def given(requests):
     return torch.randint(VOCAB, (requests, 1)), torch.randint(9, (requests, 1)), torch.ones(requests, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_for_every_request_is_a_decode_step(mode):
-    step, device = graphed(mode, by_request, Buckets(decode=(1, 2, 4)), tokens=(), requests=("input_ids", "position_ids", "live"))
+    requests = ("input_ids", "position_ids", "live")
+    step = graphed(mode, by_request, Buckets(decode=(1, 2, 4)), tokens=(), requests=requests)
     for requests in (3, 1, 4, 2, 3, 1):
         args = given(requests)
         got, want = step(*args), by_request(*args)
         close(got["logits"], want["logits"])
         assert int(got["all"]) == requests  # rows of nobody are zeros
     assert [str(r.bucket) for r in step.report().rows] == ["decode x4", "decode x1", "decode x2"]
-    assert device.calls.count("begin") == 3 and step.report().modes == {"decode": "whole"}
+    assert step.graphs.calls.count("begin") == 3 and step.report().modes == {"decode": "whole"}
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 5, want at most 4"):
         step(*given(5))
     with pytest.raises(InvalidInput, match=r"live.shape\[0\]: got 3, want 2"):
@@ -48,7 +43,7 @@ def test_as_many_tokens_as_requests_are_a_decode_step_and_others_are_not(mode):
         return WEIGHT[tokens] * scales[owner][:, None]
 
     buckets = Buckets(decode=(2, 4), tokens=(8, 16))
-    step, _ = graphed(mode, forward, buckets, tokens=("tokens", "owner"), requests=("scales",))
+    step = graphed(mode, forward, buckets, tokens=("tokens", "owner"), requests=("scales",))
     for owner in ([0, 1, 2], [0, 0, 0, 1, 1], [0, 1], [0] * 9, [0]):
         owner = torch.tensor(owner)
         args = torch.randint(VOCAB, owner.shape), owner, torch.randn(int(owner.max()) + 1)
@@ -58,6 +53,6 @@ def test_as_many_tokens_as_requests_are_a_decode_step_and_others_are_not(mode):
 
 
 def test_tokens_alone_stay_mixed():
-    step, _ = graphed(piecewise, lambda tokens: tokens * 2, Buckets(decode=(2,), tokens=(4,)), tokens=("tokens",))
+    step = graphed(piecewise, lambda tokens: tokens * 2, Buckets(decode=(2,), tokens=(4,)), tokens=("tokens",))
     close(step(torch.ones(2)), torch.full((2,), 2.0))
     assert [str(r.bucket) for r in step.report().rows] == ["mixed 4 tokens x2"]

@@ -11,9 +11,8 @@ from attnops.graphs.graph_breaks import ATTENTION
 from attnops.graphs.pieces import compile_parts, eager
 from attnops.graphs.split import split
 from attnops.ops import OPS
-from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.helpers import MODES, Pair, close, graphed
 from tests.graphs.models import BOUNDARY, boundary, decoder
-from tests.graphs.standin import StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +68,7 @@ submod_16: captured, 5 operations""",
 
 
 def test_a_model_without_attention_is_one_piece():
-    step = piecewise(lambda tokens: tokens.sin() + 1, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    step = graphed(piecewise, lambda tokens: tokens.sin() + 1, Buckets(tokens=(4,)))
     close(step(torch.ones(3)), torch.ones(3).sin() + 1)
     assert str(step.programs["mixed"].split) == "submod_0: captured, 2 operations"
 
@@ -105,13 +104,6 @@ def test_the_kernel_chosen_is_forced():
     parts = splits(pair)["decode"].parts
     nodes = [n for part in parts for n in part.module.graph.nodes if str(n.target).startswith("attnops.")]
     assert [n.kwargs["policy"] for n in nodes] == ["kernel=write_kv:scatter", "kernel=paged_attention:sdpa"]
-
-
-def test_eight_layers_are_three_pieces():
-    pair = Pair(piecewise, layers=8, kernel=BOUNDARY)
-    splits(pair)
-    report = pair.step.report()
-    assert report.compiled == {"decode": 3} and report.parts == {"decode": 9}
 
 
 def test_layers_that_differ_are_compiled_each():
@@ -191,7 +183,7 @@ def test_piecewise_says_what_cannot_be_traced():
     def forward(tokens):
         return tokens * 2 if tokens.sum() > 3 else tokens
 
-    step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("tokens",), inner="eager", graphs=StandIn())
+    step = graphed(piecewise, forward, Buckets(tokens=(4,)))
     with pytest.raises(NotCapturable, match="the model: cannot be captured, it cannot be traced whole"):
         step(torch.ones(3))
 
@@ -231,8 +223,7 @@ def test_a_marked_function_of_another_result():
         return total + top.float()
 
     for mode in MODES:
-        more = {"inner": "eager"} if mode is piecewise else {}
-        step = mode(forward, Buckets(tokens=(2, 4)), batch=None, tokens=("tokens",), graphs=StandIn(), **more)
+        step = graphed(mode, forward, Buckets(tokens=(2, 4)))
         for n in (3, 2, 4):
             x = torch.randn(n, 5)
             close(step(x), forward(x))
@@ -246,7 +237,7 @@ def test_breakable_refuses_results_a_graph_cannot_follow(result):
         out = marked(tokens)
         return tokens + (out if isinstance(out, int) else out.sum())
 
-    step = breakable(forward, Buckets(tokens=(2,)), batch=None, tokens=("tokens",), graphs=StandIn())
+    step = graphed(breakable, forward, Buckets(tokens=(2,)))
     with pytest.raises(NotCapturable, match="cannot be captured, it"):
         step(torch.ones(2))
         step(-torch.ones(2))

@@ -5,7 +5,7 @@ import torch
 
 from attnops.errors import InvalidInput, NotCapturable, ReplayMismatch, StaleGraph
 from attnops.graphs import Buckets, outside, piecewise
-from tests.graphs.helpers import MODES, close
+from tests.graphs.helpers import MODES, close, graphed
 from tests.graphs.models import Decaying
 from tests.graphs.standin import StandIn
 
@@ -18,11 +18,9 @@ def twin_of(model):
     return twin
 
 
-def graphed(mode, model, **more):
+def decaying(mode, model, **more):
     device = StandIn()
-    more |= {"inner": "eager"} if mode is piecewise else {}
-    state = more.pop("state", (model.state, model.steps))
-    return mode(model, BUCKETS, batch=None, tokens=("x",), graphs=device, state=state, **more), device
+    return graphed(mode, model, BUCKETS, **{"tokens": ("x",), "graphs": device, "state": (model.state, model.steps), **more}), device
 
 
 def agree(step, model, twin, rows):
@@ -40,7 +38,7 @@ def agree(step, model, twin, rows):
 def test_every_step_changes_it_once(mode, check_every):
     model = Decaying()
     twin = twin_of(model)
-    step, _ = graphed(mode, model, check_every=check_every)
+    step, _ = decaying(mode, model, check_every=check_every)
     for rows in (2, 4, 2, 2, 3, 4, 1, 1):
         agree(step, model, twin, rows)
     assert step.report().compared == (3 if check_every else 0)  # of 5 replays of one bucket and 3 of the other
@@ -50,7 +48,7 @@ def test_every_step_changes_it_once(mode, check_every):
 def test_a_capture_beforehand_changes_nothing(mode):
     model = Decaying()
     before = model.state.clone()
-    step, device = graphed(mode, model)
+    step, device = decaying(mode, model)
     step.capture(torch.randn(1, 3))
     assert device.calls.count("begin") == 2
     assert torch.equal(model.state, before) and int(model.steps) == 0
@@ -60,7 +58,7 @@ def test_a_capture_beforehand_changes_nothing(mode):
 def test_not_named_it_is_changed_by_a_capture(mode):
     """What `state=` is for."""
     model = Decaying()
-    step, _ = graphed(mode, model, state=())
+    step, _ = decaying(mode, model, state=())
     step.capture(torch.randn(1, 3))
     assert int(model.steps) > 0
 
@@ -77,7 +75,7 @@ def test_put_back_when_a_capture_fails(mode):
 
     model = Decaying(fails=outside(failing))
     before = model.state.clone()
-    step, device = graphed(mode, model)
+    step, device = decaying(mode, model)
     with pytest.raises((RuntimeError, NotCapturable), match="not now"):
         step(torch.randn(2, 3))
     assert torch.equal(model.state, before) and int(model.steps) == 0 and device.open is None
@@ -86,7 +84,7 @@ def test_put_back_when_a_capture_fails(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_it_may_not_move(mode):
     model = Decaying()
-    step, _ = graphed(mode, model)
+    step, _ = decaying(mode, model)
     step(torch.randn(2, 3))
     model.state.set_(torch.zeros_like(model.state))
     with pytest.raises(StaleGraph, match=r"^state\[0\]: got "):
@@ -97,7 +95,7 @@ def test_it_may_not_move(mode):
 def test_a_mismatch_leaves_it_as_after_one_step(mode):
     model = Decaying()
     twin = twin_of(model)
-    step, _ = graphed(mode, model, check_every=2)
+    step, _ = decaying(mode, model, check_every=2)
     agree(step, model, twin, 2)
     x = torch.randn(2, 3)
     twin(x)

@@ -8,8 +8,7 @@ import torch
 
 from attnops.errors import NotCapturable
 from attnops.graphs import Buckets, piecewise
-from tests.graphs.helpers import MODES, close
-from tests.graphs.standin import StandIn
+from tests.graphs.helpers import MODES, close, graphed
 
 
 def test_pieces_of_two_traces_are_compiled_each():
@@ -33,7 +32,7 @@ def test_pieces_of_two_traces_are_compiled_each():
             torch._check(True)
         return (tokens * 2)[:8]
 
-    step = piecewise(forward, Buckets(tokens=(4, 16)), batch=None, tokens=("tokens",), returns="whole", inner=known, graphs=StandIn())
+    step = graphed(piecewise, forward, Buckets(tokens=(4, 16)), returns="whole", inner=known)
     close(step(torch.ones(16)), forward(torch.ones(16)))
     if torch.__version__ < "2.12":  # a slice that may be shorter than asked has a size of its own there, as if it followed from data
         with pytest.raises(NotCapturable, match="its size or value depends on data"):
@@ -49,7 +48,7 @@ def test_pieces_of_two_traces_are_compiled_each():
 )
 def test_results_that_depend_on_data_are_refused(forward):
     """A caller would be given those of the capture at every step."""
-    step = piecewise(forward, Buckets(tokens=(4,)), batch=None, tokens=("x",), inner="eager", graphs=StandIn())
+    step = graphed(piecewise, forward, Buckets(tokens=(4,)), tokens=("x",))
     with pytest.raises(NotCapturable, match="the model returns it, and its size or value depends on data"):
         step(torch.ones(4))
 
@@ -58,8 +57,7 @@ def test_results_that_depend_on_data_are_refused(forward):
 def test_a_model_dies_with_its_step(mode):
     """Dynamo keeps what it compiled."""
     model = torch.nn.Linear(4, 4)
-    more = {"inner": "eager"} if mode is piecewise else {}
-    step = mode(model, Buckets(tokens=(2,)), batch=None, tokens=("input",), graphs=StandIn(), **more)
+    step = graphed(mode, model, Buckets(tokens=(2,)), tokens=("input",))
     step(torch.ones(2, 4))
     weights = weakref.ref(model.weight)
     del model, step

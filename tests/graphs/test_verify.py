@@ -11,9 +11,8 @@ from attnops.graphs import Bucket, Buckets, piecewise
 from attnops.kernel import Capture, extent_at_most, kernels_of, register
 from attnops.problem import Extent, Problem
 from attnops.select import _select
-from tests.graphs.helpers import MODES, Pair, close
+from tests.graphs.helpers import MODES, Pair, close, graphed
 from tests.graphs.models import BOUNDARY, VOCAB, boundary
-from tests.graphs.standin import StandIn
 
 BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4, verify=(3, 5))
 FEW = "few_queries"
@@ -51,7 +50,7 @@ def test_batches_without_a_bucket():
         with pytest.raises(InvalidInput, match=r"^verify: "):
             Buckets(**bad)
     with pytest.raises(InvalidInput, match=r"verify: got \(2,\), want \(\) where the model takes no batch"):
-        piecewise(lambda tokens: tokens, Buckets(decode=(1,), verify=(2,)), batch=None, tokens=("tokens",), graphs=StandIn())
+        graphed(piecewise, lambda tokens: tokens, Buckets(decode=(1,), verify=(2,)))
 
 
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
@@ -81,9 +80,7 @@ def test_the_problem_of_a_capture_is_that_of_eager(mode):
     pair = Pair(mode, Buckets(decode=(2, 8), verify=(4,)), kernel=few())
     _select.cache_clear()
     SEEN.clear()
-    batch, _ = pair.batches("abcdefgh", 4)
-    tokens = torch.randint(VOCAB, (32,))
-    pair.step.capture(tokens, batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
+    pair.step.capture(**pair.example("abcdefgh", 4))
     assert {p.queries for p in SEEN if p.queries.hi > 1} == {Extent.of(4)}
     wide = max((p for p in SEEN if p.queries.hi == 4), key=lambda p: p.batch.hint)
     assert (wide.batch.hint, wide.tokens.hint) == (8, 32)
