@@ -13,6 +13,10 @@ Kind = Literal["decode", "verify", "mixed"]
 drafts of a speculative step. mixed: any other batch, of prefill or of both."""
 
 
+Over = Literal["raise", "eager"]
+Padding = Literal["absent", "null"]
+
+
 @dataclass(frozen=True, order=True)
 class Bucket:
     """One captured size: `tokens` rows of every tensor by token, `requests` rows of the page table."""
@@ -74,8 +78,8 @@ class Buckets:
     decode: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     requests: int = 0
-    over: Literal["raise", "eager"] = "raise"
-    padding: Literal["absent", "null"] = "absent"
+    over: Over = "raise"
+    padding: Padding = "absent"
     dropped: frozenset[Bucket] = field(default=frozenset(), repr=False)
     verify: tuple[int, ...] = ()
 
@@ -96,13 +100,7 @@ class Buckets:
 
     @classmethod
     def up_to(
-        cls,
-        requests: int = 0,
-        tokens: int = 0,
-        *,
-        over: Literal["raise", "eager"] = "raise",
-        padding: Literal["absent", "null"] = "absent",
-        verify: tuple[int, ...] = (),
+        cls, requests: int = 0, tokens: int = 0, *, over: Over = "raise", padding: Padding = "absent", verify: tuple[int, ...] = ()
     ) -> Buckets:
         """The default sizes up to so many requests in decode batches and new tokens in mixed ones; 0: no bucket of that kind."""
         return cls(decode_sizes(requests), token_sizes(tokens), requests, over, padding, verify=verify)
@@ -157,7 +155,5 @@ class Buckets:
         fail(BatchTooLarge, kind, field, tokens if kind == "mixed" else requests, largest)
 
     def _fitting(self, kind: Kind, tokens: int, requests: int, queries: int) -> Bucket | None:
-        for b in self._kept[kind]:
-            if b.requests >= requests and b.tokens >= tokens and (kind != "verify" or b.queries >= queries):
-                return b
-        return None
+        fitting = (b for b in self._kept[kind] if b.requests >= requests and b.tokens >= tokens)
+        return next((b for b in fitting if kind != "verify" or b.queries >= queries), None)

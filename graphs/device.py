@@ -58,13 +58,9 @@ class Device(Protocol):
 
 
 class Recorded:
-    """A captured step.
+    """A captured step. steps: graph replays and the calls between them, in order. breaks: those calls.
 
-    steps: graph replays and the calls between them, in order.
-    graphs: the graphs, which hold memory.
-    breaks: the calls between graphs.
-    bytes_of: the memory that each graph took at its capture.
-    current: the part of the step that runs, for errors.
+    bytes_of: the memory that each graph took at its capture. current: the part of the step that runs, for errors.
     """
 
     def __init__(self, device: Device) -> None:

@@ -25,12 +25,7 @@ MARK = "_attnops_outside"
 
 @dataclass(frozen=True)
 class Break:
-    """A call that runs between graphs.
-
-    op: the op or function.
-    kernel: the kernel of an op of attnops, else "".
-    why: the reason, in a few words.
-    """
+    """A call of an op or function that runs between graphs, and why, in a few words. kernel: of an op of attnops, else ""."""
 
     op: str
     kernel: str
@@ -41,10 +36,7 @@ class Break:
 
 
 def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
-    """The kernel that a call of `target` runs, by its overload or chosen for these arguments, real or fake.
-
-    None for a target that is not an op of attnops. Raises NoKernel.
-    """
+    """The kernel of a call on real or fake arguments, by its overload or chosen; None if `target` is not of attnops. Raises NoKernel."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "attnops":
         return None
     op = OPS.get(target._schema.name.partition("::")[2])

@@ -19,7 +19,7 @@ from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket
 from .device import CudaGraphs, Device, Recorded
 from .eager_capture import CaptureMode
-from .guard import compare, restore, saved, uncached_casts, unchanged
+from .guard import compare, described, restore, uncached_casts, unchanged
 from .inputs import Inputs, Setup, Values
 from .pieces import Program
 from .report import Report, Row
@@ -153,8 +153,6 @@ class Graphed(Setup):
             fail(InvalidInput, "arguments", sorted(twice), "each once")
         return {**values, **kwargs}
 
-    # How a step runs: `breakable`, which `piecewise` overrides ---------------------------------------------------------------------
-
     def _prepare(self, bucket: Bucket, values: Values) -> None:
         """Initialise or compile for all buckets of one trace, on the inputs of the largest."""
         self._plain(bucket, values)
@@ -172,8 +170,6 @@ class Graphed(Setup):
         with CaptureMode(into, (self.eager or {}).get(bucket.kind, ())):
             return self._plain(bucket, values)
 
-    # Replay --------------------------------------------------------------------------------------------------------------------
-
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
         every, name = self.check_every, self.batch
@@ -186,7 +182,7 @@ class Graphed(Setup):
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
             self._plan_again(entry, entry.planned)
-        before = saved(self.state) if due else []
+        before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
         entry.replays += 1
@@ -207,14 +203,12 @@ class Graphed(Setup):
         new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
             field, got, want = f"{self.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
-            if _described(got) != _described(want):
-                fail(StaleGraph, field, _described(got), _described(want))
+            if (now := described(got)) != (then := described(want)):
+                fail(StaleGraph, field, now, then)
             if got is not None and got.data_ptr() != want.data_ptr():
                 if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
                     fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
                 want.copy_(got)
-
-    # Capture -------------------------------------------------------------------------------------------------------------------
 
     def _captured(self, bucket: Bucket, values: Values) -> Entry | None:
         """Capture one bucket on padding rows. None where the budget drops it."""
@@ -291,7 +285,3 @@ class Graphed(Setup):
             fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False
-
-
-def _described(t: Tensor | None) -> str:
-    return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"

@@ -23,14 +23,12 @@ _equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 class Guard:
     """State that a captured graph depends on: fixed arguments, further tensors that the model reads, the policy and autocast.
 
-    The same objects at the same addresses pass in a microsecond. Other objects are compared leaf by leaf, and so are lists and dicts at
-    every call, because their contents may change.
+    The same objects pass in a microsecond. Other objects, and lists and dicts, whose contents may change, are compared leaf by leaf.
     """
 
     def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
         """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
         self.policy, self.casting = active_policy(), casting()
-        # Mutable containers are compared at every call.
         self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
         self._count = len(fixed) + others
         named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -67,7 +65,7 @@ def _compare_leaves(name: str, given: list[tuple[str, Any]], captured: list[tupl
     for (path, want), (_, got) in zip(captured, given, strict=True):
         if isinstance(want, Tensor) and isinstance(got, Tensor):
             if want is not got and _layout(want) != _layout(got):
-                fail(StaleGraph, f"{name}{path}", _described(got), _described(want))
+                fail(StaleGraph, f"{name}{path}", described(got, address=True), described(want, address=True))
         elif want is not got and (type(want) is not type(got) or want != got):
             fail(StaleGraph, f"{name}{path}", repr(got), repr(want))
 
@@ -107,15 +105,17 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
-def _described(t: Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} at {t.data_ptr():#x}"
+def described(t: Tensor | None, rows: bool = False, address: bool = False) -> str:
+    """For errors. rows: without the number of rows. address: where it is, in place of its device."""
+    if t is None:
+        return "None"
+    shape = f"[{', '.join(['*', *map(str, t.shape[1:])])}]" if rows else list(t.shape)
+    return f"{str(t.dtype).removeprefix('torch.')} {shape} {f'at {t.data_ptr():#x}' if address else f'on {t.device}'}"
 
 
 def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> None:
-    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number.
-
-    None: the relative error that reordered sums of a whole model may have, some hundred roundings of the dtype and at most 0.1.
-    """
+    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number. None: the error that
+    reordered sums of a whole model may have, some hundred roundings of the dtype and at most 0.1."""
     for (path, a), (_, b) in zip(_leaves(got), _leaves(want), strict=True):
         if isinstance(b, Tensor) and b.numel():
             usual = min(256 * torch.finfo(b.dtype).eps, 0.1) if b.is_floating_point() else 0.0
@@ -134,20 +134,15 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().nan_to_num(nan=float("inf")).masked_fill(alike, 0.0).max())
 
 
-def saved(state: Sequence[Tensor]) -> list[Tensor]:
-    return [t.detach().clone() for t in state]
-
-
 def restore(state: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for t, copy in zip(state, copies, strict=True):
-            t.copy_(copy)
+    for t, copy in zip(state, copies, strict=True):
+        t.copy_(copy)
 
 
 @contextmanager
 def unchanged(state: Sequence[Tensor]) -> Iterator[None]:
     """Restore the tensors after the block, also where it raises."""
-    copies = saved(state)
+    copies = [t.detach().clone() for t in state]
     try:
         yield
     finally:
@@ -182,10 +177,8 @@ def whole_guards() -> Iterator[None]:
 
 
 def whole(code: str) -> str:
-    """The expression without short circuits: `|`, `&` and torch functions in place of `or`, a nested `and`, min and max.
-
-    A top-level `and` or chain of comparisons stays, because each of its parts has to hold anyway.
-    """
+    """The expression with `|`, `&` and torch functions in place of `or`, a nested `and`, min and max. A top-level `and` or chain of
+    comparisons stays, because each of its parts has to hold anyway."""
     visit = _Whole()
     body = ast.parse(code, mode="eval").body
     parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]

@@ -14,7 +14,7 @@ from ..cache.paged import Pages, ordinary
 from ..errors import InvalidInput, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
-from .guard import Guard
+from .guard import Guard, described
 
 Values = dict[str, Any]
 
@@ -65,10 +65,9 @@ class Setup:
         return {n: v for n, v in values.items() if n not in (self.batch, *self.tokens, *self.requests)}
 
     def sizes(self, values: Mapping[str, Any]) -> tuple[Kind, int, int, int]:
-        """(kind, new tokens, requests, the most tokens of a request) of a call.
+        """(kind, new tokens, requests, the most tokens of a request) of a call. Raises InvalidInput.
 
         Without a batch, the rows of the first tensor by request are the requests, with one token each if no tensor is by token.
-        Raises InvalidInput for a batch that is not a PagedBatch, or has cached tokens.
         """
         if self.batch is None:
             requests = int(rows_of(self.requests[0], values).shape[0]) if self.requests else 0
@@ -113,10 +112,7 @@ class _Rows(NamedTuple):
 
 
 class Inputs:
-    """Buffers for the batch and the tensors by row, like those of a first call and as long as the largest bucket.
-
-    width: the number of columns of the page table. A call may bring fewer, and never more.
-    """
+    """Buffers like the tensors of a first call and as long as the largest bucket. width: the most columns of a page table."""
 
     def __init__(self, setup: Setup, values: Mapping[str, Any], watched: Mapping[str, Tensor]) -> None:
         """watched: further tensors that keep their addresses."""
@@ -131,17 +127,13 @@ class Inputs:
                 device = given.page_table.device
                 self.width = max(0 if setup.cache is None else setup.cache.page_table.shape[1], given.page_table.shape[1])
                 self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
-
-                def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-                    return torch.zeros(shape, dtype=dtype, device=device)
-
+                long = torch.zeros(tokens, dtype=torch.int64, device=device)
                 self._tables = {
-                    "page_table": _Rows(table(requests, self.width), False),
-                    "seq_lens": _Rows(table(requests), False, None),
-                    "cu_seqlens_q": _Rows(table(requests + 1), False, None, 1),
-                    "slots": _Rows(table(tokens, dtype=torch.int64), True, -1),
-                    "positions": _Rows(table(tokens, dtype=torch.int64), True),
-                }
+                    "page_table": _Rows(self._ones.new_zeros(requests, self.width), False),
+                    "seq_lens": _Rows(self._ones.new_zeros(requests), False, None),
+                    "cu_seqlens_q": _Rows(self._ones.new_zeros(requests + 1), False, None, 1),
+                    "slots": _Rows(long - 1, True, -1), "positions": _Rows(long, True),
+                }  # fmt: skip
                 tables: Values = {n: r.tensor for n, r in self._tables.items()}
                 self._batch = PagedBatch(**tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace)
         fixed = setup.fixed(values)
@@ -170,7 +162,7 @@ class Inputs:
         for row, r in self._rows.items():
             given, own = rows_of(row, values), r.tensor
             if given.dtype is not own.dtype or given.device != own.device or given.shape[1:] != own.shape[1:]:
-                fail(StaleGraph, row, _described(given), _described(own))
+                fail(StaleGraph, row, described(given, rows=True), described(own, rows=True))
         if (ours := self._batch) is not None and (name := self._name) is not None:
             batch: PagedBatch = values[name]
             table, scratch = batch.page_table, batch.workspace
@@ -237,10 +229,6 @@ class Inputs:
 
 def _like(given: Tensor, rows: int, by_token: bool) -> _Rows:
     return _Rows(torch.zeros((rows, *given.shape[1:]), dtype=given.dtype, device=given.device), by_token)
-
-
-def _described(t: Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} [*, {', '.join(map(str, t.shape[1:]))}] on {t.device}".replace("[*, ]", "[*]")
 
 
 def _at(t: Tensor | None) -> str:

@@ -35,9 +35,8 @@ class Piecewise(Graphed):
     Args:
         model: a module or function. Its arguments and results may be structures.
         buckets: the sizes to capture.
-        batch: the name of the argument that is the PagedBatch. None for a model without: padding rows are then zeros, which other rows
-            may not depend on, as under causal attention; a call with as many tokens as requests, or without tensors by token, is a
-            decode step if `buckets` has decode sizes.
+        batch: the name of the argument that is the PagedBatch. None: padding rows are zeros, which other rows may not depend on, and a
+            call with as many tokens as requests, or without tensors by token, is a decode step if `buckets` has decode sizes.
         tokens: names of the arguments with a row for every new token, copied at every call.
         requests: names of the arguments with a row for every request, copied at every call. All other arguments must be the same
             objects at every call, for instance a cache's pages.
@@ -167,7 +166,8 @@ class Piecewise(Graphed):
 
     def _backend(self, bucket: Bucket, gm: fx.GraphModule) -> Callable[..., Any]:
         trace, least = bucket.trace, min(b.tokens for b in self.buckets.of_trace(bucket.trace))
-        if trace not in self._specialising and any(_breaks(guard.expr, least) for guard in getattr(shape_env(), "guards", ())):
+        guards = [] if trace in self._specialising else [guard.expr for guard in getattr(shape_env(), "guards", ())]
+        if any(len(g.free_symbols) == 1 and g.subs(dict.fromkeys(g.free_symbols, least)) == False for g in guards):  # noqa: E712
             raise _SizeSpecialises
         for change in self.passes:
             change(gm)
@@ -179,11 +179,6 @@ class Piecewise(Graphed):
 
 class _SizeSpecialises(AttnopsError):
     """The smallest size of a trace breaks one of its guards. Raised before the trace is compiled."""
-
-
-def _breaks(guard: Any, least: int) -> bool:
-    symbols = guard.free_symbols
-    return len(symbols) == 1 and guard.subs(dict.fromkeys(symbols, least)) == False  # noqa: E712
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def inductor(module: fx.GraphModule, examples: list[Any]) -> Piece:
 
 
 def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
-    """Compile with Inductor and its coordinate descent tuning, which tries many configurations of every kernel at the first run.
+    """Compile with Inductor and its coordinate descent tuning: many configurations of every kernel are tried at the first run.
 
     A matrix product of one row then becomes a Triton kernel, fused with its neighbours, that reads weights faster than cuBLAS.
     """
@@ -48,11 +48,7 @@ def eager(module: fx.GraphModule, examples: list[Any]) -> Piece:
 
 
 def start_workers() -> None:
-    """Start Inductor's compile workers while the model is traced.
-
-    As a backend of torch.compile Inductor starts them itself. Called for pieces, it starts them with the first, whose kernels then
-    compile one after the other until the workers are up.
-    """
+    """Start Inductor's compile workers while the model is traced. Otherwise the first piece starts them, and the next ones wait."""
     if not torch.cuda.is_available():
         return
     from torch._inductor import async_compile
@@ -67,21 +63,14 @@ INNER: dict[str, Inner] = {"inductor": inductor, "tuned": tuned, "eager": eager}
 
 @dataclass(frozen=True)
 class Program:
-    """A split model with compiled pieces.
-
-    pieces: the compiled function of a part, by its name.
-    compiled: the number of different pieces.
-    """
+    """A split model with its compiled pieces, by the name of the part. compiled: the number of different ones."""
 
     split: Split
     pieces: dict[str, Piece]
     compiled: int
 
     def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
-        """Run without graphs; or, with `into`, capture neighbouring capturable parts into one graph each and run the others between them.
-
-        Returns the model's results, which every replay writes.
-        """
+        """Run without graphs, or capture neighbouring parts into one graph each and the others between them. Returns the results."""
         return _Run(self, into).run(*flat)
 
 
@@ -122,9 +111,8 @@ class _Run(fx.Interpreter):
         readers: dict[Any, fx.Node] = {0: call} if len(made) == 1 else {u.args[1]: u for u in call.users}
         dynamic = {i: readers[i] for i, node in enumerate(made) if depends_on_data(value_of(node))}
         # A view of an input keeps the address of the input.
-        copied = {
-            i: x for i, x in enumerate(out) if i not in dynamic and isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in fixed
-        }
+        static = {i: x for i, x in enumerate(out) if i not in dynamic and isinstance(x, Tensor)}
+        copied = {i: x for i, x in static.items() if x.untyped_storage().data_ptr() not in fixed}
         latest.update((node, out[i]) for i, node in dynamic.items())
 
         def again() -> None:
@@ -153,7 +141,7 @@ def compile_parts(found: Split, inner: Inner) -> Program:
         if part.compiled and starts_work(part.module):
             code = structure(part)
             if code not in cache:
-                cache[code] = inner(part.module, part.examples)
+                cache[code] = inner(part.module, [value_of(n) for n in part.module.graph.find_nodes(op="placeholder")])
             pieces[part.name] = cache[code]
     return Program(found, pieces, len(cache))
 

@@ -1,7 +1,4 @@
-"""Splits a traced model into parts, at calls that may not be captured and at calls of attention.
-
-A graph ends at the first kind. The second kind only bounds compiled pieces, which are then equal for all layers; a graph includes it.
-"""
+"""Splits a traced model into parts, at calls that may not be captured, where a graph ends, and at calls of attention."""
 
 from __future__ import annotations
 
@@ -35,11 +32,9 @@ Cut = Break | str
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model.
+    """A part of the model: an attention call or several, which are captured but not compiled; calls that may not be captured; or a piece.
 
     module: a submodule of the split model. It returns a tuple, also of one value, where the split model reads the value itself.
-    breaks: its calls that may not be captured; `()` for a captured part.
-    calls: its attention calls, `op.kernel`, captured but not compiled; `()` for a compiled part, a piece, or one with breaks.
     """
 
     name: str
@@ -54,11 +49,6 @@ class Part:
     @property
     def compiled(self) -> bool:
         return not self.breaks and not self.calls
-
-    @property
-    def examples(self) -> list[Any]:
-        """The fake tensors and symbolic sizes of its inputs."""
-        return [value_of(n) for n in self.module.graph.find_nodes(op="placeholder")]
 
 
 @dataclass(frozen=True)
@@ -92,19 +82,10 @@ def starts_work(module: fx.GraphModule) -> bool:
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
-    """Split `gm`.
+    """Split a graph as Dynamo gives it to a backend, in place. Neighbouring parts are of different kinds. eager: ops to keep out of graphs.
 
-    Args:
-        gm: a graph as Dynamo gives it to a backend, with fake values. Changed in place: calls get the policy that forces the chosen
-            kernel, equal metadata calls are merged, and allocations move before breaks.
-        eager: names of further ops to keep out of graphs.
-
-    Returns:
-        The parts. Two neighbours are never of one kind: compiled, attention calls, or not captured.
-
-    Raises:
-        NoKernel: no kernel can run an op.
-        NotCapturable: the size or value of a result depends on data; a replay would return that of the capture.
+    Calls get the policy that forces the chosen kernel, equal metadata calls are merged, and allocations move before breaks. Raises
+    NoKernel, and NotCapturable if the size or value of a result depends on data: a replay would return that of the capture.
     """
     for node in gm.graph.output_node().all_input_nodes:
         # A returned float leaves the trace as a tensor, from which Dynamo reads it after the graph.
@@ -231,10 +212,7 @@ def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, in
 
 
 def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
-    """Compute sizes that follow from other sizes in every part that uses them, at the first use.
-
-    As inputs of a part, or at the first use in the whole model, they would make pieces of equal layers differ.
-    """
+    """Compute sizes that follow from other sizes in every part that uses them: as inputs they would make pieces of equal layers differ."""
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     known = {node for node in where if isinstance(value_of(node), _NUMBERS) and not depends_on_data(value_of(node))}
     numbers = {n for n in known if n.op == "call_function" and all(isinstance(value_of(x), _NUMBERS) for x in n.all_input_nodes)}

@@ -35,10 +35,9 @@ def choice_inputs() -> tuple[str, ...]:
 
 
 def install() -> None:
-    """Have Inductor hash `choice_inputs()` into the keys of the FX-graph and AOTAutograd caches.
+    """Have Inductor hash `choice_inputs()` into the keys of its caches: it hashes the uuid of every entry of `custom_backend_passes`.
 
-    Inductor hashes the uuid of every entry of `custom_backend_passes`, also for other devices. An entry for a device that does not exist
-    never runs, and takes no slot that a user may want.
+    An entry for a device that does not exist never runs, and takes no slot that a user may want.
     """
     from torch._inductor.codegen.common import custom_backend_passes, init_backend_registration
     from torch._inductor.custom_graph_pass import CustomGraphModulePass

@@ -122,10 +122,7 @@ def _inline(op: Op, kernel: Kernel, call: Any, lowered: Any) -> Any:
 
 
 def install() -> None:
-    """Register the lowerings and the cache key. Idempotent; leaves a user's own passes and lowerings as they are.
-
-    Runs when a compiler first traces an op, so that `import attnops` stays light.
-    """
+    """Register the lowerings and the cache key, when a compiler first traces an op. Idempotent; leaves lowerings of users as they are."""
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 
     with _LOCK:

@@ -30,7 +30,6 @@ class Site(Generic[D]):
     """One or more calls with the same decision: on the kernel or, of latent attention (MLA), between absorbed and expanded.
 
     where: module paths, with `*` for numbers.
-    count: the number of calls.
     """
 
     where: str
@@ -87,9 +86,7 @@ class Explanation:
                 "kernel": d.kernel.name if d.kernel else None, "by_judge": d.by_judge, "can_run": list(d.passed_over),
                 "never_run": [n for n in d.costs if d.untried(n)],
                 "cost_us": {n: {"us": _short(c.us), "how": c.how} for n, c in d.costs.items()},
-                "refused": {
-                    n: [{"field": r.field, "got": str(r.got), "want": r.want} for r in reasons] for n, reasons in d.refused.items()
-                },
+                "refused": {n: [{"field": r.field, "got": str(r.got), "want": r.want} for r in found] for n, found in d.refused.items()},
             }
             for s in self.sites for d in [s.decision]
         ]  # fmt: skip
@@ -132,6 +129,9 @@ def explain(
     Raises:
         InvalidInput: an unknown target, or assume without a target. Errors of the call itself pass through.
     """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
     if target is None and assume is not None:
         raise InvalidInput("assume", assume, "None without a target: packages of this machine are looked up")
     named = Target.parse(target, assume) if isinstance(target, str) else target
@@ -143,7 +143,10 @@ def explain(
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(named))
         path = stack.enter_context(_module_path(call))
-        fake = stack.enter_context(_fake_mode(args, kwargs))
+        mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode()
+        stack.callback(setattr, mode, "allow_non_fake_inputs", mode.allow_non_fake_inputs)
+        mode.allow_non_fake_inputs = True
+        stack.enter_context(mode)
 
         def count(sites: dict[Any, Site[D]], decision: D, *facts: object) -> None:
             site = sites.setdefault((path(), facts), Site(path(), 0, decision))
@@ -159,8 +162,8 @@ def explain(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(call, nn.Module) and not call.training:
             stack.enter_context(torch.no_grad())
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-        call(*fake_args, **fake_kwargs)
+        given, rest = pytree.tree_map_only(torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs))
+        call(*given, **rest)
     here = str(named) if named is not None else ("cuda" if torch.cuda.is_available() else "cpu") + " (this machine)"
     sites = tuple(found.values())
     explanation = Explanation(here, named.assume if named else None, sites, _times(sites), tuple(formed.values()))
@@ -191,24 +194,5 @@ def _module_path(model: Any) -> Iterator[Callable[[], str]]:
         called.pop()
 
     hooks = nn.modules.module
-    handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
-    try:
+    with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
         yield lambda: called[-1]
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _fake_mode(args: Any, kwargs: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """The fake mode of the arguments, or a new one; a function that makes tensors fake."""
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    mode = detect_fake_mode(pytree.tree_leaves((args, kwargs))) or FakeTensorMode()
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    try:
-        with mode:
-            yield lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x)
-    finally:
-        mode.allow_non_fake_inputs = before

@@ -148,9 +148,9 @@ def _source(node: fx.Node) -> Any:
 def _guard(rows: Sequence[Sequence[fx.Node]]) -> None:
     """Guard the frame that Dynamo is compiling: the parameters of every row are adjacent in memory.
 
-    Dynamo guards a parameter's dtype, shape and strides, but not its address: `module.weight.data = other` passes all of its guards.
-    This guard compares addresses with each other, not with constants, so layers that share compiled code keep sharing it. It is a guard
-    of the frame and runs last: Dynamo skips the guards of a single input while the module dicts that lead to it are unchanged.
+    Dynamo does not guard a parameter's address: `module.weight.data = other` passes all of its guards. This guard compares addresses with
+    each other, not with constants, so layers keep sharing compiled code. It is a guard of the frame and runs last, because Dynamo skips
+    the guards of a single input while the module dicts that lead to it are unchanged.
     """
     code = []
     for row in rows:
@@ -223,11 +223,8 @@ def _fuse(graph: fx.Graph, calls: list[_Call]) -> str:
 
 
 def _propagate(changed: dict[fx.Node, Any]) -> dict[fx.Node, Any] | str:
-    """The new fake values of `changed` and of every node whose strides follow from them; or a reason, a str, against the change.
-
-    Reasons: a view becomes a copy or an error, a graph output gets other strides than in the model's own code, or a node cannot be
-    evaluated again.
-    """
+    """The new fake values of `changed` and of the nodes whose strides follow; or a reason against the change: a view becomes a copy or
+    an error, a graph output gets other strides than in the model's own code, or a node cannot be evaluated again."""
     found = dict(changed)
     fakes = [v for v in changed.values() if isinstance(v, Tensor)]
     mode: Any = getattr(fakes[0], "fake_mode", None) if fakes else None
