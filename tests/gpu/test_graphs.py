@@ -17,6 +17,7 @@ from attnops.graphs import Buckets, Graphed, breakable, piecewise
 from attnops.kernel import kernels_of
 from attnops.ops import PagedSpec
 from attnops.problem import Target
+from tests.graphs import helpers
 from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, Decaying, boundary, decoder, paged_cache
 
 D, PAGE, LAYERS = 64, 16, 3
@@ -25,7 +26,7 @@ MODES = ["inductor", "piecewise", "breakable"]
 Step = Callable[..., Tensor]
 
 
-class Pair:
+class Pair(helpers.Pair):
     """A model in graphs beside the same model without, over caches of NaN that are given the same requests."""
 
     def __init__(self, mode: str, kernel: str | None = None, dtype: torch.dtype = torch.float32, buckets: Buckets = BUCKETS, **more: Any):
@@ -47,21 +48,6 @@ class Pair:
     def graphed(self) -> Graphed:
         assert isinstance(self.step, Graphed)
         return self.step
-
-    def batches(self, names: str | list[str], new: int | list[int]) -> tuple[PagedBatch, PagedBatch]:
-        for name in names:
-            if name not in self.ids:
-                self.ids[name] = self.cache.alloc(), self.twin.alloc()
-        mine, theirs = zip(*(self.ids[n] for n in names), strict=True)
-        return self.cache.batch(mine, new), self.twin.batch(theirs, new)
-
-    def free(self, name: str) -> None:
-        mine, theirs = self.ids.pop(name)
-        self.cache.free(mine)
-        self.twin.free(theirs)
-
-    def call(self, step: Step, cache: PagedCache, tokens: Tensor, batch: PagedBatch) -> Tensor:
-        return step(tokens, batch=batch, k_pages=cache.k_pages, v_pages=cache.v_pages)
 
     def go(self, names: str | list[str], new: int | list[int] = 1) -> tuple[Tensor, Tensor]:
         mine, theirs = self.batches(names, new)

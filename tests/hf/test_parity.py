@@ -59,22 +59,12 @@ def test_logits_compact(name, cache):
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_generate(name, cache):
+@pytest.mark.parametrize(("mask", "name"), [*(("dense", name) for name in DECODERS), *(("compact", name) for name in COMPACT)])
+def test_generate(mask, name, cache):
     if cache == "static" and name in STATIC_GENERATE_BROKEN:
         pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
     model = model_of(name)
-    with attnops.patch(model, mask="dense"):
-        assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", COMPACT)
-def test_generate_compact(name, cache):
-    if cache == "static" and name in STATIC_GENERATE_BROKEN:
-        pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
-    model = model_of(name)
-    with attnops.patch(model, mask="compact"):
+    with attnops.patch(model, mask=mask):
         assert torch.equal(generated(model, cache=cache), eager_tokens(name, cache))
 
 

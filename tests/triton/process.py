@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -22,18 +23,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @functools.cache
 def _process(interpret: bool) -> ProcessPoolExecutor:
-    ours = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": ""}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
+    with patch.dict(os.environ, {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": ""}):
         pool = ProcessPoolExecutor(1, get_context("spawn"), _prepare, (interpret,))
         pool.submit(int).result()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return pool
 
 
