@@ -6,7 +6,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import BatchTooLarge, InvalidInput, fail
+from ..call import need
+from ..errors import BatchTooLarge, fail
 
 Kind = Literal["decode", "verify", "mixed"]
 """decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the
@@ -86,17 +87,13 @@ class Buckets:
     def __post_init__(self) -> None:
         for name, least in (("decode", 1), ("tokens", 1), ("verify", 2)):
             sizes = getattr(self, name)
-            if any(isinstance(s, bool) or not isinstance(s, int) or s < least for s in sizes) or list(sizes) != sorted(set(sizes)):
-                fail(InvalidInput, name, sizes, f"ascending ints >= {least}")
+            right = all(type(s) is int and s >= least for s in sizes) and list(sizes) == sorted(set(sizes))
+            need(right, name, sizes, f"ascending ints >= {least}")
         for name, words in (("over", ("raise", "eager")), ("padding", ("absent", "null"))):
-            if getattr(self, name) not in words:
-                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
-        if not self.decode and not self.tokens:
-            fail(InvalidInput, "decode, tokens", "no size", "at least one bucket")
-        if self.verify and not self.decode:
-            fail(InvalidInput, "verify", self.verify, "() without decode: verify buckets take their requests from it")
-        if isinstance(self.requests, bool) or not isinstance(self.requests, int) or self.requests < 0:
-            fail(InvalidInput, "requests", self.requests, "an int >= 0")
+            need(getattr(self, name) in words, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        need(bool(self.decode or self.tokens), "decode, tokens", "no size", "at least one bucket")
+        need(bool(self.decode or not self.verify), "verify", self.verify, "() without decode: verify buckets take their requests from it")
+        need(type(self.requests) is int and self.requests >= 0, "requests", self.requests, "an int >= 0")
 
     @classmethod
     def up_to(

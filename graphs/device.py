@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import AttnopsError, InvalidInput, NotCapturable, fail
+from ..call import need
+from ..errors import AttnopsError, NotCapturable
 from .graph_breaks import Break
 
 
@@ -142,8 +143,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
-        if self.device.type != "cuda":
-            fail(InvalidInput, "device", self.device, "a CUDA device, or a Device of your own in graphs=")
+        need(self.device.type == "cuda", "device", self.device, "a CUDA device, or a Device of your own in graphs=")
         self._stream = torch.cuda.Stream(self.device)
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
+from ..call import need
 from ..errors import InvalidInput, OverBudget, StaleGraph, fail
 from .buckets import Bucket
 from .device import CudaGraphs, Device, Recorded
@@ -59,11 +60,10 @@ class Graphed(Setup):
         parameters = inspect.signature(getattr(self.model, "forward", self.model)).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         unknown = [n for n in (self.batch, *self.tokens, *self.requests) if n is not None and n not in self._names]
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            fail(InvalidInput, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
-        if self.batch is None and self.buckets.verify:
-            want = "() where the model takes no batch: only a batch has the tokens of each request"
-            fail(InvalidInput, "verify", self.buckets.verify, want)
+        known = not unknown or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        need(known, "batch, tokens, requests", unknown, f"arguments of the model: {', '.join(self._names)}")
+        want = "() where the model takes no batch: only a batch has the tokens of each request"
+        need(self.batch is not None or not self.buckets.verify, "verify", self.buckets.verify, want)
         self._entries: dict[Bucket, Entry] = {}
         self._prepared: set[str] = set()
         self._inputs: Inputs | None = None

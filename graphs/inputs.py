@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cache.batch import PagedBatch
 from ..cache.paged import Pages, ordinary
+from ..call import need
 from ..errors import InvalidInput, StaleGraph, fail
 from .buckets import Bucket, Buckets, Kind
 from .device import Device
@@ -45,20 +46,16 @@ class Setup:
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)
-        if not rows or len(set(rows)) != len(rows) or self.batch in rows:
-            fail(InvalidInput, "tokens, requests", rows, "one or more different names, none equal to batch")
+        right = len(set(rows)) == len(rows) > 0 and self.batch not in rows
+        need(right, "tokens, requests", rows, "one or more different names, none equal to batch")
         for name, words in (("returns", ("tokens", "requests", "whole")), ("over_budget", ("raise", "drop"))):
-            if getattr(self, name) not in words:
-                fail(InvalidInput, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
-        eager = self.eager or {}
-        if unknown := eager.keys() - {"decode", "verify", "mixed"}:
-            fail(InvalidInput, "eager", sorted(unknown), "'decode', 'verify' and 'mixed' as keys")
-        if wrong := [names for names in eager.values() if isinstance(names, str)]:
-            fail(InvalidInput, "eager", repr(wrong[0]), "a sequence of names of ops for each kind of batch")
-        if self.check_every < 0:
-            fail(InvalidInput, "check_every", self.check_every, "an int >= 0, 0 for never")
-        if isinstance(self.state, Tensor) or not all(isinstance(t, Tensor) for t in self.state):
-            fail(InvalidInput, "state", type(self.state).__name__, "a sequence of tensors, those that a step changes")
+            need(getattr(self, name) in words, name, repr(getattr(self, name)), " | ".join(map(repr, words)))
+        for kind, names in (self.eager or {}).items():
+            need(kind in ("decode", "verify", "mixed"), "eager", [kind], "'decode', 'verify' and 'mixed' as keys")
+            need(not isinstance(names, str), "eager", repr(names), "a sequence of names of ops for each kind of batch")
+        need(self.check_every >= 0, "check_every", self.check_every, "an int >= 0, 0 for never")
+        tensors = not isinstance(self.state, Tensor) and all(isinstance(t, Tensor) for t in self.state)
+        need(tensors, "state", type(self.state).__name__, "a sequence of tensors, those that a step changes")
 
     def fixed(self, values: Mapping[str, Any]) -> Values:
         """The arguments that are the same objects at every call."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import InvalidInput
+from ..call import need
 from ..kernel import all_kernels
 from ..measured import in_force
 from ..ops import Op
@@ -132,8 +132,7 @@ def explain(
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    if target is None and assume is not None:
-        raise InvalidInput("assume", assume, "None without a target: packages of this machine are looked up")
+    need(target is not None or assume is None, "assume", assume, "None without a target: packages of this machine are looked up")
     named = Target.parse(target, assume) if isinstance(target, str) else target
     if named is not None and named.assume is None:
         named = dataclasses.replace(named, assume=packages_of_kernels())

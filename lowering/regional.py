@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import InvalidInput
+from ..call import need
 
 
 def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
@@ -20,8 +20,7 @@ def compile_layers(model: nn.Module, **options: Any) -> tuple[str, ...]:
         InvalidInput: the model has no repeated blocks.
     """
     names = tuple(_blocks(model))
-    if not names:
-        raise InvalidInput("model", type(model).__name__, "a module with an nn.ModuleList of two or more blocks of one class")
+    need(bool(names), "model", type(model).__name__, "a module with an nn.ModuleList of two or more blocks of one class")
     for name in names:
         model.get_submodule(name).compile(**options)
     return names
