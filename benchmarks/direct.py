@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from common import arguments, candidates, clock_of, device_kernels, measure_all, tried
 
-from attnops.bench import kernels, vendors
-from attnops.bench.setup import Setup
+from attnops.bench import Setup, kernels, vendors
 from attnops.inputs import Pool
 from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.measured import Shape

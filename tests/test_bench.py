@@ -19,9 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attnops import kernel as registry
-from attnops.bench import Point, Setup, Way, compile, decode, kernels, plots, run as suites, vendors
+from attnops.bench import Point, Setup, compile, decode, kernels, plots, run as suites, vendors
 from attnops.bench.files import bad, compare, environment, read, text_of
-from attnops.bench.rows import largest_error, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
 from attnops.cli import bench as command
 from attnops.cli.app import app
 from attnops.errors import InvalidInput
@@ -398,7 +398,7 @@ def test_points_and_models():
     config = decode.models.config(Setup(CPU, layers=5), "gpt-oss-20b-shape")
     assert config.num_hidden_layers == len(config.layer_types) == 5
     assert decode.models.config(Setup(CPU), "llama-8b-shape").num_hidden_layers == 1
-    assert list(decode.cases(replace(TOY, model="gpt-oss"))) == ["gpt-oss 2x12"]
+    assert list(decode.cases(replace(TOY, model="gpt_oss"))) == ["gpt_oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full
     short = Setup(torch.device("cuda"), model="llama-8b-shape")

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from attnops.bench import models
-from attnops.bench.setup import Point, Setup
+from attnops.bench import Point, Setup, models
 from attnops.errors import InvalidInput
 
 CPU = torch.device("cpu")

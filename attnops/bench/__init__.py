@@ -4,5 +4,82 @@ A result whose error exceeds its budget gets no time. Times are medians of inter
 ceilings come from the same run. The rows of all suites have the same fields (`attnops.bench.rows.Row`), so that any two files compare.
 """
 
-from attnops.bench.rows import Row as Row, Way as Way
-from attnops.bench.setup import Point as Point, Setup as Setup
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from attnops.errors import InvalidInput
+
+
+class Point(NamedTuple):
+    """The size of a decode step or prompt: requests, and tokens of each."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        thousands = self.context >= 1024 and not self.context % 1024
+        return f"{self.batch}x{f'{self.context // 1024}k' if thousands else self.context}"
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """`8x1k` or `8x1024`. Raises InvalidInput."""
+        found = re.fullmatch(r"(\d+)x(\d+)(k?)", text.strip().lower(), re.ASCII)
+        batch, context = (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
+        if not batch or not context:
+            raise InvalidInput("points", repr(text), "BATCHxCONTEXT, both at least 1, as 8x1k or 8x1024, with commas between them")
+        return cls(batch, context)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The options of a run.
+
+    quick: fewer and smaller cases. model, layers, points, ways: a bundled model's name, its layers, sizes of steps and implementations to
+    measure; empty takes the suite's. backend: of torch.compile; any other than Inductor is for tests.
+    ceilings: bandwidth and matmul rate of the device, see `attnops.tune.clock.ceilings`.
+    """
+
+    device: torch.device
+    quick: bool = False
+    model: str = ""
+    layers: int = 0
+    points: tuple[Point, ...] = ()
+    ways: tuple[str, ...] = ()
+    backend: str = "inductor"
+    ceilings: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on CUDA."""
+        return self.device.type == "cuda"
+
+    @property
+    def size(self) -> str:
+        """`full` on a GPU and `small` on a CPU, with `quick` "quick" and "toy": suites choose their cases by it."""
+        return ("quick" if self.quick else "full") if self.on_gpu else ("toy" if self.quick else "small")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of models and inputs: bfloat16 on GPUs, float32 on CPUs."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`function` through torch.compile with the run's backend. options: of torch.compile; Inductor's go to Inductor alone."""
+        inductor = self.backend == "inductor"
+        given = {name: value for name, value in options.items() if inductor or name not in ("mode", "options")}
+        made: Callable[..., Any] = torch.compile(function, backend=self.backend, **given)
+        return made
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `cpu` or `cuda`; "" is CUDA if available. Raises InvalidInput."""
+    here = torch.cuda.is_available()
+    if name not in ("", "cpu", "cuda") or (name == "cuda" and not here):
+        raise InvalidInput("device", repr(name), "cpu or cuda" if here else "cpu: torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if here and name != "cpu" else torch.device("cpu")

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import attnops.hf
-from attnops.bench import decode, models
+from attnops.bench import Setup, decode, models
 from attnops.bench.rows import Case, LeftOut, Row
-from attnops.bench.setup import Setup
 from attnops.tune.clock import host_us, spread, synchronize
 
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))  # rows, prompt tokens and new tokens of the calls of a scripted run

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import models
+from attnops.bench import Point, Setup, models
 from attnops.bench.profile import profiled
 from attnops.bench.rows import Case, Row, Way
-from attnops.bench.setup import Point, Setup
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
 from attnops.tune.clock import Timed, synchronize

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.bench import reference_calls, rows, vendors
+from attnops.bench import Setup, reference_calls, rows, vendors
 from attnops.bench.rows import Row, Way, time_if_right
-from attnops.bench.setup import Setup
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes

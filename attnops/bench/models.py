@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import attnops.hf
+from attnops.bench import Point, Setup
 from attnops.bench.rows import Case, Row, Way, relative_error, time_if_right, with_ratios
-from attnops.bench.setup import Point, Setup
 from attnops.configs import SHAPES, config_of
 from attnops.errors import InvalidInput
 from attnops.tune.clock import Run, steps_us
@@ -46,8 +46,13 @@ Kept = Callable[[str], Any]  # gives the model of a name
 
 
 def asked(setup: Setup) -> str:
-    """The model of a suite that measures one, under the name that results files share."""
-    return ALIASES.get(setup.model, setup.model) or ONE[setup.size]
+    """The model of a suite that measures one, under the name that results files share. Raises InvalidInput unless it is a decoder."""
+    import transformers
+
+    name = ALIASES.get(setup.model, setup.model)
+    if name and type(found := config_of(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
+    return name or ONE[setup.size]
 
 
 def config(setup: Setup, name: str) -> Any:
@@ -62,14 +67,6 @@ def _with_layers(config: Any, layers: int) -> Any:
         if (kinds := getattr(config, "layer_types", None)) is not None:
             config.layer_types = (kinds * layers)[:layers]
     return config
-
-
-def checked(name: str) -> None:
-    """Raise InvalidInput unless `name` is a bundled decoder."""
-    import transformers
-
-    if type(found := config_of(ALIASES.get(name, name))) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
 
 
 def kv_width(config: Any) -> int:
@@ -136,19 +133,16 @@ def _needed(setup: Setup, made: Any, point: Point | None) -> int:
     return needed(model, _wide(setup.dtype), cached)
 
 
-def build(setup: Setup, name: str, seed: int = 0, point: Point | None = None) -> Any:
-    """The model in evaluation mode and the setup's dtype, with the random weights (and sinks) of `seed`, as large as `fitted` says."""
+def build(setup: Setup, name: str, point: Point | None = None) -> Any:
+    """The model in evaluation mode and the setup's dtype, with random weights and sinks, alike in every run, as large as `fitted` says."""
     import transformers
 
     made = fitted(setup, name, point)
     with torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []), torch.device(setup.device):
-        torch.manual_seed(seed)
-        # Models with sinks have no SDPA attention.
-        sdpa = getattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], "_supports_sdpa", False)
-        attention = "sdpa" if sdpa else "eager"
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype, attn_implementation=attention)
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("sinks"):  # initialised to zero, alike for all heads
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
+        for path, parameter in model.named_parameters():
+            if path.endswith("sinks"):  # initialised to zero, alike for all heads
                 nn.init.normal_(parameter)
     return model.eval().requires_grad_(False)
 
@@ -160,7 +154,7 @@ def keeper(setup: Setup, point: Point | None = None) -> Kept:
     def kept(name: str) -> Any:
         if name not in held:
             held.clear()
-            held[name] = build(setup, name, point=point)
+            held[name] = build(setup, name, point)
         return held[name]
 
     return kept

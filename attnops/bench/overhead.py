@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import attnops.ops
+from attnops.bench import Setup
 from attnops.bench.rows import Case, Row
-from attnops.bench.setup import Setup
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import Kernel, kernels_of, register
 from attnops.measured import Shape

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import compile, decode, kernels, overhead
+from attnops.bench import Setup, compile, decode, kernels, overhead
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
-from attnops.bench.setup import Setup
 from attnops.errors import InvalidInput
 from attnops.tune.clock import ceilings, one_line, synchronize
 

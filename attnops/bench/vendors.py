@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnops.ops
-from attnops.bench.setup import Setup
+from attnops.bench import Setup
 from attnops.inputs import Call
 from attnops.tune.clock import Run
 

@@ -139,8 +139,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure attnops beside its alternatives on this machine. Exit code 1: a wrong result, a failed case, or a regression."""
+    from attnops.bench import Point, Setup, device_of
     from attnops.bench.files import bad
-    from attnops.bench.setup import Point, Setup, device_of
     from attnops.cli import bench as command
 
     def compared(console: Console) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from attnops.bench import Setup
 from attnops.bench.files import compare, make_folder, read
 from attnops.bench.rows import further
 from attnops.bench.run import named, run as run_suites
-from attnops.bench.setup import Setup
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
@@ -41,10 +41,6 @@ def run(
         raise InvalidInput("suites", ", ".join(names), "one that measures models, for --model, --layers and --points")
     if setup.ways and "decode" not in names:
         raise InvalidInput("suites", ", ".join(names), "decode, for --ways")
-    if setup.model:
-        from attnops.bench.models import checked
-
-        checked(setup.model)
     with console.status("measuring") as status, quiet_transformers():
         options: dict[str, Any] = {"budget_s": budget_s, "out": out, "commit": commit, "gpus": gpus}
         reports = run_suites(chosen, setup, **options, tell=lambda case: status.update(escape(case)))
