@@ -2,9 +2,8 @@
 
     python benchmarks/sweep_triton.py [--budget-s 200] [--case decode_1x8192,...] [--top 10]
 
-Worker processes compile the configurations into Triton's cache. Each is then checked (the op's budget on a small call, a vendor's numbers
-on the call itself) and timed: CUDA graph replays in turn, the L2 cache cleared before each, medians. Prints a line a configuration,
-fastest first, and writes sweep.json after every case.
+Worker processes compile the configurations into Triton's cache. Each is then compared with the exact result and timed as in the suite
+`kernels` of `attnops bench`. Prints a line a configuration, fastest first, and writes sweep.json after every case.
 """
 
 from __future__ import annotations
@@ -18,22 +17,18 @@ from typing import Any
 
 import torch
 from common import arguments, clock_of, measure_all, why
-from triton_vendors import CASES, FEATURES, NEAR, build_one, error_of, expected_of, is_vendor, vendors_of
+from triton_vendors import CASES, FEATURES, build_one, rows_of
 
 from attnops.inputs import Call, Pool
 from attnops.kernel import Kernel, kernels_of
 from attnops.kernels.triton.launch.grids import Choice, Tile
-from attnops.testing import check_kernel
 from attnops.tune import side_by_side
+from attnops.tune.clock import Run
 
 WORKERS = 14
-COMPILING = 0.5
-"""The share of the budget after which configurations that are not compiled are left out."""
-
+COMPILING = 0.5  # the share of the budget after which configurations that are not compiled are left out
 LATE = "not compiled in time"
-
-OURS = Choice(Tile(0, 0, 0, 0))
-"""Marks the way that leaves the choice to grids.py."""
+OURS = Choice(Tile(0, 0, 0, 0))  # marks the way that leaves the choice to grids.py
 
 TILES = {
     name: [Tile(*map(int, tile.split("x"))) for tile in text.split()]
@@ -159,44 +154,28 @@ def figures_of(compiled: list[Any]) -> dict[str, Any]:
     return out
 
 
-def measure(name: str, pool: Pool, small: Pool, clock: Any, failed: dict[Any, str]) -> dict[str, Any]:
-    case = CASES[name]
-    call, little = case.call(pool), case.small(small)
+def measure(name: str, pool: Pool, failed: dict[Any, str]) -> dict[str, Any]:
+    case, compiled = CASES[name], dict[str, Any]()
     late = {kind[2] for kind, reason in failed.items() if kind[:2] == case.compiled_as and (len(kind) == 3 or reason == LATE)}
-    runs, left_out = vendors_of(case, call, late)
-    expected = expected_of(call)
-    checked, compiled = {}, {}
-    for choice in choices_of(name):
-        who = label(choice)
-        if choice.tile in late:
-            left_out[who] = LATE
-            continue
-        try:
-            compiled[who] = figures_of(compile_choice(call, choice))
-            kind = (choice.tile, choice.splits > 1, choice.overlap)
-            if kind not in checked:
-                few = choice if choice == OURS else choice._replace(splits=min(choice.splits, 5))
-                checked[kind] = check_kernel(chosen(little, few), little)
-            run = partial(chosen(call, choice).run, call.record)
-            if expected and not (error := error_of(call, run, expected[1])) < NEAR:
-                left_out[who] = f"WRONG: {error:.3f} of the largest value from {expected[0]}"
-                continue
-            runs[who] = run
-        except torch.AcceleratorError:  # the device is lost
-            raise
-        except Exception as error:
-            left_out[who] = why(error)
-    times = {n: t["median_us"] for n, t in clock.spreads(runs).items()}
-    rows = [{"name": n, "us": us, "tb_s": round(case.work.bytes / us / 1e6, 3), **compiled.get(n, {})} for n, us in times.items()]
-    worst = {str(kind): round(figures.worst, 3) for kind, figures in checked.items()}
+
+    def made(choice: Choice, call: Call) -> Run:
+        compiled[label(choice)] = figures_of(compile_choice(call, choice))
+        return partial(chosen(call, choice).run, call.record)
+
+    ours = {label(choice): partial(made, choice) for choice in choices_of(name) if choice.tile not in late}
+    found = rows_of(case, pool, {(case.compiled_as, vendor) for vendor in late}, ours)
+    right = {n: row for n, row in found.items() if "wrong" not in row}
+    rows = [{"name": n, "us": row["median_us"], "tb_s": round(row["of_bandwidth"], 3), **compiled.get(n, {})} for n, row in right.items()]
+    left_out = {label(choice): LATE for choice in choices_of(name) if choice.tile in late}
+    left_out |= {n: row["wrong"] for n, row in found.items() if "wrong" in row}
+    worst = {n: round(row["error"] / row["budget"], 3) for n, row in right.items()}
     return {"rows": sorted(rows, key=lambda r: r["us"]), "left_out": left_out, "worst": worst}
 
 
 def brief(found: dict[str, Any], top: int) -> str:
     """The best vendor, and the fastest configurations."""
-    rows = found["rows"]
-    vendor = min((r["us"] for r in rows if is_vendor(r["name"])), default=float("nan"))
-    ours = [r for r in rows if not is_vendor(r["name"])]
+    vendors, ours = ([r for r in found["rows"] if r["name"].startswith(("direct.", "op.")) == theirs] for theirs in (True, False))
+    vendor = min((r["us"] for r in vendors), default=float("nan"))
     shown = [r for i, r in enumerate(ours) if i < top or r["name"] == label(OURS)]
     lines = [f"{r['us']:9.2f} us  {vendor / r['us']:5.2f} of the vendor's speed  {r['tb_s']:6.3f} TB/s  {r['name']}" for r in shown]
     return "\n".join([f"best vendor {vendor:.2f} us", *lines, *(f"   left out: {who}: {why}" for who, why in found["left_out"].items())])
@@ -212,17 +191,10 @@ def main() -> int:
         parser.error(f"case: got {', '.join(sorted(unknown))}, want {', '.join(CASES)}")
     failed = compile_all(names, COMPILING * given.budget_s)
     print(*(f"{kind[0].op} {kind[1:]}: {reason}" for kind, reason in list(failed.items())[:40]), sep="\n", flush=True)
-    clock, pool, small = clock_of("cuda"), Pool("cuda"), Pool("cuda", 1)
+    pool, head = Pool("cuda"), {"launch_us": round(clock_of("cuda").launch_us, 2)}
     pool.reserve(torch.bfloat16, 1 << 30)
-    jobs = [("cases", name, partial(measure, name, pool, small, clock, failed)) for name in names]
-    return measure_all(
-        jobs,
-        {"launch_us": round(clock.launch_us, 2)},
-        "sweep.json",
-        "cuda",
-        (1 - COMPILING) * given.budget_s,
-        partial(brief, top=given.top),
-    )
+    jobs = [("cases", name, partial(measure, name, pool, failed)) for name in names]
+    return measure_all(jobs, head, "sweep.json", "cuda", (1 - COMPILING) * given.budget_s, partial(brief, top=given.top))
 
 
 if __name__ == "__main__":

@@ -4,46 +4,41 @@
 
 Writes triton.json. `us`: medians of CUDA graph replays in turn, the L2 cache cleared before each, the start of a graph (`launch_us`)
 included for all. `speed`: the time of the fastest vendor's call whose name holds `against` (of all vendors without one) over ours; `met`:
-whether it reaches `goal`. Each call is checked before it is timed: a small one of its kind within the op's budget of the exact result,
-the timed one against a vendor's numbers. `first_uses`: the first call of a kind in a fresh process with an empty cache, less its second.
+whether it reaches `goal`. Each call is compared with the exact result before it is timed, as in the suite `kernels` of `attnops bench`.
+`first_uses`: the first call of a kind in a fresh process with an empty cache, less its second.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from common import arguments, candidates, clock_of, measure_all, tried, why
+from common import arguments, candidates, clock_of, measure_all, why
 
-from attnops.bench import kernels
+from attnops.bench import Setup, kernels
+from attnops.bench.rows import Row
 from attnops.bench.vendors import DECODE, EXTEND as PROMPTS, LATENT as LATENTS, flashinfer_paged
 from attnops.inputs import Call, Pool, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape
-from attnops.testing import CASES as CALLS, Features, Source, builders, check_kernel
+from attnops.testing import CASES as CALLS, Features, Source, builders
 from attnops.tune import side_by_side
-from attnops.tune.clock import Run, synchronize
+from attnops.tune.clock import Run
 from attnops.tune.run import runner
 from attnops.tune.shapes import FP8, MLA, PAGED
 
-NEAR = 0.02
-"""Two kernels' results for one call differ by less, as a share of the largest value."""
-
-BUILDS = ("flashinfer", "xqa")
-"""Vendors whose modules are built at first use."""
-
+BUILDS = ("flashinfer", "xqa")  # vendors whose modules are built at first use
+# Goals: seconds of a first use, and variants that one attention layer compiles over a run of any lengths (docs/triton.md).
 FIRST_USE_S, VARIANTS = 3.0, 12
-"""Goals: seconds of a first use, and variants that one attention layer compiles over a run of any lengths (docs/triton.md)."""
-
-COPIES = 4096
-"""Tokens of a timed KV write."""
+COPIES = 4096  # tokens of a timed KV write
+UNITS = {"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0}  # shares of these are TB/s and TFLOP/s
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,8 @@ class Case(kernels.Case):
 
 STEP = replace(PAGED, decode=True)
 H16, H128 = replace(MLA, q_heads=16, decode=True), replace(MLA, decode=True)
-CORES, PREFILL_FA3 = (
-    partial(flashinfer_paged, kind="Decode", use_tensor_cores=False),
-    partial(flashinfer_paged, kind="Prefill", backend="fa3"),
-)
-TENSOR = DECODE["flashinfer_tensor_cores"]
+CORES = partial(flashinfer_paged, kind="Decode", use_tensor_cores=False)
+PREFILL_FA3, TENSOR = partial(flashinfer_paged, kind="Prefill", backend="fa3"), DECODE["flashinfer_tensor_cores"]
 PLAIN: dict[str, Any] = {"against": "fa3", "vendors": {"fa3": DECODE["fa3"], "flashinfer_cores": CORES, "flashinfer_tensor": TENSOR}}
 LATENT: dict[str, Any] = {
     "against": "flashmla", "vendors": {n: LATENTS[n] for n in ("flashmla", "flashinfer_fa3")}, "registered": ("fa3", "flashmla"),
@@ -104,63 +96,32 @@ CASES: dict[str, Case] = {
 }
 
 
-def is_vendor(name: str) -> bool:
-    """Is a timed call of that name a vendor's?"""
-    return name.startswith(("direct.", "op."))
+def rows_of(case: Case, pool: Pool, late: set[Any], ours: Mapping[str, Callable[[Call], Run]] = MappingProxyType({})) -> dict[str, Row]:
+    """The rows of a case by call, as the suite `kernels` has them: ours, `op.*` of vendors' kernels, `direct.*` as the vendor has them.
+
+    late: kinds of cases and vendors whose modules were not built in time. ours: more of our calls instead of `triton`.
+    """
+    registered = [vendor for vendor in case.registered if (case.compiled_as, vendor) not in late]
+    others = {f"direct.{name}": make for name, make in case.vendors.items()} | dict(ours)
+    names = (*registered, *(() if ours else ("triton",)))
+    rows = kernels.measure(Setup(pool.device, ceilings=UNITS), pool, case, names, others)
+    return {f"op.{row['way']}" if row["way"] in registered else row["way"]: row for row in rows if row["way"] != "automatic"}
 
 
-def kernels_named(call: Call, *names: str) -> list[tuple[str, Call, Run]]:
-    """(name, call, run) of registered kernels, with an output of their own."""
-    mine = [(k, given.with_(output=torch.empty_like(given.arguments["output"]))) for k, given in candidates(call, names=names)]
-    return [(kernel.name, given, runner(kernel, given)) for kernel, given in mine]
-
-
-def vendors_of(case: Case, call: Call, without: set[str]) -> tuple[dict[str, Run], dict[str, str]]:
-    """(the vendors' calls, called once: `direct.*` as the vendor has it, `op.*` as registered; those left out, with the reason)."""
-    names = set(case.registered) - without
-    makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
-    makers |= {f"op.{name}": lambda run=run: run for name, _, run in (kernels_named(call, *names) if names else ())}
-    return tried(makers)
-
-
-def expected_of(call: Call) -> tuple[str, torch.Tensor] | None:
-    """(kernel, float32 output) of `call` by a vendor's registered kernel, else by our own: the reference of every configuration."""
-    for asked in ("fa3", "flashinfer", "xqa", "triton"):
-        for name, mine, run in kernels_named(call, asked):
-            with contextlib.suppress(Exception):
-                run()
-                synchronize()
-                return name, mine.arguments["output"].float()
-    return None
-
-
-def error_of(call: Call, run: Run, want: torch.Tensor) -> float:
-    """The largest difference of the output that `run` writes, as a share of the largest value; NaN if rows are unwritten."""
-    output = call.arguments["output"]
-    output.fill_(float("nan"))
-    run()
-    return float((output.float() - want).abs().max() / want.abs().max())
-
-
-def measure(name: str, pool: Pool, small: Pool, clock: Any, late: set[Any]) -> dict[str, Any]:
+def measure(name: str, pool: Pool, late: set[Any]) -> dict[str, Any]:
     """One case's figures. Raises AssertionError for wrong numbers."""
-    case, kernel = CASES[name], kernels_of(CASES[name].shape.op)["triton"]
-    call = case.call(pool)
-    figures = check_kernel(kernel, case.small(small))
-    assert not figures.refused, figures
-    runs, left_out = vendors_of(case, call, {vendor for compiled, vendor in late if compiled == case.compiled_as})
-    ours, expected = partial(kernel.run, call.record), expected_of(call)
-    if expected is not None and expected[0] != "triton":
-        error = error_of(call, ours, expected[1])
-        assert error < NEAR, f"{error:.3f} of the largest value from {expected[0]}"
-    times = clock.spreads({"triton": ours, **runs})
-    return {"us": times, "left_out": left_out, "worst_share_of_budget": round(figures.worst, 4), **speeds(case, times)}
+    case, found = CASES[name], rows_of(CASES[name], pool, late)
+    left_out, ours = {n: row["wrong"] for n, row in found.items() if "wrong" in row}, found["triton"]
+    assert "triton" not in left_out, left_out["triton"]
+    times = {n: {"median_us": row["median_us"], "spread_us": row["spread_us"]} for n, row in found.items() if "wrong" not in row}
+    share = round(ours["error"] / ours["budget"], 4)
+    return {"us": times, "left_out": left_out, "worst_share_of_budget": share, **speeds(case, times)}
 
 
 def speeds(case: Case, times: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Our speed against the vendors', and against the goal."""
     us = {n: t["median_us"] for n, t in times.items()}
-    ours, vendors = us["triton"], {n: t for n, t in us.items() if is_vendor(n)}
+    ours, vendors = us["triton"], {n: t for n, t in us.items() if n != "triton"}
     out: dict[str, Any] = {"tb_s": round(case.work.bytes / ours / 1e6, 3), "tflop_s": round(case.work.flops / ours / 1e6, 1)}
     if vendors:
         best = min(vendors, key=lambda n: vendors[n])
@@ -236,8 +197,8 @@ def variants(cache: str) -> dict[str, int]:
 @torch.no_grad()
 def build_one(name: str, vendor: str) -> None:
     """Build a vendor's module for a case, if it has one."""
-    for _, _, run in kernels_named(CASES[name].small(Pool("cuda")), vendor):
-        run()
+    for kernel, given in candidates(CASES[name].small(Pool("cuda")), names=(vendor,)):
+        runner(kernel, given)()
         torch.cuda.synchronize()
 
 
@@ -247,9 +208,9 @@ def main() -> int:
     built = side_by_side({job: (build_one, (name, job[1])) for job, name in todo.items()}, len(todo), 0.5 * given.budget_s)
     late = {job for job, result in built.items() if result is not None}
     print("without", sorted(f"{todo[job]}: {job[1]}" for job in late), flush=True)
-    clock, pool, small = clock_of("cuda"), Pool("cuda"), Pool("cuda", 1)
+    clock, pool = clock_of("cuda"), Pool("cuda")
     pool.reserve(torch.bfloat16, 1 << 30)
-    jobs: list[Any] = [("cases", name, partial(measure, name, pool, small, clock, late)) for name in CASES]
+    jobs: list[Any] = [("cases", name, partial(measure, name, pool, late)) for name in CASES]
     jobs.append(("cases", f"write_kv_{COPIES}", partial(copies, clock)))
 
     def brief(found: dict[str, Any]) -> dict[str, Any]:

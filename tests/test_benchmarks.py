@@ -540,7 +540,7 @@ def test_triton_beside_the_vendors_at_toy_size(suites, monkeypatch):
         queries = 1 if name == "step" else 4
         case = suite.Case("", replace(shape, decode=queries == 1), 2, queries, 32, goal=1e-9, vendors={"none": lambda call: 1 // 0})
         monkeypatch.setitem(suite.CASES, name, case)
-        found = suite.measure(name, Pool("cpu"), Pool("cpu", 1), import_module("common").HostClock(), set())
+        found = suite.measure(name, Pool("cpu"), set())
         assert set(found["us"]) == {"triton", "op.fa3"} and found["left_out"] == {
             "direct.none": "ZeroDivisionError: integer division or modulo by zero"
         }

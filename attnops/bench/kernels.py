@@ -9,7 +9,7 @@ The last row counts the calls of a grid that the GPU (without one, an H200) leav
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,28 +108,30 @@ def cases(setup: Setup) -> dict[str, rows.Case]:
     return found | {"calls left to the reference": lambda: [reference_calls.row(target)]}
 
 
-def measure(setup: Setup, pool: Pool, case: Case) -> list[Row]:
-    """One case."""
+def measure(
+    setup: Setup, pool: Pool, case: Case, names: Sequence[str] = (), others: Mapping[str, Callable[[Call], Run | None]] | None = None
+) -> list[Row]:
+    """One case. names: of kernels; () is all that are fast. others: calls to measure beside ours; None takes torch's and the vendors'."""
     call, toy = case.call(pool), setup.size == "toy"
     want, allowed, part = exact(call)
     ways: dict[str, Way | rows.Make] = {}
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if toy else ()
-    names = tuple(n for n in kernels_of(call.op) if n not in slow)
-    for kernel, mine, _ in Stopwatch(host_clock, names=names).candidates(call):
+    fast = tuple(n for n in kernels_of(call.op) if n not in slow)
+    for kernel, mine, _ in Stopwatch(host_clock, names=tuple(names) or fast).candidates(call):
         ways[kernel.name] = way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get("output"))
     if (chosen := select(call.problem).kernel) is not None:
         op = partial(OPS[call.op].packet.default, *call.args, **call.kwargs)
         automatic = way(op, part, allowed * chosen.tolerance.factor, call.arguments.get("output"))
         ways["automatic"] = replace(automatic, more={"kernel": chosen.name})
 
-    def other(make: Callable[[], Run | None]) -> Way | None:
+    def other(make: Callable[[Call], Run | None]) -> Way | None:
         # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
-        run = make()
-        return None if run is None else way(run, part, 2 * allowed)
+        run = make(call)
+        return None if run is None else way(run, part, 2 * allowed, call.arguments.get("output"))
 
-    some = {"torch.sdpa": vendors.sdpa} if toy else vendors.PEERS
-    others: dict[str, Callable[[], Run | None]] = {n: partial(make, setup, call) for n, make in some.items()}
-    others |= {n: partial(make, call) for n, make in vendors.vendors_of(call).items()} if setup.on_gpu else {}
+    if others is None:
+        others = {n: partial(make, setup) for n, make in vendors.PEERS.items() if n == "torch.sdpa" or not toy}
+        others |= vendors.vendors_of(call) if setup.on_gpu else {}
     ways |= {name: partial(other, make) for name, make in others.items()}
 
     def shares(us: float, way: Way) -> Row:
