@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from attnops.call import name, need
@@ -47,7 +47,10 @@ _MAKING = threading.Lock()
 
 
 class PagedMode:
-    """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a patched model has one of its own."""
+    """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a patched model has one of its own.
+
+    windows: the modules with pages, by layer, and for each the tokens that a query sees; 0: all.
+    """
 
     def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
@@ -63,15 +66,16 @@ class PagedMode:
             refuse(why)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
-        modules: list[Any] = [site.module for site in sites]
-        self._modules = sorted(modules, key=lambda module: module.layer_idx)
-        self.layers: tuple[int, ...] = tuple(module.layer_idx for module in self._modules)
+        unordered: list[Any] = [site.module for site in sites]
+        modules = sorted(unordered, key=lambda module: module.layer_idx)
+        self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
         model = type(owner).__name__
         if len(set(self.layers)) != len(self.layers):
             refuse(f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
         # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
-        self._windows = (0,) * len(self.layers) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
+        windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
+        self.windows = dict(zip(modules, windows, strict=True))
         try:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
@@ -117,11 +121,6 @@ class PagedMode:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}
 
-    def phases(self, module: nn.Module) -> str:
-        """The ways in which this module attends, for the report; empty without pages."""
-        at = next((i for i, own in enumerate(self._modules) if own is module), None)
-        return "" if at is None else paged_models.phases(module, True, self._windows[at])
-
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
         owner, changes = self._owner, self._changes
@@ -129,7 +128,7 @@ class PagedMode:
             self.packed = pack_linears(owner)
         if self.blocks:
             changes.append(owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
-        for module in self._modules:
+        for module in self.windows:
             changes.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
                 # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
@@ -153,7 +152,7 @@ class PagedMode:
         for change in self._changes:
             change.remove()
         self._changes.clear()
-        for module in self._modules:
+        for module in self.windows:
             module.__dict__.pop("expand_kv", None)
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
@@ -205,8 +204,8 @@ class PagedMode:
         return cache
 
     def _sizes(self, rows: int, length: int, back: int = 0) -> Sizes:
-        module = self._modules[0]
-        places = {paged_models.where(module, self._owner) for module in self._modules}
+        module = next(iter(self.windows))
+        places = {paged_models.where(module, self._owner) for module in self.windows}
         got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
         need(len(places) == 1, "attention layers", got, "one dtype and one device for all pages")
         device, dtype = next(iter(places))
@@ -217,7 +216,7 @@ class PagedMode:
             layers = (LatentSpec(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
             return Sizes(rows, length, layers, device, self.kernel, fixed=fixed)
         if self._kept is None or self._kept[0].dtype != dtype:
-            self._kept = paged_models.probe(self._owner, self._config, self._modules, self._windows, dtype)
+            self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)
         return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), fixed)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +251,7 @@ class PagedMode:
         beams = generation_config.num_beams or 1
         rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
         # The attention implementation of a layer that was switched after the patch does not know pages.
-        names = (module.config._attn_implementation_internal for module in self._modules)
+        names = (module.config._attn_implementation_internal for module in self.windows)
         elsewhere = next((str(name) for name in names if name != self.implementation), None)
         if isinstance(given, PagedModelCache):
             want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -28,19 +28,17 @@ from attnops.nn.absorb import absorbed_weights
 from attnops.ops.plan import PagedSpec
 from attnops.problem import pretend
 
+# Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more.
 ROUNDING = 0.05
-"""Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more."""
-
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx")
 
 
-def phases(module: nn.Module, paged: bool, window: int) -> str:
-    """The ways in which a layer attends, for the report. window: of its cache; 0: none."""
+def phases(module: nn.Module, window: int | None) -> str:
+    """The ways in which a layer attends, for the report. window: of its pages, 0: none; None: it has no pages."""
+    if window is None:
+        return "expanded in prefill and decode" if is_latent(module) else ""
     if is_latent(module):
-        pages = f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
-        return pages if paged else "expanded in prefill and decode"
-    if not paged:
-        return ""
+        return f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
     phases = "prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages"
     return f"{phases}; pages behind the window of {window} are used again" if window else phases
 
@@ -172,8 +170,8 @@ _PROBING = threading.Lock()
 
 
 @torch.no_grad()
-def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int], like: torch.dtype) -> tuple[PagedSpec, ...]:
-    """The sizes of each module's keys and values, from one step of one token over a cache of transformers' own.
+def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype) -> tuple[PagedSpec, ...]:
+    """The sizes of the keys and values of each module, given its window, from one step of one token over a cache of transformers' own.
 
     No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
     Raises InvalidInput when a layer keeps no keys and values.
@@ -185,7 +183,7 @@ def probe(owner: Any, config: Any, modules: Sequence[Any], windows: Sequence[int
     with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
         owner(input_ids=token, past_key_values=cache, use_cache=True)
     found = []
-    for module, window in zip(modules, windows, strict=True):
+    for module, window in windows.items():
         kept: Any = cache.layers[module.layer_idx]
         key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
         if key is None or value is None or key.dim() != 4 or value.dim() != 4:

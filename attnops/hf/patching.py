@@ -281,7 +281,7 @@ def _served(owner: nn.Module, found: Match, asked: Options) -> tuple[Options, st
 def _report(model: nn.Module, name: str, options: Options, found: Match, paged: PagedMode | None, proof: str) -> Report:
     rows = []
     for site in found.sites:
-        phases = paged.phases(site.module) if paged is not None else paged_models.phases(site.module, False, 0)
+        phases = paged_models.phases(site.module, None if paged is None else paged.windows.get(site.module))
         told = (PATCHED, phases) if site.reason is None else (f"skipped: {site.reason}", "")
         rows.append(Row(site.path, type(site.module).__name__, *told))
     additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
