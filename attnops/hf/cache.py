@@ -76,17 +76,16 @@ class State:
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of the cache. number: of its pages. All layers share one length, which the first one keeps."""
+    """One layer's view of the cache. All layers share one length."""
 
     is_compileable = True
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: State, number: int) -> None:
+    def __init__(self, state: State) -> None:
         super().__init__()
-        self.state, self.number = state, number
-        self.is_initialized = True
+        self.state, self.is_initialized = state, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet."""
@@ -139,10 +138,10 @@ class PagedModelCache(Cache):
         self.state = State(pages, filled=filled)
         if not filled:
             pages.clear()
-        at = {layer: number for number, layer in enumerate(paged_layers)}
+        self.numbers = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
-        super().__init__(layers=[PagedLayer(self.state, at[i]) if i in at else rest[i] for i in sorted((*at, *rest))])
+        super().__init__(layers=[rest[i] if i in rest else PagedLayer(self.state) for i in sorted((*paged_layers, *rest))])
 
     def reset(self) -> None:
         """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
@@ -182,13 +181,8 @@ class PagedModelCache(Cache):
 
     def pages_of(self, layer: int) -> Any:
         """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and `[P, page, Hkv, Dv]`."""
-        pages = self.state.pages.layers[self.number_of(layer)]
+        pages = self.state.pages.layers[self.numbers[layer]]
         return pages if len(pages) > 1 else pages[0]
-
-    def number_of(self, layer: int) -> int:
-        """The number of the model's layer `layer` among those with pages."""
-        own: Any = self.layers[layer]
-        return int(own.number)
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
         """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.

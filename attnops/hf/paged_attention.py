@@ -115,7 +115,7 @@ def _checked(asked: Asked) -> Range:
 def _attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None) -> Tensor:
     cache, layer = asked.cache, asked.module.layer_idx
     batch, heads, count, _ = asked.query.shape
-    table = cache.state.pages.table_of[cache.number_of(layer)]
+    table = cache.state.pages.table_of[cache.numbers[layer]]
     window = cache.state.pages.windows[table]
     if window and not 0 <= found.window_left < window:
         got = "unbounded" if found.window_left < 0 else found.window_left + 1
