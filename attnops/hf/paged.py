@@ -13,7 +13,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +61,7 @@ class PagedMode:
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
             sites = [site for site in sites if paged_models.keeps_keys(site.module)]
-        for why in self._refusals(sites, found):
-            refuse(why)
+        self._check(sites, found)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
         unordered: list[Any] = [site.module for site in sites]
@@ -95,28 +93,30 @@ class PagedMode:
         self._free: list[ModelPages] = []
         self._kept: tuple[PagedSpec, ...] | None = None
 
-    def _refusals(self, sites: list[Site], found: Match) -> Iterator[str]:
-        """The reasons against pages, before layers are looked at."""
+    def _check(self, sites: list[Site], found: Match) -> None:
+        """Raise PatchError with the first reason against pages that is known before layers are looked at."""
         model = type(self._owner).__name__
         if self.latents:
             if others := [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]:
                 names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
-                yield f"takes models whose every attention caches latents, or none. {model} has some with expand_kv, and others:\n  {names}"
+                refuse(
+                    f"takes models whose every attention caches latents, or none. {model} has some with expand_kv, and others:\n  {names}"
+                )
             for site in sites:
                 paged_models.check_module(site.path, site.module)
             return
-        if getattr(self._owner.config, "is_encoder_decoder", False):
-            yield f"got {model}, an encoder-decoder model; want a decoder"
-        if not sites:
-            yield f"got {model}, no attention of which is handed a cache"
-        for site in sites:
-            if site.usage and site.usage.edits_cached:
-                why = f"{type(site.module).__name__} computes with all the keys that its cache returns, and pages return the new ones only"
-                yield f'got {model}, whose {why}; want cache="hf"'
-        if not getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)():
-            yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
-        if found.edits is not None:
-            yield f"cannot say its masks to {model}: {found.edits}"
+        takes = getattr(self._owner, "_supports_default_dynamic_cache", lambda: True)
+        editors = [type(site.module).__name__ for site in sites if site.usage and site.usage.edits_cached]
+        editor = f"{''.join(editors[:1])} computes with all the keys that its cache returns, and pages return the new ones only"
+        reasons = {
+            f"got {model}, an encoder-decoder model; want a decoder": getattr(self._owner.config, "is_encoder_decoder", False),
+            f"got {model}, no attention of which is handed a cache": not sites,
+            f'got {model}, whose {editor}; want cache="hf"': editors,
+            f'got {model}, which takes only a cache of its own class; want cache="hf"': not takes(),
+            f"cannot say its masks to {model}: {found.edits}": found.edits is not None,
+        }
+        for why in (why for why, holds in reasons.items() if holds):
+            refuse(why)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}
