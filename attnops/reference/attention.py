@@ -38,14 +38,9 @@ class Rules(NamedTuple):
     @classmethod
     def of(cls, call: Any) -> Rules:
         """The rules of a call, of any op. A rule that the record has no argument for is off."""
-        return cls(
-            call.scale,
-            getattr(call, "causal", False),
-            getattr(call, "window_left", -1),
-            getattr(call, "window_right", -1),
-            getattr(call, "softcap", 0.0),
-            getattr(call, "attention_chunk", 0),
-        )
+        window = getattr(call, "window_left", -1), getattr(call, "window_right", -1)
+        softcap, chunk = getattr(call, "softcap", 0.0), getattr(call, "attention_chunk", 0)
+        return cls(call.scale, getattr(call, "causal", False), *window, softcap, chunk)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -98,14 +93,10 @@ def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
     if rules.right >= 0:
         see = see & (j <= position + rules.right)
     if rules.chunk:
-        see = see & same_chunk(position, j, rules.chunk)
+        # The chunk of a query before the first key holds no key.
+        first = torch.div(position, rules.chunk, rounding_mode="floor") * rules.chunk
+        see = see & (j >= first) & (j < first + rules.chunk)
     return see
-
-
-def same_chunk(position: Tensor, j: Tensor, chunk: int) -> Tensor:
-    """bool: are a query at `position` and key j in the same chunk? The chunk of a query before the first key holds no key."""
-    first = torch.div(position, chunk, rounding_mode="floor") * chunk
-    return (j >= first) & (j < first + chunk)
 
 
 def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None) -> Tensor:

@@ -194,7 +194,9 @@ def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
     past a request's end, become page 0: kernels prefetch them.
     """
     starts, tokens, batch = call.cu_seqlens_q, call.num_tokens, call.seq_lens.shape[0]
-    rows = _rows_by_count(starts, tokens) if _few(tokens, batch) else rows_of(starts, tokens)
+    # Symbolic sizes are a compiler's, which fuses the comparison with its users and never stores it.
+    few = not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
+    rows = _rows_by_count(starts, tokens) if few else rows_of(starts, tokens)
     real = rows < batch
     rows = rows.clamp(max=batch - 1)
     lengths = call.seq_lens[rows]
@@ -206,11 +208,6 @@ def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
 
 FEW_PAIRS = 1 << 20
 """Up to this many pairs of a token and a request, comparing them all is faster than the launches of a search, in eager mode."""
-
-
-def _few(tokens: int, batch: int) -> bool:
-    # Symbolic sizes are a compiler's, which fuses the comparison with its users and never stores it.
-    return not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
 
 
 def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:

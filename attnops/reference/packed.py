@@ -10,18 +10,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from attnops.call import changed
 from attnops.errors import InvalidInput
-from attnops.reference.attention import (
-    Rules,
-    attend,
-    compact,
-    dequantise,
-    gradients,
-    in_range,
-    no_lse,
-    result_dtype,
-    visible,
-    wide_query,
-)
+from attnops.reference.attention import Rules, attend, compact, dequantise, gradients, in_range, no_lse, result_dtype, visible, wide_query
 from attnops.reference.holes import without_holes
 
 if TYPE_CHECKING:

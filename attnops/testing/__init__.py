@@ -3,20 +3,12 @@
 `for case in CASES[kernel.op]: print(check_kernel(kernel, case.call(seed=0, device="cuda")))` is the whole of a numerics test.
 """
 
-from attnops.inputs import (
-    Call as Call,
-    allowance as allowance,
-    equip as equip,
-    equip_as_used as equip_as_used,
-    planned as planned,
-    with_device_plan as with_device_plan,
-)
-from attnops.testing.cases import CASES as CASES
-from attnops.testing.check import (
-    Figures as Figures,
-    Mismatch as Mismatch,
-    check_kernel as check_kernel,
-    oracle as oracle,
-    refusals as refusals,
-)
-from attnops.testing.inputs import Case as Case, Features as Features, Source as Source
+from attnops.inputs import Call, allowance, equip, equip_as_used, planned, with_device_plan
+from attnops.testing.cases import CASES
+from attnops.testing.check import Figures, Mismatch, check_kernel, oracle, refusals
+from attnops.testing.inputs import Case, Features, Source
+
+__all__ = [
+    "CASES", "Call", "Case", "Features", "Figures", "Mismatch", "Source", "allowance", "check_kernel", "equip", "equip_as_used", "oracle",
+    "planned", "refusals", "with_device_plan",
+]  # fmt: skip

@@ -142,14 +142,11 @@ def _grid(op: str, make: Callable[..., dict[str, Any]], *axes: Mapping[str, Any]
     return table(op, lambda source, *values, **more: Call(op, make(source, *values, **more)), rows)
 
 
+Named = dict[str, dict[str, Any]]
 LENGTHS, INTS = {"ragged": (3, 0, 5, 1), "one": (4,), "zeros": (0, 0), "none": ()}, (torch.int32, torch.int64)
 HOLES: dict[str, tuple[int, ...]] = {"none": (), "first": (0,), "second": (1, 4), "most": (0, 1, 2, 3), "all": (0, 1, 2, 3, 4)}
-WAYS: dict[str, dict[str, Any]] = {
-    "squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False},
-}  # fmt: skip
-HEADS: dict[str, dict[str, Any]] = {
-    "rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True},
-}  # fmt: skip
+WAYS: Named = {"squeeze": {}, "window": {"squeeze": False, "window_left": 3}, "in_place": {"squeeze": False}}
+HEADS: Named = {"rows": {}, "heads_16": {"q_heads": 16}, "heads_128": {"q_heads": 128}, "float8": {"q_heads": 16, "float8": True}}
 QUERIES: dict[str, tuple[int, ...]] = {"ragged": (3, 0, 5, 1), "decode": (1, 1, 1), "no_requests": ()}
 DATA_CASES = {
     "write_kv": table("write_kv", builders.write, WRITES),

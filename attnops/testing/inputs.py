@@ -67,11 +67,10 @@ class Features:
         return mask if self.scale_per_head else [*mask, "Hkv"]
 
     def statics(self) -> dict[str, Any]:
-        """The scalar arguments of the op that are not at their defaults."""
-        left, right = self.window
-        given = {"window_left": (left, -1), "window_right": (right, -1), "softcap": (self.softcap, 0.0), "attention_chunk": (self.chunk, 0)}
-        out: dict[str, Any] = {"scale": self.head_dim**-0.5 if self.scale is None else self.scale, "causal": self.causal}
-        return out | {n: value for n, (value, off) in (given | {"return_lse": (self.lse, False)}).items() if value != off}
+        """The values of the options by the records' names."""
+        scale, (left, right) = self.head_dim**-0.5 if self.scale is None else self.scale, self.window
+        rules = {"causal": self.causal, "window_left": left, "window_right": right, "softcap": self.softcap, "attention_chunk": self.chunk}
+        return {"scale": scale, **rules, "return_lse": self.lse}
 
 
 SPREAD = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}

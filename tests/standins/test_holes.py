@@ -122,8 +122,8 @@ def test_where_no_page_may_move(name, features):
 @pytest.mark.parametrize("queries", [(1, 1, 1), (2, 1, 3)], ids=["decode", "extend"])
 @pytest.mark.parametrize("name", LATENT)
 def test_latents(name, queries, holes, ids):
-    float8 = {"q_dtype": E4M3} if name == "flashmla_fp8" else {}
-    call = holed(builders.mla(Source(0), queries, LENGTHS, 64, FLOAT8 if float8 else DEEPSEEK, **float8), HOLES[holes], ids)
+    f = replace(FLOAT8, q_dtype=E4M3) if name == "flashmla_fp8" else DEEPSEEK
+    call = holed(builders.mla(Source(0), queries, LENGTHS, 64, f), HOLES[holes], ids)
     figures = check("mla_attention", name, LATENT[name], call)
     assert figures.worst <= 1.0 and not figures.refused, figures
 
