@@ -7,13 +7,13 @@ these raise or return NaN. That a tensor is on CUDA is the one thing they do not
 
 import torch
 
-from tests.standins.checks import architecture, check
+from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import CUTLASS_DECODE, CUTLASS_SIZE, DECODE_FP8, DENSE_DECODE, METADATA_DENSE, METADATA_FP8
 
 CALLS: list[str] = []
 """The stand-ins called, in order."""
 
-HALVES = (torch.float16, torch.bfloat16)
+HALVES, I32 = (torch.float16, torch.bfloat16), torch.int32
 SM_PARTS, METADATA_INTS = 132, 8
 
 
@@ -26,38 +26,33 @@ def keys_of(pages: torch.Tensor, table: torch.Tensor, length: int, dtype: torch.
     return (keys if dtype is None else keys.view(dtype)).float()
 
 
+def decoded(q, kcache, seqlens_k, block_table, dtypes) -> tuple[int, int, int]:
+    """(batch, queries, heads) of a decode step: the checks that both dense ops make."""
+    s = laid_out(
+        q=(q, "batch_size, queries, heads, dim", dtypes, LAST), kcache=(kcache, "num_blocks, page, num_heads_k, dim", q.dtype, LAST),
+        seqlens_k=(seqlens_k, "batch_size", I32, ALL), block_table=(block_table, "batch_size, max_num_blocks_per_seq", I32, LAST),
+    )  # fmt: skip
+    check(s.batch_size > 0, "batch size must be positive")
+    check(s.page == 64, "Currently page_block_size must be 64")
+    check(s.heads % s.num_heads_k == 0, "Number of heads in key/value must divide number of heads in query")
+    check(s.num_heads_k == 1 and s.queries == 1, "this stand-in takes one key head and one query")
+    return s.batch_size, s.queries, s.heads
+
+
 def dense_decode_fwd(q, kcache, head_size_v, seqlens_k, block_table, softmax_scale, is_causal, tile_scheduler_metadata, num_splits):
     CALLS.append("dense_decode_fwd")
     check(architecture() == 90, "Dense decode MLA is only supported on SM90a architecture")
-    check(q.dtype in HALVES, "Expected q_dtype == torch::kBFloat16 || q_dtype == torch::kHalf to be true, but got false.")
-    check(kcache.dtype == q.dtype, "query and key must have the same dtype")
-    check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
-    check(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
-    check(q.stride(-1) == 1, "q must have contiguous last dimension")
-    check(kcache.stride(-1) == 1, "kcache must have contiguous last dimension")
-    check(seqlens_k.is_contiguous(), "seqlens_k must be contiguous")
-    check(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
-    batch, queries, heads, dim = q.shape
-    check(batch > 0, "batch size must be positive")
-    check(dim in (576, 512) and head_size_v == 512, "head_size_k must be 576 or 512, head_size_v must be 512")
-    check(kcache.shape[1] == 64, "Currently page_block_size must be 64")
-    check(heads % kcache.shape[2] == 0, "Number of heads in key/value must divide number of heads in query")
-    check(kcache.shape[3] == dim, "kcache must have shape (num_blocks, page_block_size, num_heads_k, head_size_k)")
-    check(tuple(seqlens_k.shape) == (batch,), "seqlens_k must have shape (batch_size)")
-    check(block_table.dim() == 2 and block_table.shape[0] == batch, "block_table must have shape (batch_size, max_num_blocks_per_seq)")
-    check(kcache.shape[2] == 1 and queries == 1, "this stand-in takes one key head and one query")
-    shape = (parts_of(heads), METADATA_INTS)
+    batch, queries, heads = decoded(q, kcache, seqlens_k, block_table, HALVES)
+    check(q.shape[3] in (576, 512) and head_size_v == 512, "head_size_k must be 576 or 512, head_size_v must be 512")
+    parts = parts_of(heads)
     if tile_scheduler_metadata is None:
-        tile_scheduler_metadata, num_splits = schedule(seqlens_k, shape[0])
+        tile_scheduler_metadata, num_splits = schedule(seqlens_k, parts)
     else:
         check(num_splits is not None, "bad optional access")
-        check(tile_scheduler_metadata.is_contiguous(), "tile_scheduler_metadata must be contiguous")
-        check(num_splits.is_contiguous(), "num_splits must be contiguous")
-        check(tile_scheduler_metadata.dtype == torch.int32, "tile_scheduler_metadata must have dtype torch::kInt32")
-        check(num_splits.dtype == torch.int32, "num_splits must have dtype torch::kInt32")
-        want = "(num_sm_parts, sizeof(DecodingSchedMeta)/sizeof(int))"
-        check(tuple(tile_scheduler_metadata.shape) == shape, f"tile_scheduler_metadata must have shape {want}")
-        check(tuple(num_splits.shape) == (batch + 1,), "num_splits must have shape (batch_size+1)")
+        laid_out(
+            sizes={"batch_size": batch, "num_sm_parts": parts}, num_splits=(num_splits, "batch_size+1", I32, ALL),
+            tile_scheduler_metadata=(tile_scheduler_metadata, f"num_sm_parts, {METADATA_INTS}", I32, ALL),
+        )  # fmt: skip
         follows(seqlens_k, tile_scheduler_metadata, num_splits)
     out = q.new_empty(batch, queries, heads, head_size_v)
     lse = torch.empty(batch, heads, queries)
@@ -116,25 +111,14 @@ def fwd_kvcache_mla_fp8(
 ):
     CALLS.append("fwd_kvcache_mla_fp8")
     check(architecture() == 90, "Dense FP8 MLA is only supported on SM90")
-    check(q.dtype == torch.float8_e4m3fn, "Expected q.dtype() == torch::kFloat8_e4m3fn to be true, but got false.")
-    check(kcache.dtype == q.dtype, "query and key must have the same dtype")
-    check(seqlens_k.dtype == torch.int32, "seqlens_k must have dtype int32")
-    check(block_table.dtype == torch.int32, "block_table must have dtype torch.int32")
-    check(q.stride(-1) == 1, "q must have contiguous last dimension")
-    check(kcache.stride(-1) == 1, "kcache must have contiguous last dimension")
-    check(seqlens_k.is_contiguous() and num_splits.is_contiguous(), "seqlens_k must be contiguous")
-    check(block_table.stride(-1) == 1, "block_table must have contiguous last dimension")
-    batch, queries, heads, dim = q.shape
-    check(dim == 576 and head_size_v == 512, "Only head_size_k == 576 is supported")
-    check(kcache.shape[1] == 64, "Currently page_block_size must be 64")
-    check(batch > 0, "batch size must be positive")
+    batch, queries, heads = decoded(q, kcache, seqlens_k, block_table, torch.float8_e4m3fn)
+    check(q.shape[3] == 576 and head_size_v == 512, "Only head_size_k == 576 is supported")
     check(descale_q is not None and descale_k is not None, "descale is required when input dtype is fp8")
-    check(descale_q.dtype == descale_k.dtype == torch.float32, "descale must have dtype float32")
-    check(tuple(descale_q.shape) == tuple(descale_k.shape) == (1,), "descale_q must have shape (1)")
-    check(tuple(seqlens_k.shape) == (batch,) and tuple(num_splits.shape) == (batch + 1,), "seqlens_k must have shape (batch_size)")
-    check(tile_scheduler_metadata.shape[1] == METADATA_INTS, "tile_scheduler_metadata.size(1) == TileSchedulerMetaDataSize")
-    check(queries == 1 and kcache.shape[2] == 1, "this stand-in takes one key head and one query")
-    check(tile_scheduler_metadata.is_contiguous() and tile_scheduler_metadata.shape[0] == parts_of(heads), "not the parts of this call")
+    laid_out(
+        sizes={"batch_size": batch, "num_sm_parts": parts_of(heads)}, num_splits=(num_splits, "batch_size+1", I32, ALL),
+        tile_scheduler_metadata=(tile_scheduler_metadata, f"num_sm_parts, {METADATA_INTS}", I32, ALL),
+        descale_q=(descale_q, "1", torch.float32, LAST), descale_k=(descale_k, "1", torch.float32, LAST),
+    )  # fmt: skip
     follows(seqlens_k, tile_scheduler_metadata, num_splits, True)
     check(bool((seqlens_k > 0).all()), "CUDA error: an illegal memory access was encountered (a page table is read at -1)")
     out = torch.empty(batch, queries, heads, head_size_v, dtype=torch.bfloat16)
@@ -158,15 +142,15 @@ def cutlass_mla_decode(out, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_ta
     CALLS.append("cutlass_mla_decode")
     sm = architecture()
     check(sm == 100, f"cutlass_mla_decode is only supported on compute capability 10.0, but found sm version {sm}")
-    batch, heads, latent = q_nope.shape
-    page = kv_c_and_k_pe_cache.shape[1]
+    batch, page, dtype = q_nope.shape[0], kv_c_and_k_pe_cache.shape[1], q_nope.dtype
     # The first group is asserted by the wheel's Python around the op; the kernel itself takes it on trust.
-    assert heads == 128 and latent == 512 and tuple(q_pe.shape) == (batch, 128, 64) and kv_c_and_k_pe_cache.shape[2] == 576
-    assert tuple(out.shape) == (batch, 128, 512) and page_table.shape[0] == batch and tuple(seq_lens.shape) == (batch,)
+    laid_out(
+        q_nope=(q_nope, "batch, 128, 512", HALVES, ALL), q_pe=(q_pe, "batch, 128, 64", dtype, ALL),
+        cache=(kv_c_and_k_pe_cache, "pages, page, 576", dtype, LAST), out=(out, "batch, 128, 512", dtype, ALL),
+        seq_lens=(seq_lens, "batch", I32, ALL), page_table=(page_table, "batch, columns", I32, ALL),
+        workspace=(workspace, "bytes", torch.uint8, ALL),
+    )  # fmt: skip
     assert page_table.shape[1] > 0 and page_table.shape[1] % (128 / page) == 0 and page in (1, 2, 4, 8, 16, 32, 64, 128)
-    assert q_nope.dtype in HALVES and q_nope.dtype == q_pe.dtype == kv_c_and_k_pe_cache.dtype == out.dtype
-    assert seq_lens.dtype == page_table.dtype == torch.int32 and workspace.dtype == torch.uint8
-    assert all(t.is_contiguous() for t in (out, q_nope, q_pe, seq_lens, page_table, workspace))
     check(num_kv_splits == 1, "the real kernel hangs or gives wrong results with more splits")
     size = cutlass_mla_get_workspace_size(page_table.shape[1] * page, batch, 0, num_kv_splits)
     check(workspace.numel() >= size, f"CUDA error: an illegal memory access was encountered (workspace of {size} bytes)")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tests.standins import schemas
-from tests.standins.checks import check
+from tests.standins.checks import ALL, LAST, check, laid_out
 
 INF = float("inf")
-BLOCK = 64
+BLOCK, HALVES = 64, (torch.float16, torch.bfloat16)
 Called = list[str]
 
 
@@ -111,33 +111,22 @@ def varlen_fwd_sparse(
     max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool, softcap: float,
     return_softmax: bool, gen: Any,
 ) -> list[Tensor]:  # fmt: skip
-    check(q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type")
-    check(k.dtype == q.dtype, "query and key must have the same dtype")
-    check(v.dtype == q.dtype, "query and value must have the same dtype")
-    check(cu_q.dtype == torch.int32, "cu_seqlens_q must have dtype int32")
-    check(cu_k.dtype == torch.int32, "cu_seqlens_k must have dtype int32")
-    check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
-    check(cu_q.is_contiguous(), "cu_seqlens_q must be contiguous")
-    check(cu_k.is_contiguous(), "cu_seqlens_k must be contiguous")
-    batch, (tokens, heads, dim) = cu_q.numel() - 1, q.shape
+    assert out is not None and seqused_k is None and alibi_slopes is None and not return_softmax and not zero_tensors and gen is None
+    i32, rows, by_row = torch.int32, math.ceil(max_seqlen_q / BLOCK), "batch_size, num_heads, rows"
+    s = laid_out(
+        sizes={"batch_size": cu_q.numel() - 1, "rows": rows}, q=(q, "total_q, num_heads, head_size_og", HALVES, LAST),
+        k=(k, "total_k, num_heads_k, head_size_og", q.dtype, LAST), v=(v, "total_k, num_heads_k, head_size_og", q.dtype, LAST),
+        cu_seqlens_q=(cu_q, "batch_size + 1", i32, ALL), cu_seqlens_k=(cu_k, "batch_size + 1", i32, ALL),
+        out=(out, "total_q, num_heads, head_size_og", q.dtype, LAST),
+        # These are read as packed int32 whatever they are.
+        block_count=(block_count, by_row, i32, ALL), block_offset=(block_offset, f"{by_row}, slashes", i32, ALL),
+        column_count=(column_count, by_row, i32, ALL), column_index=(column_index, f"{by_row}, verticals", i32, ALL),
+    )  # fmt: skip
+    batch, tokens, heads, dim = s.batch_size, s.total_q, s.num_heads, s.head_size_og
     check(batch > 0, "batch size must be positive")
     check(heads % k.shape[1] == 0, "Number of heads in key/value must divide number of heads in query")
-    check(k.shape[2] == dim, "k must have shape (total_k, num_heads_k, head_size_og)")
-    check(v.shape == k.shape, "v must have shape (total_k, num_heads_k, head_size_og)")
-    check(cu_k.numel() == batch + 1, "cu_seqlens_k must have shape (batch_size + 1)")
-    assert out is not None and seqused_k is None and alibi_slopes is None and not return_softmax and not zero_tensors and gen is None
-    check(out.dtype == q.dtype, "Output must have the same dtype as inputs")
-    check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
-    check(tuple(out.shape) == tuple(q.shape), "out must have shape (sizes[0], sizes[1], head_size_og)")
-    rows = block_count.shape[2]
-    check(rows == block_offset.shape[2], "Expected block_count.size(2) == block_offset.size(2) to be true, but got false.")
-    check(rows == column_index.shape[2], "Expected column_index.size(2) == block_offset.size(2) to be true, but got false.")
-    check(rows == column_count.shape[2], "Expected column_count.size(2) == column_index.size(2) to be true, but got false.")
-    check(rows == math.ceil(max_seqlen_q / BLOCK), "Expected params.NUM_ROWS == expected_num_rows to be true, but got false.")
     check(dim == 128, "run_mha_fwd_sparse only supports headdim=128 for now to keep binary small.")
     assert p_dropout == 0.0 and softcap == 0.0 and is_causal
-    for x in (block_count, block_offset, column_count, column_index):
-        assert x.dtype == torch.int32 and x.is_contiguous(), "read as packed int32 whatever it is"
     assert all(x.data_ptr() % 16 == 0 for x in (q, k, v, out)), "CUDA error: misaligned address"
     lse = torch.full((heads, tokens), float("nan"))
     steps = 1 if max_seqlen_q == 1 else 2

@@ -8,7 +8,7 @@ these raise for, and what comes of it there as garbage or NaN comes of it here a
 
 import torch
 
-from tests.standins.checks import architecture, check
+from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import SPARSE_DECODE, SPARSE_PREFILL
 
 CALLS: list[str] = []
@@ -18,23 +18,7 @@ LOG_BASE_OF_PREFILL: float | None = 2.0
 """2 as the wheel's docstring says and an H200 showed; None: natural."""
 
 SM_PARTS, METADATA_INTS = 132, 8
-BYTES = 656
-
-
-def dim_of(name: str, tensor: torch.Tensor | None, dims: int) -> None:
-    check(tensor is None or tensor.dim() == dims, f"{name} must have {dims} dimensions")
-
-
-def dtype_of(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, text: str) -> None:
-    check(tensor is None or tensor.dtype == dtype, f"{name} must have dtype torch::{text}")
-
-
-def last_dim(name: str, tensor: torch.Tensor | None) -> None:
-    check(tensor is None or tensor.stride(-1) == 1, f"{name} must have contiguous last dimension")
-
-
-def shape_of(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], text: str) -> None:
-    check(tensor is None or tuple(tensor.shape) == shape, f"{name} must have shape ({text})")
+BYTES, I32, PACKED = 656, torch.int32, (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 def asserted(ok: bool, text: str) -> None:
@@ -65,34 +49,19 @@ def sparse_decode_fwd(
     q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices, extra_topk_length, d_v, sm_scale
 ):
     CALLS.append("sparse_decode_fwd")
-    for name, tensor, dims in (("q", q, 4), ("kv", kv, 4), ("indices", indices, 3)):
-        dim_of(name, tensor, dims)
-    batch, queries, heads, dim = q.shape
-    blocks, page, kv_heads, _ = kv.shape
-    topk = indices.shape[2]
-    check(batch > 0, "Expected b > 0 to be true, but got false.")
-    check(queries > 0, "Expected s_q > 0 to be true, but got false.")
-    check(heads > 0, "Expected h_q > 0 to be true, but got false.")
-    check(kv_heads == 1, "Currently only MQA (i.e. h_kv == 1) is supported for sparse decoding")
-    check(dim in (576, 512), "Only head_size_k == 576 or 512 is supported for sparse decoding")
+    s = laid_out(
+        q=(q, "b, s_q, h_q, d_qk", torch.bfloat16, LAST), kv=(kv, f"num_blocks, page_block_size, h_kv, {BYTES}", PACKED, LAST),
+        indices=(indices, "b, s_q, topk", I32, LAST), topk_length=(topk_length, "b", I32, ALL),
+        attn_sink=(attn_sink, "h_q", torch.float32, ALL),
+    )  # fmt: skip
+    batch, queries, heads, topk, blocks, page = s.b, s.s_q, s.h_q, s.topk, s.num_blocks, s.page_block_size
+    check(min(batch, queries, heads, topk) > 0, "Expected b > 0, s_q > 0, h_q > 0 and topk > 0 to be true, but got false.")
+    check(s.h_kv == 1, "Currently only MQA (i.e. h_kv == 1) is supported for sparse decoding")
+    check(s.d_qk in (576, 512), "Only head_size_k == 576 or 512 is supported for sparse decoding")
     check(d_v == 512, "Only head_size_v == 512 is supported for sparse decoding")
-    check(topk > 0, "Expected topk > 0 to be true, but got false.")
     check(extra_kv is None and extra_indices is None and extra_topk_length is None, "this stand-in takes no extra pages")
-    check(dim == 576, "this stand-in takes 576")
-    dtype_of("q", q, torch.bfloat16, "kBFloat16")
-    check(kv.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8), "key must have dtype fp8_e4m3fn, int8 or uint8")
-    dtype_of("indices", indices, torch.int32, "kInt32")
-    dtype_of("topk_length", topk_length, torch.int32, "kInt32")
-    dtype_of("attn_sink", attn_sink, torch.float32, "kFloat32")
-    for name, tensor in (("q", q), ("kv", kv), ("indices", indices)):
-        last_dim(name, tensor)
-    for name, tensor in (("topk_length", topk_length), ("attn_sink", attn_sink)):
-        check(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
-    shape_of("kv", kv, (blocks, page, kv_heads, BYTES), "num_blocks, page_block_size, h_kv, bytes_per_token")
+    check(s.d_qk == 576, "this stand-in takes 576")
     check(kv.stride(1) == BYTES, "The whole block must be contiguous when is_fp8_cache is True for kv cache")
-    shape_of("indices", indices, (batch, queries, topk), "b, s_q, topk")
-    shape_of("topk_length", topk_length, (batch,), "b")
-    shape_of("attn_sink", attn_sink, (heads,), "h_q")
     check(heads in (64, 128), f"Unsupported h_q: {heads}")
     check(architecture() in (90, 100), "Unsupported architecture for sparse decode fwd")
     check(tile_scheduler_metadata is None and num_splits is None, "this stand-in takes no scheduler metadata")
@@ -119,25 +88,14 @@ def sparse_prefill_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_lengt
     CALLS.append("sparse_prefill_fwd")
     good = architecture() in (90, 100)
     check(good, "Sparse Attention Forward Kernel is only supported on SM90a and SM100f architectures.")
-    ranks = (("q", q, 3), ("kv", kv, 3), ("indices", indices, 3), ("attn_sink", attn_sink, 1), ("topk_length", topk_length, 1))
-    for name, tensor, dims in ranks:
-        dim_of(name, tensor, dims)
-    tokens, heads, dim = q.shape
-    slots_in_all, kv_heads, _ = kv.shape
-    topk = indices.shape[2]
-    check(dim in (576, 512), f"Invalid d_qk: {dim}")
+    s = laid_out(
+        q=(q, "s_q, h_q, d_qk", torch.bfloat16, LAST), kv=(kv, "s_kv, h_kv, d_qk", torch.bfloat16, LAST),
+        indices=(indices, "s_q, h_kv, topk", I32, LAST), attn_sink=(attn_sink, "h_q", torch.float32, LAST),
+        topk_length=(topk_length, "s_q", I32, LAST),
+    )  # fmt: skip
+    tokens, heads, topk, slots_in_all, kv_heads = s.s_q, s.h_q, s.topk, s.s_kv, s.h_kv
+    check(s.d_qk in (576, 512), f"Invalid d_qk: {s.d_qk}")
     check(d_v == 512, f"Invalid d_v{d_v}")
-    for name, tensor, dtype, text in (
-        ("q", q, torch.bfloat16, "kBFloat16"), ("kv", kv, torch.bfloat16, "kBFloat16"), ("indices", indices, torch.int32, "kInt32"),
-        ("attn_sink", attn_sink, torch.float32, "kFloat32"), ("topk_length", topk_length, torch.int32, "kInt32"),
-    ):  # fmt: skip
-        dtype_of(name, tensor, dtype, text)
-    shape_of("kv", kv, (slots_in_all, kv_heads, dim), "s_kv, h_kv, d_qk")
-    shape_of("indices", indices, (tokens, kv_heads, topk), "s_q, h_kv, topk")
-    shape_of("attn_sink", attn_sink, (heads,), "h_q")
-    shape_of("topk_length", topk_length, (tokens,), "s_q")
-    for name, tensor in (("q", q), ("kv", kv), ("indices", indices), ("attn_sink", attn_sink), ("topk_length", topk_length)):
-        last_dim(name, tensor)
     check(heads in (64, 128), f"Unsupported h_q: {heads}")
     asserted(kv_heads == 1, "params.h_kv == 1")
     asserted(topk % 128 == 0, "params.topk % (2*B_TOPK) == 0")
