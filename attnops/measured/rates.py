@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from math import hypot, inf, log
 from typing import NamedTuple
 
-from attnops.measured.grid import Grid
 from attnops.measured.shape import Shape, Work, decodes, sizes_of
-from attnops.measured.table import Table
+from attnops.measured.table import Grid, Table
 from attnops.problem import Problem, Target
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnops.errors import InvalidInput
 from attnops.measured import Shape, Sizes
-from attnops.measured.grid import Axes, Axis
+from attnops.measured.table import Axes, Axis
 
 LARGEST_BYTES = 5e9
 LARGEST_FLOPS = 1e13
