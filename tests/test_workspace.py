@@ -89,21 +89,20 @@ def test_chosen_once_there_is_enough(needy):
         choose(call.problem, "kernel=needy")
 
 
-def test_an_unknown_size_counts_as_the_least_it_may_be():
+def test_an_unknown_size_counts_as_the_least_it_may_be(monkeypatch):
     seen = []
     from attnops.ops.op import watch
-    from tests.ops.test_fakes import DIMS, UNBACKED, symbolic
+    from tests.ops.test_fakes import FIXED, UNBACKED, symbolic
 
     end = watch(lambda op, problem, policy: seen.append(problem.workspace))
     try:
         call = DECODE.call().with_(workspace=zeros(SIZE))
         for dynamic in (torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC, UNBACKED):
-            DIMS["paged_attention"]["workspace"] = "W"
+            monkeypatch.setattr("tests.ops.test_fakes.FIXED", FIXED - {"bytes"})
             _, guards, _ = symbolic("paged_attention", "default", dynamic, call)
             assert not guards
     finally:
         end()
-        del DIMS["paged_attention"]["workspace"]
     assert len(seen) == 2 and all(0 <= n <= 2 for n in seen)
 
 
