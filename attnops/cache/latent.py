@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.ledger import Layer, Request, Room
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, count
-from attnops.cache.planner import device_planner
+from attnops.cache.planner import device_plan
 from attnops.cache.step import common_pages, prefix_chunks, shared_prefix
 from attnops.call import need
 from attnops.kernel import kernels_of
@@ -141,4 +142,4 @@ class LatentCache(Pages):
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
         problem = replace(problem, plan="device", workspace=bytes_of(self.workspace))
         kernel = select(problem, key_for(problem.op, None)).kernel
-        return None if kernel is None else device_planner(kernel, self._spec)
+        return None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
@@ -71,7 +70,7 @@ class Planner:
             kernel = self._answers(self.spec, batch)
             if kernel.name not in _planned_by_host():
                 with ordinary():
-                    return replace(batch, plan=None if (make := device_planner(kernel, self.spec)) is None else make(batch))
+                    return replace(batch, plan=device_plan(kernel, self.spec, batch))
             name = kernel.name
         found = plan_paged_attention(
             self.spec, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, num_tokens=batch.slots.shape[0],
@@ -96,18 +95,13 @@ def _planned_by_host() -> tuple[str, ...]:
     return tuple(name for name, kernel in kernels_of("plan_mla_attention").items() if kernel.plan.sizes is not None)
 
 
-def device_planner(kernel: Kernel, spec: LatentSpec) -> Callable[[PagedBatch], Tensor] | None:
-    """The function that makes the plan that `kernel` reads on the device, of torch ops that a graph may hold; None: it reads no plan."""
-    plan, heads, dim, latent, dtype, causal = kernel.plan.device, spec.q_heads, spec.head_dim, spec.v_head_dim, spec.dtype, spec.causal
-    if plan is None:
+def device_plan(kernel: Kernel, spec: LatentSpec, batch: PagedBatch) -> Any:
+    """The plan that `kernel` reads on the device, made by torch ops that a graph may hold; None: it reads no plan."""
+    if kernel.plan.device is None:
         return None
-
-    def make(batch: PagedBatch) -> Tensor:
-        # A plan needs the query's shape, dtype and device, and there is no query yet.
-        query = torch.empty((), dtype=dtype, device=batch.page_table.device).expand(batch.slots.shape[0], heads, dim)
-        return plan(
-            q_nope=query[..., :latent], q_pe=query[..., latent:], page_table=batch.page_table, seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=causal,
-        )  # fmt: skip
-
-    return make
+    # A plan needs the query's shape, dtype and device, and there is no query yet.
+    query = torch.empty((), dtype=spec.dtype, device=batch.page_table.device).expand(batch.slots.shape[0], spec.q_heads, spec.head_dim)
+    return kernel.plan.device(
+        q_nope=query[..., : spec.v_head_dim], q_pe=query[..., spec.v_head_dim :], page_table=batch.page_table, seq_lens=batch.seq_lens,
+        cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, causal=spec.causal,
+    )  # fmt: skip

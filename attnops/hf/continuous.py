@@ -18,9 +18,8 @@ from attnops.hf.match import routed, usage_of
 from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 
+# transformers' prefix of an implementation for continuous batching.
 PREFIX = "paged|"
-"""transformers' prefix of an implementation for continuous batching."""
-
 # Of the step as a whole, or of which tokens' logits are wanted.
 _OF_THE_STEP = ("logits_indices", "logits_processor_args")
 

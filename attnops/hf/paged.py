@@ -38,8 +38,8 @@ from attnops.ops.plan import LatentSpec, PagedSpec
 
 _PREPARE = "_prepare_cache_for_generation"
 
+# Pages that fit two calls of generate() may be so many times those of the larger call.
 MOST_FOR_BOTH = 2
-"""Pages that fit two calls of generate() may be so many times those of the larger call."""
 
 # Not an attribute of a model, whose copies and pickles would hold it.
 _MAKING = threading.Lock()

@@ -28,8 +28,8 @@ from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import paged_attention, write_kv, write_latent
 from attnops.ops.dense import attention as dense_attention
 
+# New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form.
 ABSORB_UP_TO = 1
-"""New tokens of a request, above which the first tokens of an empty cache are attended to in expanded form."""
 
 
 def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -76,12 +76,9 @@ def is_latent(module: nn.Module) -> bool:
     return hasattr(type(module), "expand_kv")
 
 
-def let_through(module: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+def let_through(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Any:
     """`expand_kv` of a patched module: latents of a PagedLatentCache stay as they are."""
-    if kv_nope.dim() == 5:
-        return kv_nope, k_rot
-    expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, kv_nope, k_rot)
-    return expanded
+    return (kv_nope, k_rot) if kv_nope.dim() == 5 else type(module).expand_kv(module, kv_nope, k_rot)
 
 
 def check_module(path: str, module: Any) -> None:

@@ -18,7 +18,7 @@ from attnops.cache.latent import columns_of
 from attnops.cache.ledger import Layer, Room, check_kept
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
-from attnops.cache.planner import device_planner
+from attnops.cache.planner import device_plan
 from attnops.cache.step import Tokens
 from attnops.kernel import Kernel
 from attnops.ops import slot_mapping
@@ -26,25 +26,21 @@ from attnops.ops.plan import LatentSpec, PagedSpec
 from attnops.problem import Target
 from attnops.select import key_for, select, workspace_bytes
 
+# Padding of a row without tokens: more than any position.
 EMPTY = 2**62
-"""Padding of a row without tokens: more than any position."""
-
+# New tokens of a row that a sliding layer has room for beside the window, where no more are asked for.
 DRAFTS = 32
-"""New tokens of a row that a sliding layer has room for beside the window, where no more are asked for."""
-
+# As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the whole text.
 ALL = 2**30
-"""As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the whole text."""
-
-Past = tuple[Tensor, Tensor]
-"""The W tokens of each row's window before a step that is too long for the window's pages.
-
-Their slots, int64 `[B * W]`, and int64 `[B]`, the first of a row's W entries that is one of its tokens.
-"""
-
 # Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel asks for.
 _PLENTY = 2**30
 # The most new tokens of a request for which a plan is made: kernels that read one on the device decode, they do not prefill.
 _PLANNED = 8
+
+
+# The W tokens of each row's window before a step that is too long for the window's pages: their slots, int64 `[B * W]`, and int64 `[B]`,
+# the first of a row's W entries that is one of its tokens.
+Past = tuple[Tensor, Tensor]
 
 
 class Sizes(NamedTuple):
@@ -91,7 +87,11 @@ class ModelPages(Pages):
         whole = -(-length // size)
         # Two columns at least: the compiler specialises on a table of one.
         columns = columns_of(length, size) if isinstance(first, LatentSpec) else max(2, whole)
-        layers = [_layer(layer) for layer in sizes.layers]
+        layers = [
+            Layer(((layer.head_dim,),)) if isinstance(layer, LatentSpec)
+            else Layer(((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim or layer.head_dim)), layer.window[0] + 1)
+            for layer in sizes.layers
+        ]  # fmt: skip
         super().__init__(
             Room(layers, 1 + rows * whole, size, rows, columns, sizes.drafts, length, "max_length"), dtype=first.dtype, device=sizes.device
         )
@@ -117,7 +117,7 @@ class ModelPages(Pages):
             return workspace_bytes(replace(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim), key)
         scratch = workspace_bytes(replace(decode, plan="device"), key)
         kernel = select(replace(decode, plan="device", workspace=scratch), key).kernel
-        self._plan_of = None if kernel is None or kernel.plan.device is None else (kernel, spec)
+        self._plan_of = None if kernel is None else (kernel, spec)
         return scratch
 
     def clear(self) -> None:
@@ -152,8 +152,7 @@ class ModelPages(Pages):
         batch = self.describe(tokens, slice(before.shape[0]), (before + tokens.longest).to(torch.int32))
         if self._plan_of is not None and tokens.longest <= _PLANNED:
             kernel, spec = self._plan_of
-            make = device_planner(kernel, replace(spec, q_heads=heads))
-            batch = batch if make is None else replace(batch, plan=make(batch))
+            batch = replace(batch, plan=device_plan(kernel, replace(spec, q_heads=heads), batch))
         return batch
 
     def past(self, before: Tensor, table: int) -> Past:
@@ -164,9 +163,3 @@ class ModelPages(Pages):
         at = last.clamp(min=0) % (rows.shape[1] * self.page_size)
         slots = slot_mapping(at.reshape(-1), owner.reshape(-1), rows, page_size=self.page_size)
         return slots, (window - 1 - before).clamp(min=0)
-
-
-def _layer(layer: PagedSpec | LatentSpec) -> Layer:
-    if isinstance(layer, LatentSpec):
-        return Layer(((layer.head_dim,),))
-    return Layer(((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim or layer.head_dim)), layer.window[0] + 1)
