@@ -30,8 +30,7 @@ from attnops.tune.clock import Run
 
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 LLAMA = Features(dtype=BF16, head_dim=128, kv_heads=8, q_heads=32)
-SWEEP = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8), (1, 2))
-"""(rows, warps) of a program."""
+SWEEP = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8), (1, 2))  # (rows, warps) of a program
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ CASES = {
     "latent decode 64x8192, 128 heads": Case("", replace(MLA, decode=True), 64, 1, 8192, **LATENT, rate="TFLOP/s"),
     "float8 latent decode 64x8192, 128 heads": Case("", FLOAT8, 64, 1, 8192, vendors=FLOAT8_LATENT, rate="TFLOP/s"),
 }
+# By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, the calls that it replaces.
 OWN = {
     "fa3": ("fa3",),
     "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
@@ -130,7 +131,6 @@ OWN = {
     "flashmla_fp8_unplanned": ("flashmla_fp8_with_metadata",),
     "triton": tuple(MERGE),
 }
-"""By kernel, the vendor's calls that run the same device code on the same metadata; of `triton`, the calls that it replaces."""
 
 
 def op_of(kernel: Kernel, call: Call, compiled: bool = True) -> Run:

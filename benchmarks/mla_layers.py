@@ -15,14 +15,12 @@ from attnops.ops import write_latent
 from attnops.ops.plan import LatentSpec
 from attnops.tune.clock import Run
 
-NEAR = 0.02
-"""Norm of the difference over the norm of the result, bfloat16."""
+NEAR = 0.02  # norm of the difference over the norm of the result, bfloat16
+# The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are
+# sums of their products with a spread of some units.
 FAR = 0.15
-"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are
-sums of their products with a spread of some units."""
 BASE, FACTOR, FIRST_LENGTH = 10000.0, 40.0, 4096
-SCALE = 1 / 32
-"""Of float8: a random latent's largest number, about 6, is then stored as 192, of 448."""
+SCALE = 1 / 32  # of float8: a random latent's largest number, about 6, is then stored as 192, of 448
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ COMPILING = 0.5  # the share of the budget after which configurations that are n
 LATE = "not compiled in time"
 OURS = Choice(Tile(0, 0, 0, 0))  # marks the way that leaves the choice to grids.py
 
+# Rows, keys, warps and stages, and sometimes registers.
 TILES = {
     name: [Tile(*map(int, tile.split("x"))) for tile in text.split()]
     for name, text in {
@@ -48,8 +49,8 @@ TILES = {
         "few": ("16x64x4x3 16x64x4x2 16x32x4x3 16x32x4x4 16x128x4x2 16x128x8x2 16x64x2x2 16x16x2x5 "),
     }.items()
 }
-"""Rows, keys, warps and stages, and sometimes registers."""
 
+# Tiles and numbers of splits, each with each.
 TRIED: dict[str, tuple[str, tuple[int, ...]]] = {
     "decode_1x8192": ("decode", (16, 32, 64, 128)),
     "decode_64x4096": ("decode", (1, 2, 3, 4, 8)),
@@ -64,7 +65,6 @@ TRIED: dict[str, tuple[str, tuple[int, ...]]] = {
     **{f"{n}_8x4096": ("few", (2, 4, 8)) for n in FEATURES},
     **{f"{n}_64x4096": ("few", (1, 2, 4)) for n in FEATURES},
 }
-"""Tiles and numbers of splits, each with each."""
 
 
 def choices_of(name: str) -> list[Choice]:
