@@ -11,27 +11,31 @@ and the output is its own. `op.<kernel>_unplanned` is the same call without a pl
 itself; besides those it makes rows of the requests, which the vendor's call is given. `op.<kernel>_bare` is the call of a stranger: no
 plan, the query in two pieces, its output the caller's. No vendor's call does that work, so it has no ratio.
 Of merges `op.triton` is the automatic choice, and beside the fastest vendor's; a merge's sides are clean, as the layers that merge say.
-Host time of eager calls: `attnops bench overhead`.
+Every call is compared with the exact result before it is timed, as in the suite `kernels` of `attnops bench`, and may have twice a
+kernel's budget. Host time of eager calls: `attnops bench overhead`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, candidates, clock_of, device_kernels, measure_all, tried
+from common import arguments, candidates, clock_of, device_kernels, measure_all
+from torch import Tensor
 
 from attnops.bench import Setup, kernels, vendors
+from attnops.bench.rows import Way, time_if_right
 from attnops.inputs import Pool
 from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.measured import Shape
 from attnops.ops import OPS
-from attnops.testing import Call, Source, builders, equip, with_device_plan
-from attnops.tune.clock import Run, spread
+from attnops.testing import Call, Source, allowance, builders, equip, oracle, with_device_plan
+from attnops.tune.clock import Run, Timed, Times, spread
 from attnops.tune.run import runner
 from attnops.tune.shapes import DENSE, MLA, PAGED
 
@@ -91,15 +95,21 @@ def flashmla_fp8(call: Call, planned: bool = True) -> Run:
 
 
 def merge(call: Call, vendor: str) -> Run:
-    """A vendor's merge. FlashInfer's logs are of base 2: the same work, other numbers."""
+    """A vendor's merge. FlashInfer's logs are of base 2."""
     sides = [call.arguments[n] for n in ("output_a", "lse_a", "output_b", "lse_b")]
     if vendor == "flashinfer":
         from flashinfer import merge_state
 
-        return partial(merge_state, *sides)
+        return partial(merge_state, *(x / math.log(2) if i % 2 else x for i, x in enumerate(sides)))
     import sgl_kernel  # noqa: F401, loads the ops
 
-    return lambda: torch.ops.sgl_kernel.merge_state_v2(*sides, torch.empty_like(sides[0]), torch.empty_like(sides[1]))
+    results = torch.empty_like(sides[0]), torch.empty_like(sides[1])
+
+    def run() -> tuple[Tensor, Tensor]:
+        torch.ops.sgl_kernel.merge_state_v2(*sides, *results)
+        return results
+
+    return run
 
 
 CUDA_CORES = partial(vendors.flashinfer_paged, kind="Decode", use_tensor_cores=False)
@@ -152,9 +162,8 @@ def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
     return runner(kernel, with_device_plan(kernel, call) if planned else call)
 
 
-def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
-    """Every call to be timed, by `direct.*`, `op.*` (compiled) and `eager.*`, and the calls that are left out with their reasons."""
-    torch._dynamo.reset()
+def makers_of(case: Case, call: Call) -> dict[str, Callable[[], Run]]:
+    """Every call to be timed, by `direct.*`, `op.*` (compiled) and `eager.*`."""
     makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
     for kernel, mine in candidates(call, equip=equip):
         if not kernel.packages:
@@ -164,16 +173,38 @@ def runs_of(case: Case, call: Call) -> tuple[dict[str, Run], dict[str, str]]:
         if kernel.plan.device is not None:
             makers |= {f"{name}_bare": makers[name], name: partial(layers_op, kernel, mine, True)}
             makers[f"{name}_unplanned"] = partial(layers_op, kernel, mine, False)
-    return tried(makers)
+    return makers
+
+
+def exact(call: Call) -> tuple[Tensor, float, Callable[[Tensor], Tensor]]:
+    """As `kernels.exact`; of a merge all rows are compared."""
+    if call.op != "merge_state":
+        return kernels.exact(call)
+    found = oracle(call)
+    return found["output"], float(torch.as_tensor(allowance(call, found)["output"]).max()), lambda out: out
 
 
 def measure(case: Case, clock: Any, pool: Pool) -> dict[str, Any]:
     """One case's figures."""
-    call = case.call(pool)
-    runs, left_out = runs_of(case, call)
-    times = clock.spreads(runs)
+    torch._dynamo.reset()
+    call, runs = case.call(pool), dict[str, Run]()
+    want, allowed, part = exact(call)
+
+    def way(name: str, make: Callable[[], Run]) -> Way:
+        runs[name] = make()
+        return kernels.way(runs[name], part, 2 * allowed, call.arguments.get("output"))
+
+    def spreads(steps: Mapping[str, Timed]) -> Times:
+        found: Times = clock.spreads({name: step.call for name, step in steps.items()})
+        return found
+
+    ways = {name: partial(way, name, make) for name, make in makers_of(case, call).items()}
+    rows = {row["way"]: row for row in time_if_right("", ways, want, allowed, spreads)}
+    left_out = {name: row["wrong"] for name, row in rows.items() if "wrong" in row}
+    times = {name: {n: row[n] for n in ("median_us", "spread_us") if n in row} for name, row in rows.items() if "wrong" not in row}
     for figures in times.values():
         figures["rate"] = round(case.amount() / figures["median_us"], 3)
+    runs = {name: runs[name] for name in times}
     counts = {name: device_kernels(run) for name, run in runs.items() if not name.startswith("eager.")}
     against: dict[str, Any] = {}
     for name in (n for n in times if n.startswith("op.")):

@@ -108,8 +108,7 @@ def measure(size: Size, bench: Bench) -> dict[str, Any]:
     if bench.device == "cuda":
         whole = {n: given[n].contiguous() for n in ("q_nope", "q_pe")}
         call = Call("mla_attention", {**given, **whole, "output": torch.empty_like(whole["q_nope"])})
-        makers = LATENT
-        rivals |= {f"direct.{name}": partial(make, call) for name, make in makers.items()}
+        rivals |= {f"direct.{name}": partial(make, call) for name, make in LATENT.items()}
     others, left_out = tried(rivals)
     times = bench.times(runs | others)
     us = {name: t["median_us"] for name, t in times.items()}
