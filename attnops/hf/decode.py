@@ -216,20 +216,17 @@ def _shown(given: Any) -> str:
     return f"{name(given.dtype)} {list(given.shape)}"
 
 
-def _step_of(forward: Callable[..., Any]) -> Callable[..., Tensor]:
-    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Tensor:
+def _step_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
         """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
-        state = cache.state
-        pages, rows = state.pages, input_ids.shape[0]
-        begun = pages.pad[:rows]
-        real = live != 0
+        state, pages = cache.state, cache.state.pages
+        begun, real = pages.pad[: input_ids.shape[0]], live != 0
         torch.ops.aten._assert_async.msg((~real | ((begun < EMPTY) & (pages.seen < pages.sizes.length))).all(), _STOP)
         # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
         state.start, state.real = torch.where(real, begun, pages.seen), real
         out = forward(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, return_dict=True)
         state.start = state.real = None
-        logits: Tensor = out.logits
-        return logits
+        return out.logits
 
     return step
 
@@ -244,8 +241,7 @@ def guarded_state(model: nn.Module) -> tuple[Any, ...]:
     for module in model.modules():
         own = vars(module)
         found += id(module), type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
-        for field in own.keys() - INTERNAL:
-            value = own[field]
+        for field, value in ((field, own[field]) for field in own.keys() - INTERNAL):
             if isinstance(value, (bool, str)):
                 found += field, value
             elif isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):

@@ -30,7 +30,7 @@ from attnops.hf.interface import check_kernel
 from attnops.hf.match import Match, Site
 from attnops.hf.methods import Method
 from attnops.hf.paged_attention import dims_of, hand_over
-from attnops.hf.paged_models import refuse
+from attnops.hf.paged_models import refuse_unless
 from attnops.hf.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
@@ -53,8 +53,8 @@ class PagedMode:
 
     def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode) -> None:
         """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served."""
-        if old := supported.older_than(supported.PAGED):
-            refuse(f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
+        old = supported.older_than(supported.PAGED)
+        refuse_unless(not old, f'got transformers {old}, want >={supported.PAGED}, or cache="hf"')
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
         self.kernel, self.implementation, self.decode = kernel, implementation, decode
         sites = [site for site in found.sites if site.reason is None]
@@ -68,8 +68,8 @@ class PagedMode:
         modules = sorted(unordered, key=lambda module: module.layer_idx)
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
         model = type(owner).__name__
-        if len(set(self.layers)) != len(self.layers):
-            refuse(f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
+        apart = len(set(self.layers)) == len(self.layers)
+        refuse_unless(apart, f"got layers {list(self.layers)} of {model}, want a layer_idx of its own in each module")
         # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
         self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
         windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
@@ -78,8 +78,8 @@ class PagedMode:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
-        if hasattr(owner, "generate") and not hasattr(owner, _PREPARE):
-            refuse(f"got {model} without {_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)")
+        prepares = hasattr(owner, _PREPARE) or not hasattr(owner, "generate")
+        refuse_unless(prepares, f"got {model} without {_PREPARE}, by which generate() makes its cache (transformers 5.15 to 5.23 have it)")
         if decode.mode != "hf" and others:
             got = f"decode={decode.mode!r} for {model}, whose layers {list(others)} have states that move"
             fail(PatchError, f"patch: got {got}; want decode='hf'")
@@ -97,11 +97,10 @@ class PagedMode:
         """Raise PatchError with the first reason against pages that is known before layers are looked at."""
         model = type(self._owner).__name__
         if self.latents:
-            if others := [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]:
-                names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
-                refuse(
-                    f"takes models whose every attention caches latents, or none. {model} has some with expand_kv, and others:\n  {names}"
-                )
+            others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not paged_models.is_latent(site.module)]
+            names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
+            got = f"{model} has some with expand_kv, and others:\n  {names}"
+            refuse_unless(not others, f"takes models whose every attention caches latents, or none. {got}")
             for site in sites:
                 paged_models.check_module(site.path, site.module)
             return
@@ -115,8 +114,8 @@ class PagedMode:
             f'got {model}, which takes only a cache of its own class; want cache="hf"': not takes(),
             f"cannot say its masks to {model}: {found.edits}": found.edits is not None,
         }
-        for why in (why for why, holds in reasons.items() if holds):
-            refuse(why)
+        for why, holds in reasons.items():
+            refuse_unless(not holds, why)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_free": [], "_decoder": None}

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +63,10 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     return device, dtype
 
 
-def refuse(why: str) -> NoReturn:
-    """Raise PatchError: the reason against pages."""
-    fail(PatchError, f'patch: cache="paged" {why}')
+def refuse_unless(ok: object, why: str) -> None:
+    """Raise PatchError, with the reason against pages, unless `ok`."""
+    if not ok:
+        fail(PatchError, f'patch: cache="paged" {why}')
 
 
 # Models of latents ----------------------------------------------------------------------------------------------------
@@ -88,8 +89,7 @@ def check_module(path: str, module: Any) -> None:
     """
     name = f"{path} ({type(module).__name__})"
     missing = [part for part in (*_LATENT_SIZES, "kv_b_proj") if not hasattr(module, part)]
-    if missing:
-        refuse(f"got {name} without {', '.join(missing)}, want a module as DeepSeek-V3's")
+    refuse_unless(not missing, f"got {name} without {', '.join(missing)}, want a module as DeepSeek-V3's")
     dims = dims_of(module)
     device, dtype = where(module)
     if device.type == "meta" or any(isinstance(p, FakeTensor) for p in module.parameters()):
@@ -106,8 +106,7 @@ def check_module(path: str, module: Any) -> None:
             same = bool((ours - want).abs().max() <= ROUNDING * want.abs().max())
     except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
         raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
-    if not same:
-        refuse(f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj")
+    refuse_unless(same, f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj")
 
 
 # Models of keys and values --------------------------------------------------------------------------------------------
@@ -137,28 +136,26 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
 
     Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed, compressed.
     """
-    name = type(owner).__name__
-    if getattr(config, "num_kv_shared_layers", None):
-        got = f"num_kv_shared_layers={config.num_kv_shared_layers} in {name}"
-        refuse(f"got {got}, whose layers read each other's keys; want a layer for each's own")
+    name, shared = type(owner).__name__, getattr(config, "num_kv_shared_layers", None)
+    got = f"num_kv_shared_layers={shared} in {name}, whose layers read each other's keys"
+    refuse_unless(not shared, f"got {got}; want a layer for each's own")
     made: list[Any] = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
-    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds:
-        refuse(f"got chunked attention in {name}; pages are read whole or through a sliding window")
+    chunked = getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds
+    refuse_unless(not chunked, f"got chunked attention in {name}; pages are read whole or through a sliding window")
     found = []
     for layer in layers:
-        kind = made[layer] if layer < len(made) else None
-        if type(kind).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not isinstance(kind, CacheLayerMixin):
-            got = f"layer {layer} ({type(kind).__name__}) of {name}, which pages here cannot hold"
-            refuse(f"got {got}; want plain keys and values, all or those of a sliding window")
-        window = getattr(kind, "sliding_window", 0) if type(kind).__name__ == "DynamicSlidingWindowLayer" else 0
-        found.append(int(window or 0))
+        own = made[layer] if layer < len(made) else None
+        kind, got = type(own).__name__, f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold"
+        held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(own, CacheLayerMixin)
+        refuse_unless(held, f"got {got}; want plain keys and values, all or those of a sliding window")
+        found.append(int(getattr(own, "sliding_window", 0) or 0) if kind == "DynamicSlidingWindowLayer" else 0)
     # Some models use the window for their caches only. The code of others asks for masks with a window, or passes it to attention.
     files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
     words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
-    if any(found) and not any(word in inspect.getsource(file) for file in files for word in words):
-        got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
-        refuse(f"got {got}; want a model whose masks slide as its cache does")
+    slide = not any(found) or any(word in inspect.getsource(file) for file in files for word in words)
+    got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
+    refuse_unless(slide, f"got {got}; want a model whose masks slide as its cache does")
     return tuple(found)
 
 
