@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
 from attnops.call import Call, Spec, check, check_kinds, values
@@ -36,6 +36,10 @@ SHAPES = 8
 
 _nested = attrgetter("is_nested")
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+autocasting: Callable[[], bool] = vars(torch._C).get(
+    "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+)
+"""Is autocast on, for any device?"""
 _profiling: Callable[[], bool] = vars(torch.autograd).get("_profiler_enabled", lambda: False)
 _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -125,11 +129,44 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
+class Seen:
+    """A bounded memory: from calls like one made before to the function that serves them.
+
+    A key holds what the tensors do not say. Kernels that come or leave and `pretend` make other keys of it.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
+
+    def find(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
+        """The function kept for this key and tensors like these."""
+        kept = self.kept.get((key, _REGISTRY.generation, _OVERRIDE.target))
+        # A nested tensor has no sizes: the guards would abort the process.
+        if kept is not None and not any(map(_nested, tensors)):
+            for guards, run, _ in kept:
+                if guards.check(*tensors):
+                    return run
+        return None
+
+    def last(self, key: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], Any] | None:
+        """(guards, function, note) kept last for this key."""
+        kept = self.kept.get((key, _REGISTRY.generation, _OVERRIDE.target))
+        return kept[0] if kept else None
+
+    def keep(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], run: Callable[..., Any], note: Any = None) -> None:
+        """Remember `run`. The oldest entry of the key leaves."""
+        if len(self.kept) >= KINDS:
+            self.kept.clear()
+        kept = self.kept.setdefault((key, _REGISTRY.generation, _OVERRIDE.target), [])
+        kept[SHAPES - 1 :] = []
+        kept.insert(0, (guards_of(tensors), run, note))
+
+
 class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
-    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars
-    and what else selection depends on, up to SHAPES of (guards of the tensors, what runs, the outline of the tensors).
+    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern and
+    scalars, with the outline of the tensors.
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -142,7 +179,7 @@ class Eager:
         self.tensors = tuple(a.name for a in spec.args if a.tensor)
         self.results = tuple(r.name for r in spec.results)
         self.patterns: dict[tuple[type, ...], Pattern | None] = {}
-        self.seen: dict[tuple[Any, ...], list[tuple[Any, Run, Any]]] = {}
+        self.seen = Seen()
         self.numbers = itertools.count()
 
     @property
@@ -156,7 +193,8 @@ class Eager:
 
     def __call__(self, call: Any) -> Any:
         """The op's results. An eager call goes straight to its kernel where nothing else must see it."""
-        if not overheard():
+        # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+        if not (is_dynamo_compiling() or overheard()):
             if is_grad_enabled() and (fields := grad_fields(call)):
                 if self.autograd is None and not self.once:
                     fail(NoGradient, self.name, fields)
@@ -175,14 +213,8 @@ class Eager:
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
-        key = (kind.number, _REGISTRY.generation, _OVERRIDE.target, kind.scalars(call))
-        tensors = kind.tensors(call)
-        if any(map(_nested, tensors)):
-            return None  # the guards would abort the process: a nested tensor has no sizes
-        for guards, run, _ in self.seen.get(key, ()):
-            if guards.check(*tensors):
-                return run
-        return self._remember(key, kind, tensors, call)
+        key, tensors = (kind.number, kind.scalars(call)), kind.tensors(call)
+        return self.seen.find(key, tensors) or self._remember(key, kind, tensors, call)
 
     def run(self, call: Any) -> Any:
         """The op's results, from below the dispatcher."""
@@ -205,13 +237,9 @@ class Eager:
         if not all(map(_plain, tensors)):
             return None
         # A decode step has one key more than the last one: its first layer would pay for checks and selection as much as for ten calls.
-        kept = self.seen.get(key)
-        run = kept[0][1] if kept and _grown(kind.outline(tensors), kept[0][2]) else checked(self, call)
-        if len(self.seen) >= KINDS:
-            self.seen.clear()
-        kept = self.seen.setdefault(key, [])
-        kept[SHAPES - 1 :] = []
-        kept.insert(0, (guards_of(tensors), run, kind.outline(tensors)))
+        last, outline = self.seen.last(key), kind.outline(tensors)
+        run = last[1] if last and _grown(outline, last[2]) else checked(self, call)
+        self.seen.keep(key, tensors, run, outline)
         return run
 
 
@@ -254,35 +282,24 @@ def checked(op: Eager, call: Call) -> Run:
 # Who must see a call --------------------------------------------------------------------------------------------------------
 
 
-def watched() -> bool:
-    """Must a call pass the dispatcher: is a gradient possible, or does a compiler, a mode, a transform or a profiler have to see it?"""
-    return is_grad_enabled() or overheard()
-
-
 def overheard() -> bool:
-    """`watched` without reverse-mode gradients: forward-mode ones and those of torch.func count."""
-    # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
-    return (
-        is_compiling() or _len_torch_dispatch_stack() > 0 or _len_torch_function_stack() > 0 or _profiling()
-        or forward_ad._current_level >= 0 or _transformed()
-    )  # fmt: skip
+    """Must a call pass the dispatcher: is forward-mode or torch.func's gradient possible, or does a mode or a profiler have to see it?"""
+    return bool(
+        _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling() or forward_ad._current_level >= 0 or _transformed()
+    )
 
 
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """`overload` without the dispatcher, which takes 9 us to carry two dozen named arguments into C++ and back; compiled code calls this.
 
     Args:
-        overload: the kernel's overload. It takes a call that is `watched`, so that modes, gradients and profilers see the op.
+        overload: the kernel's overload. It takes a call that is `overheard`, and all calls in grad mode.
         run: the kernel's Python function. It takes all other calls, with the arguments that the dispatcher would hand on: those at
             their defaults left out.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # `watched()` without its two calls and without the question for a compiler, which never traces generated code.
-        if (
-            is_grad_enabled() or _len_torch_dispatch_stack() or _len_torch_function_stack() or _profiling()
-            or forward_ad._current_level >= 0 or _transformed()
-        ):  # fmt: skip
+        if is_grad_enabled() or overheard():  # no compiler traces generated code
             return overload(*args, **kwargs)
         return run(*args, **kwargs)
 

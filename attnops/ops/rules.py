@@ -145,7 +145,8 @@ def window(value: Any) -> tuple[int, int]:
 
 def default_scale(query: Any, scale: float | None) -> float:
     """`scale`, or one over the root of the query's head dim."""
-    tensors(query=query)
+    if not isinstance(query, Tensor):
+        tensors(query=query)
     if scale is not None:
         return scale
     dims = float(query.size(-1)) if query.dim() else 0.0

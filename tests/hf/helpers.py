@@ -104,17 +104,18 @@ class Counter:
 def watched():
     """Within the block: the calls of `attention` by a model, as a list of their arguments."""
     calls = []
-    real = attention_module.attend
+    real, overheard = attention_module.attend, attention_module.overheard
 
     def spy(call):
         calls.append({**call._asdict(), "window": (call.window_left, call.window_right)})
         return real(call)
 
-    attention_module.attend = spy
+    # So that no layer answers a call like one before by itself.
+    attention_module.attend, attention_module.overheard = spy, lambda: True
     try:
         yield calls
     finally:
-        attention_module.attend = real
+        attention_module.attend, attention_module.overheard = real, overheard
 
 
 # MLA models over pages ------------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Eager steps of patched models, most of which find what serves them known: by layers and tokens alike, and never for another call."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.attention import attention_function
+from attnops.kernels.torch import sdpa
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION
 from attnops.problem import Extent
@@ -18,7 +22,7 @@ if eager._TensorGuards is None:
 @pytest.fixture(autouse=True)
 def looked(monkeypatch):
     """The shapes of queries and keys, heads first, of every call that was looked at; nothing is remembered at the start."""
-    ATTENTION.seen.clear()
+    ATTENTION.seen.kept.clear()
     calls, real = [], eager.checked
 
     def checked(op, call):
@@ -102,3 +106,79 @@ def test_training_and_autocast_in_between(looked):
                 other = model(ids).logits
             assert relative(other, want) < LIMIT and not torch.equal(other, want)
             assert torch.equal(model(ids).logits, want)
+
+
+@torch.no_grad()
+def test_sdpa_takes_the_tensors_of_plain_calls_as_they_are(monkeypatch):
+    """But not those of padded rows, of windows that bind, or of calls that a profiler must see."""
+    direct, real = [], sdpa.heads_first
+    monkeypatch.setattr(sdpa, "heads_first", lambda q, *args: direct.append(q.is_contiguous()) or real(q, *args))
+    turned, body = [], sdpa._sdpa
+    monkeypatch.setattr(sdpa, "_sdpa", lambda *args, **kwargs: turned.append(True) or body(*args, **kwargs))
+    model, ids = tiny.model("llama"), tokens(2, 9)
+    layers = model.config.num_hidden_layers
+    want = model(ids).logits[:, -1:]
+    with attnops.use(kernel="attention:sdpa"), attnops.patch(model):
+        for padded, profiled in ((None, False), (left_padded()[:, :9], False), (None, True)):
+            for again in (False, True):
+                cache = DynamicCache(config=model.config)
+                model(ids[:, :8], past_key_values=cache, attention_mask=None if padded is None else padded[:, :8])
+                direct.clear(), turned.clear()
+                with torch.profiler.profile() if profiled else nullcontext() as profile:
+                    got = model(ids[:, 8:], past_key_values=cache, attention_mask=padded).logits
+                plain = padded is None and not profiled
+                # The first layer's call of a kind is looked at; the others, and every one of the second time, find it known.
+                assert len(turned) == (0 if again else 1) * plain + layers * (not plain)
+                assert len(direct) == layers
+                if padded is None:
+                    assert relative(got, want) < LIMIT
+                assert not profiled or "attnops::attention" in {event.name for event in profile.events()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scaling": 0.5},
+        {"scaling": torch.tensor(0.5)},
+        {"is_causal": False},
+        {"softcap": 2.0},
+        {"sliding_window": 2},
+        {"s_aux": torch.randn(4)},
+        {"position_bias": torch.randn(1, 4, 5, 5)},
+        {"attention_mask": torch.rand(1, 1, 5, 5) > 0.2},
+        {"output_attentions": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_no_argument_is_lost_on_a_known_call(change):
+    """A function that knows a plain call answers another as a function does that knows none."""
+    layer = torch.nn.Linear(1, 1)
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    knows, fresh = (attention_function(None, proven=True) for _ in range(2))
+    for _ in range(2):
+        plain = knows(layer, query, key, value, None, scaling=0.3)[0]
+    asked = {"attention_mask": None, "scaling": 0.3} | change
+    want = fresh(layer, query, key, value, **asked)[0]
+    assert torch.allclose(want, plain) == ("output_attentions" in change)
+    assert torch.equal(knows(layer, query, key, value, **asked)[0], want)
+    assert torch.equal(knows(layer, query, key, value, None, scaling=0.3)[0], plain)
+
+
+@torch.no_grad()
+def test_a_known_call_follows_the_policy_and_the_layer(looked):
+    layer = torch.nn.Linear(1, 1)
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    call = attention_function(None, proven=True)
+    causal = call(layer, query, key, value)[0]
+    layer.is_causal = False
+    assert not torch.allclose(call(layer, query, key, value)[0], causal)
+    layer.is_causal = True
+    count = len(looked)
+    with attnops.use(kernel="attention:reference"):
+        assert relative(call(layer, query, key, value)[0], causal) < LIMIT
+    assert len(looked) == count + 1
+    with pytest.raises(attnops.errors.InvalidInput, match="attention argument block_table"):
+        call(layer, query, key, value, block_table=query)
+    with pytest.raises(attnops.errors.InvalidInput):
+        call(layer, query, key[:, :1].expand(1, 3, 5, 8), value)

@@ -33,18 +33,22 @@ def _sdpa(
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     if see is not None or mask is not None:
         mask = _join(see, mask, query.dtype)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    cpu = query.device.type == "cpu"
-    if cpu and surely(query.shape[1] == 1):
+    return compact(heads_first(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, mask, causal))
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """`[B, H, S, D]`, neither queries nor keys empty, in and `[B, S, H, Dv]` out. mask: `[B, H, S, K]`. causal: S equals K."""
+    cpu, dtype = q.is_cpu, q.dtype
+    if cpu and surely(q.shape[2] == 1):
         return _one_token(q, k, v, mask, scale)
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
+    if mask is not None and mask.dtype not in (torch.bool, dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     grouped = int(q.shape[1]) != int(k.shape[1])
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
     if mask is None or cpu:
-        return compact(out)
-    out = compact(out.to(query.dtype))
+        return out
+    out = out.to(dtype)
     # SDPA's backends differ in the result of a query that sees no key; those of the CPU give 0 by themselves.
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
