@@ -19,7 +19,7 @@ from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.kernel import own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import Seen, autocasting, overheard
+from attnops.ops.eager import Seen, autocasting, growth, overheard
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 from attnops.select import active_policy, key_for
@@ -173,7 +173,8 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if packed is None and not (drops or weights_too):
             if same is None or key.shape[1] != keys or (run := attend.find(call)) is None:
                 return attend(call)[0], None
-            seen.keep(same, given, heads_first(run, call))
+            # One query that begins to be past the window is another call.
+            seen.keep(same, given, heads_first(run, call), growth(given, (-1, 2, 2), (sliding_window or 0,)))
             return run(call)[0], None
         if packed is None:
             output, weights = in_torch(call, dropout if drops else 0.0)
@@ -200,12 +201,10 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
 
 def heads_first(run: Callable[[Attention], tuple[Tensor, Tensor]], call: Attention) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of tensors `[B, H, S, D]` for calls like `call`, of no other tensors, which `run` serves."""
+    if run is sdpa.attention and (straight := sdpa.heads_first(call)) is not None:
+        return straight
     made: Any = Attention
-    queries, keys = call.query.shape[1], call.key.shape[1]
-    scale, causal, rest = call.scale, call.causal and queries != 1, tuple(values(call)[3:])
-    if run is sdpa.attention and call.window_left < 0 and call.query.numel() and keys and (not causal or queries == keys):
-        # SDPA takes them as they are: views and a record would cost an eager step more time on the host than the choice.
-        return lambda q, k, v: sdpa.heads_first(q, k, v, scale, None, causal).contiguous()
+    rest = tuple(values(call)[3:])
     return lambda q, k, v: run(made(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rest))[0]
 
 

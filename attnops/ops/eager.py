@@ -24,7 +24,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from attnops.call import Call, Spec, check, check_kinds, values
 from attnops.errors import NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
-from attnops.problem import _OVERRIDE, Extent, Problem, problem_of
+from attnops.problem import _OVERRIDE, Problem, alike, problem_of
 from attnops.select import choose
 
 Run = Callable[[Any], Any]
@@ -52,23 +52,63 @@ def capturing(tensor: Tensor) -> bool:
 class Likeness:
     """Whether tensors are like those given, by public torch alone: type, dtype, device, sizes, strides, gradient, sign and inference."""
 
-    def __init__(self, *tensors: Tensor, **_: None) -> None:
+    def __init__(self, *tensors: Tensor, dynamic_dims_sizes: Any = None, dynamic_dims_strides: Any = None) -> None:
+        """The lists are by tensor and dim, None where any size or stride will do."""
         self.facts = [*map(self._facts, tensors)]
+        self.sizes = dynamic_dims_sizes or [t.shape for t in tensors]
+        self.strides = dynamic_dims_strides or [t.stride() for t in tensors]
 
     @staticmethod
     def _facts(t: Tensor) -> tuple[Any, ...]:
-        return type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj(), t.is_inference()
+        return type(t), t.dim(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj(), t.is_inference()
 
     def check(self, *tensors: Tensor) -> bool:
         """Are they all alike?"""
-        return self.facts == [*map(self._facts, tensors)]
+        return self.facts == [*map(self._facts, tensors)] and all(
+            want in (None, got)
+            for t, sizes, strides in zip(tensors, self.sizes, self.strides, strict=True)
+            for want, got in zip((*sizes, *strides), (*t.shape, *t.stride()), strict=True)
+        )
 
 
-def guards_of(tensors: tuple[Tensor, ...]) -> Any:
-    """What tells whether other tensors are like these. Dynamo's own takes half a microsecond for all, Python as long for one."""
-    guards = (_TensorGuards or Likeness)(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+Growth = tuple[range, tuple[tuple[int, int], ...]]
+"""The sizes that one size may have, and every (tensor, dim) that has it."""
+
+
+def growth(tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[int, ...] = ()) -> Growth | None:
+    """How the size of these dims may change before checks and selection could tell the calls apart; None: not at all.
+
+    A decode step has one key more than the last one: without this its first layer would pay for checks and selection.
+
+    Args:
+        grows: the dim of each tensor, -1 if it has none.
+        others: further numbers that the size is compared with.
+    """
+    places = tuple((i, dim) for i, (t, dim) in enumerate(zip(tensors, grows, strict=True)) if 0 <= dim < t.dim())
+    sizes = {tensors[i].shape[dim] for i, dim in places}
+    if len(sizes) != 1:
+        return None  # a call of wrong shapes is refused later
+    least, largest = alike(sizes.pop())
+    rest = {size for i, t in enumerate(tensors) for dim, size in enumerate(t.shape) if (i, dim) not in places}
+    allowed = range(least, largest + 1)
+    return None if rest.intersection(allowed) or {0, *others}.intersection(allowed) else (allowed, places)
+
+
+def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
+    """What tells whether other tensors are like these. Dynamo's own takes half a microsecond for all, Python as long for one.
+
+    A size that grows is left out, and so are the strides of its tensors but the last: the others grow with it.
+    """
+    given: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    if grown is not None:
+        places = dict(grown[1])
+        given["dynamic_dims_sizes"] = [[None if places.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in enumerate(tensors)]
+        given["dynamic_dims_strides"] = [
+            [None if i in places and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in enumerate(tensors)
+        ]
+    guards = (_TensorGuards or Likeness)(*tensors, **given)
     # Dynamo's fail where a tensor comes twice.
-    return guards if guards.check(*tensors) else Likeness(*tensors)
+    return guards if guards.check(*tensors) else Likeness(*tensors, **given)
 
 
 @dataclass(frozen=True)
@@ -83,22 +123,6 @@ class Pattern:
     tensors: Callable[[Any], tuple[Any, ...]]
     scalars: Callable[[Any], tuple[Any, ...]]
     grows: tuple[int, ...]
-
-    def outline(self, tensors: tuple[Tensor, ...]) -> tuple[int, set[int], list[Any]]:
-        """(the size that grows, all other sizes, everything that checks and selection see of the tensors but that size).
-
-        The first is 0 where no size grows.
-        """
-        size, others, rest = 0, set[int](), list[Any]()
-        for t, dim in zip(tensors, self.grows, strict=True):
-            shape = list(t.shape)
-            if 0 <= dim < len(shape):  # a call of wrong shapes is refused later
-                own = shape.pop(dim)
-                rest.append(size in (0, own))
-                size = own
-            others.update(shape)
-            rest.append((shape, t.stride()[-1:], t.dtype, t.device, t.requires_grad))
-        return size, others, rest
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {
@@ -136,37 +160,36 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
+        self.kept: dict[Any, list[tuple[Any, Callable[..., Any], Growth | None]]] = {}
 
     def find(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
         """The function kept for this key and tensors like these."""
         kept = self.kept.get((key, _REGISTRY.generation, _OVERRIDE.target))
         # A nested tensor has no sizes: the guards would abort the process.
         if kept is not None and not any(map(_nested, tensors)):
-            for guards, run, _ in kept:
+            for guards, run, grown in kept:
                 if guards.check(*tensors):
-                    return run
+                    if grown is None:
+                        return run
+                    sizes = [tensors[i].size(dim) for i, dim in grown[1]]
+                    if sizes[0] in grown[0] and sizes.count(sizes[0]) == len(sizes):
+                        return run
         return None
 
-    def last(self, key: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], Any] | None:
-        """(guards, function, note) kept last for this key."""
-        kept = self.kept.get((key, _REGISTRY.generation, _OVERRIDE.target))
-        return kept[0] if kept else None
-
-    def keep(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], run: Callable[..., Any], note: Any = None) -> None:
+    def keep(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], run: Callable[..., Any], grown: Growth | None = None) -> None:
         """Remember `run`. The oldest entry of the key leaves."""
         if len(self.kept) >= KINDS:
             self.kept.clear()
         kept = self.kept.setdefault((key, _REGISTRY.generation, _OVERRIDE.target), [])
         kept[SHAPES - 1 :] = []
-        kept.insert(0, (guards_of(tensors), run, note))
+        kept.insert(0, (guards_of(tensors, grown), run, grown))
 
 
 class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
     patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern and
-    scalars, with the outline of the tensors.
+    scalars.
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -236,19 +259,9 @@ class Eager:
     def _remember(self, key: tuple[Any, ...], kind: Pattern, tensors: tuple[Tensor, ...], call: Call) -> Run | None:
         if not all(map(_plain, tensors)):
             return None
-        # A decode step has one key more than the last one: its first layer would pay for checks and selection as much as for ten calls.
-        last, outline = self.seen.last(key), kind.outline(tensors)
-        run = last[1] if last and _grown(outline, last[2]) else checked(self, call)
-        self.seen.keep(key, tensors, run, outline)
+        run = checked(self, call)
+        self.seen.keep(key, tensors, run, growth(tensors, kind.grows))
         return run
-
-
-def _grown(new: tuple[int, set[int], list[Any]], old: tuple[int, set[int], list[Any]]) -> bool:
-    """Would checks and selection treat calls of these outlines alike?"""
-    size, others, rest = new
-    if not size or size == old[0] or rest != old[2] or False in rest or {0, size, old[0]} & others:
-        return False
-    return Extent.of(size) == Extent.of(old[0])
 
 
 def grad_fields(call: Any) -> tuple[str, ...]:

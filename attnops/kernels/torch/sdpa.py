@@ -6,6 +6,7 @@ kernel of a laptop and of shapes that no other kernel takes. SDPA's own `is_caus
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,22 +34,18 @@ def _sdpa(
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     if see is not None or mask is not None:
         mask = _join(see, mask, query.dtype)
-    return compact(heads_first(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, mask, causal))
-
-
-def heads_first(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """`[B, H, S, D]`, neither queries nor keys empty, in and `[B, S, H, Dv]` out. mask: `[B, H, S, K]`. causal: S equals K."""
-    cpu, dtype = q.is_cpu, q.dtype
-    if cpu and surely(q.shape[2] == 1):
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    cpu = query.device.type == "cpu"
+    if cpu and surely(query.shape[1] == 1):
         return _one_token(q, k, v, mask, scale)
-    if mask is not None and mask.dtype not in (torch.bool, dtype) and not cpu:
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is widened instead.
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     grouped = int(q.shape[1]) != int(k.shape[1])
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
     if mask is None or cpu:
-        return out
-    out = out.to(dtype)
+        return compact(out)
+    out = compact(out.to(query.dtype))
     # SDPA's backends differ in the result of a query that sees no key; those of the CPU give 0 by themselves.
     blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
     return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
@@ -91,6 +88,26 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     see = dense_visible(query, key, start, end, Rules.of(call)._replace(causal=causal))
     key, value = in_range(key, start, end), in_range(value, start, end)
     return _sdpa(query, key, value, call.scale, see, call.mask), no_lse(query)
+
+
+def heads_first(call: dense.Attention) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """A function of query, key and value `[B, H, S, D]` for calls like `call`, or None where those three do not say all.
+
+    Its result is `[B, S, H, Dv]`. A caller whose tensors are heads first saves the views there and back, which take the host as long as
+    the choice of a kernel.
+    """
+    batch, queries, heads, _ = call.query.shape
+    keys, scale, grouped, causal = call.key.shape[1], call.scale, heads != call.key.shape[2], call.causal and queries != 1
+    given = (call.mask, call.kv_start, call.kv_end)
+    if given != (None, None, None) or call.window_left >= 0 or call.window_right >= 0 or call.attention_chunk:
+        return None
+    if not batch * queries * keys or (causal and queries != keys):
+        return None
+    if call.query.is_cpu and queries == 1:
+        return lambda q, k, v: _one_token(q, k, v, None, scale)
+    return lambda q, k, v: (
+        scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2).contiguous()
+    )
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
