@@ -11,7 +11,6 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import dropout as drop, pad
 
-from attnops.call import values
 from attnops.errors import InvalidInput, fail
 from attnops.hf import descriptor, paged_attention as pages
 from attnops.hf.cache import PagedKeyCache
@@ -19,7 +18,7 @@ from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
 from attnops.kernel import own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
-from attnops.ops.eager import Seen, autocasting, growth, overheard
+from attnops.ops.eager import KINDS, autocasting, circumstances, growth, overheard
 from attnops.ops.varlen import varlen_attention
 from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
 from attnops.select import active_policy, key_for
@@ -55,9 +54,11 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         proven: serve modules of any class. False: only those whose masks transformers itself leaves out, see `routed`.
     """
     kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention"))
-    seen = Seen()
+    known: dict[tuple[Any, ...], tuple[range, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
 
-    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU.
+    # The body runs once a layer and token, so it makes few calls: in eager decoding the host is slower than the GPU. Plain calls that
+    # SDPA serves are `known` by their numbers and, for as many keys as no kernel tells apart, go to it with the tensors as they are. Guards
+    # of the tensors would take a layer 20 us: between two layers they fall out of the processor's caches, and a shape does not.
     def attention(
         module: Any,
         query: Tensor,
@@ -107,14 +108,14 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         same: tuple[Any, ...] | None = None
         if not (
             compiling or attention_mask is not None or s_aux is not None or sinks is not None or position_bias is not None
-            or cu_seq_lens_q is not None or attnops_cache is not None or output_attentions or type(scaling) not in _NUMBERS
-            or (dropout and module.training)
-            or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False) or not others.keys() <= HARMLESS
+            or cu_seq_lens_q is not None or attnops_cache is not None or output_attentions or (dropout and module.training)
+            or type(scaling) not in _NUMBERS or type(query) is not Tensor or not others.keys() <= HARMLESS
+            or is_grad_enabled() or overheard() or autocasting() or _recorded(module, False)
         ):  # fmt: skip
-            # Calls of three tensors and numbers, such as those of a step without padding, find at once what served one like them.
-            same = (type(module), getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, active_policy())
-            if (run := seen.find(same, (query, key, value))) is not None:
-                return run(query, key, value), None
+            flags = getattr(module, "is_causal", True), is_causal, scaling, sliding_window, softcap, active_policy(), circumstances()
+            same = (type(module), flags, query.shape, query.dtype, query.device, key.shape[1])
+            if (kept := known.get(same)) is not None and key.shape[2] in kept[0]:
+                return kept[1](query, key, value), None
         if others and (compiling or not others.keys() <= HARMLESS):
             check_others(others)
         cls: Any = type(module)
@@ -171,10 +172,15 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             policy=key_for("attention", kernels[0]),
         )  # fmt: skip
         if packed is None and not (drops or weights_too):
-            if same is None or key.shape[1] != keys or (run := attend.find(call)) is None:
+            # Keys past the last query have been cut off, or not.
+            run = attend.find(call) if same is not None and key.shape[1] == keys else None
+            if run is None or same is None:
                 return attend(call)[0], None
-            # One query that begins to be past the window is another call.
-            seen.keep(same, given, heads_first(run, call), growth(given, (-1, 2, 2), (sliding_window or 0,)))
+            if run is sdpa.attention and (straight := sdpa.heads_first(call)) is not None:
+                if len(known) >= KINDS:
+                    known.clear()
+                grown = growth(given, (-1, 2, 2), (sliding_window or 0,))  # a window that begins to bind is another call
+                known[same] = (range(keys, keys + 1) if grown is None else grown[0]), straight
             return run(call)[0], None
         if packed is None:
             output, weights = in_torch(call, dropout if drops else 0.0)
@@ -197,15 +203,6 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         return output[None], None
 
     return attention
-
-
-def heads_first(run: Callable[[Attention], tuple[Tensor, Tensor]], call: Attention) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function of tensors `[B, H, S, D]` for calls like `call`, of no other tensors, which `run` serves."""
-    if run is sdpa.attention and (straight := sdpa.heads_first(call)) is not None:
-        return straight
-    made: Any = Attention
-    rest = tuple(values(call)[3:])
-    return lambda q, k, v: run(made(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *rest))[0]
 
 
 def _recorded(module: Any, compiling: bool) -> bool:

@@ -153,43 +153,16 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return (lambda call: (call[places[0]],)) if places else (lambda call: ())
 
 
-class Seen:
-    """A bounded memory: from calls like one made before to the function that serves them.
-
-    A key holds what the tensors do not say. Kernels that come or leave and `pretend` make other keys of it.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[Any, list[tuple[Any, Callable[..., Any], Growth | None]]] = {}
-
-    def find(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
-        """The function kept for this key and tensors like these."""
-        kept = self.kept.get((key, _REGISTRY.generation, _OVERRIDE.target))
-        # A nested tensor has no sizes: the guards would abort the process.
-        if kept is not None and not any(map(_nested, tensors)):
-            for guards, run, grown in kept:
-                if guards.check(*tensors):
-                    if grown is None:
-                        return run
-                    sizes = [tensors[i].size(dim) for i, dim in grown[1]]
-                    if sizes[0] in grown[0] and sizes.count(sizes[0]) == len(sizes):
-                        return run
-        return None
-
-    def keep(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], run: Callable[..., Any], grown: Growth | None = None) -> None:
-        """Remember `run`. The oldest entry of the key leaves."""
-        if len(self.kept) >= KINDS:
-            self.kept.clear()
-        kept = self.kept.setdefault((key, _REGISTRY.generation, _OVERRIDE.target), [])
-        kept[SHAPES - 1 :] = []
-        kept.insert(0, (guards_of(tensors, grown), run, grown))
+def circumstances() -> tuple[Any, ...]:
+    """Choices depend on these, besides a call: the kernels that are registered, and the machine that `pretend` names."""
+    return _REGISTRY.generation, _OVERRIDE.target
 
 
 class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
-    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern and
-    scalars.
+    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars
+    and `circumstances`, up to SHAPES of (guards of the tensors, what runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -202,7 +175,7 @@ class Eager:
         self.tensors = tuple(a.name for a in spec.args if a.tensor)
         self.results = tuple(r.name for r in spec.results)
         self.patterns: dict[tuple[type, ...], Pattern | None] = {}
-        self.seen = Seen()
+        self.seen: dict[tuple[Any, ...], list[tuple[Any, Run, Growth | None]]] = {}
         self.numbers = itertools.count()
 
     @property
@@ -236,8 +209,17 @@ class Eager:
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
-        key, tensors = (kind.number, kind.scalars(call)), kind.tensors(call)
-        return self.seen.find(key, tensors) or self._remember(key, kind, tensors, call)
+        key, tensors = (kind.number, kind.scalars(call), circumstances()), kind.tensors(call)
+        if any(map(_nested, tensors)):
+            return None  # the guards would abort the process: a nested tensor has no sizes
+        for guards, run, grown in self.seen.get(key, ()):
+            if guards.check(*tensors):
+                if grown is None:
+                    return run
+                sizes = [tensors[i].size(dim) for i, dim in grown[1]]
+                if sizes[0] in grown[0] and sizes.count(sizes[0]) == len(sizes):
+                    return run
+        return self._remember(key, kind, tensors, call)
 
     def run(self, call: Any) -> Any:
         """The op's results, from below the dispatcher."""
@@ -260,7 +242,11 @@ class Eager:
         if not all(map(_plain, tensors)):
             return None
         run = checked(self, call)
-        self.seen.keep(key, tensors, run, growth(tensors, kind.grows))
+        if len(self.seen) >= KINDS:
+            self.seen.clear()
+        kept, grown = self.seen.setdefault(key, []), growth(tensors, kind.grows)
+        kept[SHAPES - 1 :] = []
+        kept.insert(0, (guards_of(tensors, grown), run, grown))
         return run
 
 

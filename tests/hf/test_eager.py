@@ -22,7 +22,7 @@ if eager._TensorGuards is None:
 @pytest.fixture(autouse=True)
 def looked(monkeypatch):
     """The shapes of queries and keys, heads first, of every call that was looked at; nothing is remembered at the start."""
-    ATTENTION.seen.kept.clear()
+    ATTENTION.seen.clear()
     calls, real = [], eager.checked
 
     def checked(op, call):

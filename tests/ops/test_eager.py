@@ -32,7 +32,7 @@ def looked(request, monkeypatch):
         pytest.skip("this torch has no TensorGuards")
     counts, real = Counter(), eager.checked
     for op in (ATTENTION, PAGED):
-        op.seen.kept.clear()
+        op.seen.clear()
         op.patterns.clear()
 
     def checked(op, call):
@@ -254,10 +254,10 @@ def test_what_is_remembered_is_bounded(looked):
     _, k, v = qkv()
     for s in range(1, 30):
         attnops.attention(torch.randn(2, s, 4, 8), k, v)
-    assert [len(kept) for kept in ATTENTION.seen.kept.values()] == [eager.SHAPES]
+    assert [len(kept) for kept in ATTENTION.seen.values()] == [eager.SHAPES]
     for i in range(eager.KINDS + 5):
         attnops.attention(*qkv(), scale=1.0 + i)
-    assert len(ATTENTION.seen.kept) <= eager.KINDS
+    assert len(ATTENTION.seen) <= eager.KINDS
     assert len(ATTENTION.patterns) <= eager.KINDS
 
 
