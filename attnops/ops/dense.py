@@ -21,16 +21,10 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"sizes_equal": surely(sizes["S"] == sizes["K"])}
 
 
-@record(
-    "attention",
-    Result("output", "B, S, Hq, Dv", rules.result_dtype),
-    Result("lse", "B, S, Hq", when="return_lse"),
-    rules=rules.attention,
-    facts=_facts,
-    stored="key",
-    problem=SIZES,
-    grows="K",
-)
+RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
+
+
+@record("attention", *RESULTS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K")
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
@@ -51,18 +45,10 @@ class Attention(rules.Visible):
 ATTENTION = define(Op(Attention, reference.attention, differentiable, about="dense attention"))
 
 
-@record(
-    "attention_backward",
-    Result("grad_query", like="query"),
-    Result("grad_key", like="key"),
-    Result("grad_value", like="value"),
-    Result("grad_mask", like="mask", when="mask_grad"),
-    Result("grad_sinks", like="sinks"),
-    rules=rules.attention_backward,
-    facts=_facts,
-    stored="key",
-    problem=SIZES,
-)
+GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
+
+
+@record("attention_backward", *GRADIENTS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES)
 class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 
@@ -131,7 +117,8 @@ def attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = rules.window(window)
-    if mask is not None and 2 <= rules.mask(mask).dim() < 4:
+    rules.mask(mask)
+    if mask is not None and 2 <= mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     output, lse = ATTENTION(Attention(
         query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=rules.default_scale(query, scale), causal=causal,

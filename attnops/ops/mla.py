@@ -88,8 +88,7 @@ def query_rules(call: Any, sizes: Sizes) -> None:
     """A quantised query brings its scale, and its plan comes from a plan op."""
     need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
     rules.q_scale(call.q_nope, call.q_scale)
-    rules.plan(call, call.q_nope.device)
-    rules.contiguous("workspace", call.workspace)
+    rules.plan(call)
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
@@ -195,8 +194,7 @@ def mla_attention(
     """
     if output is None:
         output = fresh_output(q_nope)
-    if mask is not None:
-        rules.mask(mask)
+    rules.mask(mask)
     if holes and plan is None and torch.compiler.is_compiling():
         page_table, seq_lens, holes = whole(
             latent_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=(window_left, -1)

@@ -18,8 +18,7 @@ from attnops.reference import data, packed
 def _rules(call: Any, sizes: Sizes) -> None:
     need(sizes["page"] >= 1, "k_pages.shape[1]", sizes["page"], ">= 1 token a page")
     rules.attention(call, sizes)
-    rules.plan(call, call.query.device)
-    rules.contiguous("workspace", call.workspace)
+    rules.plan(call)
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
@@ -118,8 +117,7 @@ def paged_attention(
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = rules.window(window)
-    if mask is not None:
-        rules.mask(mask)
+    rules.mask(mask)
     if output is None:
         rules.tensors(query=query, v_pages=v_pages)
         dtype = query.dtype if query.dtype in FLOATS else torch.bfloat16

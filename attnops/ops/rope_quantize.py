@@ -23,14 +23,11 @@ def _rules(call: Any, sizes: Sizes) -> None:
         need(scale > 0, field, scale, "a finite number > 0")
 
 
-@record(
-    "rope_quantize_latent",
-    Result("query", "T, H, Dc + Dr", rope_quantize.STORED),
-    Result("row", "T, Dc + Dr", rope_quantize.STORED),
-    rules=_rules,
-    facts={"kv_dtype": rope_quantize.STORED, "kv_scales": True},
-    problem=SIZES,
-)
+RESULTS = (Result("query", "T, H, Dc + Dr", rope_quantize.STORED), Result("row", "T, Dc + Dr", rope_quantize.STORED))
+FACTS = {"kv_dtype": rope_quantize.STORED, "kv_scales": True}
+
+
+@record("rope_quantize_latent", *RESULTS, rules=_rules, facts=FACTS, problem=SIZES)
 class RopeQuantizeLatent(Call):
     """Rotation, quantisation and joining of queries and latents."""
 
@@ -46,9 +43,8 @@ class RopeQuantizeLatent(Call):
     interleaved: bool = False
 
 
-ROPE_QUANTIZE = define(
-    Op(RopeQuantizeLatent, rope_quantize.rope_quantize_latent, about="rotation, quantisation and joining of queries and latents (MLA)")
-)
+ABOUT = "rotation, quantisation and joining of queries and latents (MLA)"
+ROPE_QUANTIZE = define(Op(RopeQuantizeLatent, rope_quantize.rope_quantize_latent, about=ABOUT))
 
 
 def rope_quantize_latent(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.adapt import refuse_plan_of_holes
-from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Sizes, arg, group, name, need, place
+from attnops.call import FLOATS, KW_ONLY, QUANTISED, Call, Result, Sizes, arg, group, name, need, place
 from attnops.errors import InvalidInput, fail
 from attnops.select import _ACTIVE, key_for as _key_for
 
@@ -48,26 +48,20 @@ class Visible(Call):
     attention_chunk: int = arg(default=0, least=0)
 
 
+def gradients(*of: str) -> tuple[Result, ...]:
+    """The results of a gradient; that of a mask is worked out where `mask_grad` asks for it."""
+    return tuple(Result(f"grad_{name}", like=name, when="mask_grad" * (name == "mask")) for name in of)
+
+
 def attention(call: Any, sizes: Sizes) -> None:
-    """Heads divide, the query's and the key's dtypes come with the scales they need, and a plan comes from a plan op."""
-    _heads(call, sizes)
-    q_scale(call.query, call.q_scale)
-    key = "key" if "key" in call.spec.names else "k_pages"
-    kv_scales(call.query, key, getattr(call, key), call.k_scale, call.v_scale)
-
-
-def _heads(call: Any, sizes: Sizes) -> None:
+    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
     for letter, want in (("Hkv", ">= 1 head"), ("D", ">= 1"), ("Dv", ">= 1")):
         need(sizes[letter] >= 1, place(call.spec, letter), sizes[letter], want)
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
     need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
-
-
-def attention_backward(call: Any, sizes: Sizes) -> None:
-    """Of a gradient: heads divide, and the key has the query's dtype."""
-    _heads(call, sizes)
-    q_scale(call.query, None)
-    kv_scales(call.query, "key", call.key, None, None)
+    q_scale(call.query, getattr(call, "q_scale", None))
+    key = "key" if "key" in call.spec.names else "k_pages"
+    kv_scales(call.query, key, getattr(call, key), getattr(call, "k_scale", None), getattr(call, "v_scale", None))
 
 
 def q_scale(query: Tensor, given: Tensor | None) -> None:
@@ -87,9 +81,10 @@ def kv_scales(query: Tensor, field: str, key: Tensor, k_scale: Tensor | None, v_
             fail(InvalidInput, "k_scale, v_scale", "None", f"both, because {field} is {name(key.dtype)}")
 
 
-def plan(call: Any, device: torch.device) -> None:
-    """A plan is made on the device for the device (int32), or by the host for the host (int64)."""
-    given = call.plan
+def plan(call: Any) -> None:
+    """A plan is made on the device for the device (int32), or by the host for the host (int64). A workspace has no gaps."""
+    contiguous("workspace", call.workspace)
+    given, device = call.plan, call[0].device
     if given is None or (given.dtype, given.device.type) == (torch.int64, "cpu"):
         return
     refuse_plan_of_holes(call)
@@ -126,10 +121,10 @@ def tensors(**given: Any) -> None:
             fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
 
 
-def mask(value: Any) -> Tensor:
-    """A mask is a tensor. Of a function, as flex_attention takes one, the error says what to do."""
-    if isinstance(value, Tensor):
-        return value
+def mask(value: Any) -> None:
+    """Raise InvalidInput unless a mask is a tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
+    if value is None or isinstance(value, Tensor):
+        return
     want = "a tensor, bool or additive"
     if callable(value) or type(value).__name__ == "BlockMask":
         want += "; write a mask_mod or score_mod out as one, or call torch.nn.attention.flex_attention, which takes functions"

@@ -21,14 +21,10 @@ def _rules(call: Any, sizes: Sizes) -> None:
     rules.attention(call, sizes)
 
 
-@record(
-    "varlen_attention",
-    Result("output", "T, Hq, Dv", rules.result_dtype),
-    Result("lse", "T, Hq", when="return_lse"),
-    rules=_rules,
-    stored="key",
-    problem=SIZES,
-)
+RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
+
+
+@record("varlen_attention", *RESULTS, rules=_rules, stored="key", problem=SIZES)
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
@@ -50,21 +46,7 @@ class VarlenAttention(rules.Visible, rules.Lengths):
 VARLEN = define(Op(VarlenAttention, reference.varlen_attention, differentiable, about="packed attention over ragged requests"))
 
 
-def _backward_rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["starts"] >= 1, "cu_seqlens_q.shape[0]", sizes["starts"], ">= 1")
-    rules.attention_backward(call, sizes)
-
-
-@record(
-    "varlen_attention_backward",
-    Result("grad_query", like="query"),
-    Result("grad_key", like="key"),
-    Result("grad_value", like="value"),
-    Result("grad_sinks", like="sinks"),
-    rules=_backward_rules,
-    stored="key",
-    problem=SIZES,
-)
+@record("varlen_attention_backward", *rules.gradients("query", "key", "value", "sinks"), rules=_rules, stored="key", problem=SIZES)
 class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 
@@ -127,8 +109,7 @@ def varlen_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
     left, right = rules.window(window)
-    if mask is not None:
-        rules.mask(mask)
+    rules.mask(mask)
     output, lse = VARLEN(VarlenAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, scale=rules.default_scale(query, scale), causal=causal, window_left=left, window_right=right,

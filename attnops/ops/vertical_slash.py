@@ -27,16 +27,11 @@ def _index_rules(call: Any, sizes: Sizes) -> None:
         fail(InvalidInput, "vertical_counts, slash_counts", "one of them", "both or neither")
 
 
-@record(
-    "vertical_slash_indexes",
-    Result("block_count", f"B, H, {ROWS}", torch.int32),
-    Result("block_offset", f"B, H, {ROWS}, S", torch.int32),
-    Result("column_count", f"B, H, {ROWS}", torch.int32),
-    Result("column_index", f"B, H, {ROWS}, V", torch.int32),
-    rules=_index_rules,
-    facts={"causal": True},
-    problem={"q_heads": "H"},
-)
+DIMS = {"block_count": "", "block_offset": ", S", "column_count": "", "column_index": ", V"}
+RESULTS = tuple(Result(name, f"B, H, {ROWS}{last}", torch.int32) for name, last in DIMS.items())
+
+
+@record("vertical_slash_indexes", *RESULTS, rules=_index_rules, facts={"causal": True}, problem={"q_heads": "H"})
 class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
@@ -48,9 +43,8 @@ class VerticalSlashIndexes(rules.Queries):
     slash_counts: Tensor | None = arg("H", INT32, default=None)
 
 
-INDEXES = define(
-    Op(VerticalSlashIndexes, vertical_slash.vertical_slash_indexes, about="which blocks and columns of keys each block of queries sees")
-)
+ABOUT = "which blocks and columns of keys each block of queries sees"
+INDEXES = define(Op(VerticalSlashIndexes, vertical_slash.vertical_slash_indexes, about=ABOUT))
 
 
 def vertical_slash_indexes(
@@ -120,9 +114,8 @@ class VerticalSlashAttention(rules.Lengths):
     lse: Tensor | None = arg("T, Hq", FLOAT32, default=None, written=True)
 
 
-ATTENTION = define(
-    Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, about="packed causal attention over an index of blocks and columns")
-)
+ABOUT = "packed causal attention over an index of blocks and columns"
+ATTENTION = define(Op(VerticalSlashAttention, vertical_slash.vertical_slash_attention, about=ABOUT))
 
 
 def vertical_slash_attention(
