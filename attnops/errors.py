@@ -21,10 +21,12 @@ import torch
 from torch._guards import TracingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from attnops.problem import Refusal
     from attnops.select import Decision
+
+    Sizes = tuple[int, ...]
 
 
 _HEAD, _TAIL = 240, 40
@@ -72,18 +74,16 @@ def portable(value: object) -> object:
 
 def find(error: BaseException | None) -> AttnopsError | None:
     """The AttnopsError that `error` is, or that it wraps, as the errors of torch.compile do; None where there is none."""
-    return next((e for e in _chain(error) if isinstance(e, AttnopsError)), None)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
     # The compiler raises some of its errors `from None`: what they come from is their context all the same.
     waiting, seen = [error], set[int]()
     while waiting:
         e = waiting.pop()
+        if isinstance(e, AttnopsError):
+            return e
         if isinstance(e, BaseException) and id(e) not in seen:
             seen.add(id(e))
-            yield e
             waiting += [e.__context__, getattr(e, "inner_exception", None), e.__cause__]
+    return None
 
 
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
@@ -189,13 +189,7 @@ class PageSizeConflict(AttnopsError, ValueError):
     page_size: the one given, or None. takes: the sizes, of those tried, that each kernel takes. refused: what each says of the others.
     """
 
-    def __init__(
-        self,
-        page_size: int | None,
-        tried: tuple[int, ...],
-        takes: Mapping[str, tuple[int, ...]],
-        refused: Mapping[str, tuple[Refusal, ...]],
-    ) -> None:
+    def __init__(self, page_size: int | None, tried: Sizes, takes: Mapping[str, Sizes], refused: Mapping[str, tuple[Refusal, ...]]) -> None:
         lines = [f"page_size: got {shown(page_size)}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
         for kernel, sizes in takes.items():
             some = f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}" if sizes else "none"
@@ -220,9 +214,8 @@ class UnknownRequest(CacheError, KeyError):
     """A request id that the cache does not hold: never allocated, or freed already."""
 
     def __init__(self, request: object, live: int) -> None:
-        super().__init__(
-            f"request: got {shown(request, repr)}, want the id of one of the {live} live requests (freed twice, or from another cache?)"
-        )
+        want = f"the id of one of the {live} live requests (freed twice, or from another cache?)"
+        super().__init__(f"request: got {shown(request, repr)}, want {want}")
         self.request = request
 
     def __str__(self) -> str:

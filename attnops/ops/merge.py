@@ -36,8 +36,7 @@ def merge_state(
 
     Args:
         output_a, output_b: `[T, H, D]`, one float dtype. lse_a, lse_b: float32 `[T, H]`, natural log.
-        stale: False promises that a side whose lse is -inf holds 0, as every op here writes it, so that nothing need be spent
-            on clearing it. The result is undefined where the promise is not kept.
+        stale: False promises that a side whose lse is -inf holds 0, as every op here writes it; the result is undefined otherwise.
         kernel: force a kernel by name for this call.
 
     Returns:
@@ -55,14 +54,10 @@ def _parts(call: Any, sizes: Sizes) -> None:
     need(sizes["N"] >= 1, "outputs.shape[1]", sizes["N"], ">= 1 part")
 
 
-@record(
-    "merge_states",
-    Result("output", "T, H, D", "outputs"),
-    Result("lse", "T, H"),
-    rules=_parts,
-    facts={"lse": True},
-    problem={**SIZES, "batch": "N"},
-)
+RESULTS = (Result("output", "T, H, D", "outputs"), Result("lse", "T, H"))
+
+
+@record("merge_states", *RESULTS, rules=_parts, facts={"lse": True}, problem={**SIZES, "batch": "N"})
 class MergeStates(Call):
     """The merge of any number of partial results."""
 
@@ -76,16 +71,13 @@ MERGE_STATES = define(Op(MergeStates, data.merge_states, about="merge of any num
 
 
 def merge_states(outputs: Tensor, lses: Tensor, *, stale: bool = True, kernel: str | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over the union of N disjoint sets of keys, from the results over each. No gradient.
+    """As `merge_state`, from the results over N disjoint sets of keys. No gradient.
 
     Args:
-        outputs: `[T, N, H, D]`, float, N >= 1. lses: float32 `[T, N, H]`, natural log.
-        stale, kernel: as in `merge_state`.
+        outputs: `[T, N, H, D]`, float, N >= 1. lses: float32 `[T, N, H]`, natural log. stale, kernel: as in `merge_state`.
 
     Returns:
-        (output `[T, H, D]`, lse `[T, H]`). A part whose lse is -inf is neutral, whatever its output holds (but see `stale`); when
-        all are empty, output is 0 and lse -inf. Formula: that of `merge_state`, FlashInfer, https://arxiv.org/abs/2501.01005,
-        section 2.2, in base e.
+        (output `[T, H, D]`, lse `[T, H]`).
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.

@@ -80,13 +80,10 @@ def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_si
     return out
 
 
-@record(
-    "kv_indices",
-    Result("indptr", "B + 1", INT),
-    Result("indices", "B * max_pages", INT),
-    Result("last_page_len", "B", INT),
-    problem={"tokens": "B", "batch": "0"},
-)
+INDICES = (Result("indptr", "B + 1", INT), Result("indices", "B * max_pages", INT), Result("last_page_len", "B", INT))
+
+
+@record("kv_indices", *INDICES, problem={"tokens": "B", "batch": "0"})
 class KVIndices(Call):
     """A page table as indptr and indices."""
 
@@ -245,7 +242,7 @@ def whole(
     Layers that ask the same get the same tensors: `attnops.lowering` and `attnops.graphs` make them once.
     """
     if not isinstance(pages, Tensor) or pages.dim() < 2:
-        return page_table, seq_lens, True  # the attention op says what is wrong
+        return page_table, seq_lens, True  # the op says why it is wrong
     left, right = rules.window(window)
     asked = holes.how(Rules(0.0, causal, left, right, chunk=attention_chunk), mask)
     return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked), False
