@@ -62,6 +62,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 class Spec:
     """All that follows from a record's class body. args, results: in order. rules: further checks of a call, given its sizes by name.
 
+    least: lower bounds of sizes, as `">= 1 head"`.
     measures: the fields of a Problem that are sizes, as code over the names in the layouts. stored: the argument whose dtype is the
     Problem's `kv_dtype`. facts: further fields of the Problem, or a function of the call and its sizes that returns them.
     grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
@@ -71,6 +72,7 @@ class Spec:
     op: str
     args: tuple[Arg, ...]
     results: tuple[Result, ...] = ()
+    least: Mapping[str, str] = field(default_factory=dict)
     rules: Callable[[Any, Sizes], None] | None = None
     measures: Mapping[str, CodeType] = field(default_factory=dict)
     stored: str = ""
@@ -122,6 +124,7 @@ C = TypeVar("C", bound=Call)
 def record(
     op: str,
     *results: Result,
+    least: Mapping[str, str] | None = None,
     rules: Callable[[Any, Sizes], None] | None = None,
     problem: Mapping[str, str] | None = None,
     stored: str = "",
@@ -150,7 +153,7 @@ def record(
         place = next((i for i, a in enumerate(named) if a.written), len(named))
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
-        spec = Spec(op, tuple(args), results, rules, _measures(args, problem or {}), stored, facts, grows)
+        spec = Spec(op, tuple(args), results, least or {}, rules, _measures(args, problem or {}), stored, facts, grows)
         # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
         members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
         return cast(type[C], type(cls.__name__, (base, Call), members))
@@ -270,6 +273,8 @@ def check(call: Call) -> Sizes:
             for i, size in enumerate(a.layout):
                 if bool(size.options) is not named and size.text != "...":
                     _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
+    for letter, want in call.spec.least.items():
+        need(sizes[letter] >= int(want.split()[1]), place(call.spec, letter), sizes[letter], want)
     if call.spec.rules is not None:
         call.spec.rules(call, sizes)
     return sizes

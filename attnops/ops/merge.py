@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, KW_ONLY, Call, Result, arg, record
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data
@@ -50,14 +48,10 @@ def merge_state(
     return merged
 
 
-def _parts(call: Any, sizes: Sizes) -> None:
-    need(sizes["N"] >= 1, "outputs.shape[1]", sizes["N"], ">= 1 part")
-
-
 RESULTS = (Result("output", "T, H, D", "outputs"), Result("lse", "T, H"))
 
 
-@record("merge_states", *RESULTS, rules=_parts, facts={"lse": True}, problem={**SIZES, "batch": "N"})
+@record("merge_states", *RESULTS, least={"N": ">= 1 part"}, facts={"lse": True}, problem={**SIZES, "batch": "N"})
 class MergeStates(Call):
     """The merge of any number of partial results."""
 

@@ -34,11 +34,7 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
     return out
 
 
-def _starts(call: Any, sizes: Sizes) -> None:
-    need(sizes["starts"] >= 1, "cu_seqlens.shape[0]", sizes["starts"], ">= 1")
-
-
-@record("token_rows", Result("", "num_tokens", INT), rules=_starts, problem={"tokens": "starts"})
+@record("token_rows", Result("", "num_tokens", INT), least={"starts": ">= 1"}, problem={"tokens": "starts"})
 class TokenRows(Call):
     """The request of each token."""
 

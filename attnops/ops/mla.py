@@ -20,11 +20,12 @@ STORED = (torch.float8_e4m3fn, torch.int8)
 
 WRITE_SIZES = {"head_dim": "Dc + Dr", "v_head_dim": "Dc", "kv_heads": "1"}
 SIZES = {**WRITE_SIZES, "q_heads": "H"}
+PAGE = {"page": ">= 1 token a page"}
+LEAST = {**PAGE, "H": ">= 1 head"}
 
 
 def check_sizes(sizes: Sizes) -> None:
-    """Pages, latents and rotated keys are not empty."""
-    need(sizes["page"] >= 1, "latent_pages.shape[1]", sizes["page"], ">= 1 token a page")
+    """Latents and rotated keys are not empty."""
     for dim in ("Dc", "Dr"):
         need(sizes[dim] >= 1, dim, sizes[dim], ">= 1")
 
@@ -52,7 +53,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
         fail(InvalidInput, "kv_scale", "a tensor", f"None, because the latents are {own} already")
 
 
-@record("write_latent", rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
+@record("write_latent", least=PAGE, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatent(Call):
     """The write of new latents and rotated keys into pages."""
 
@@ -86,7 +87,6 @@ def write_latent(
 
 def query_rules(call: Any, sizes: Sizes) -> None:
     """A quantised query brings its scale, and its plan comes from a plan op."""
-    need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
     rules.q_scale(call.q_nope, call.q_scale)
     rules.plan(call)
 
@@ -114,7 +114,7 @@ def fresh_output(q_nope: Tensor) -> Tensor:
     return torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
 
 
-@record("mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
+@record("mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "max_pages * page"})
 class MlaAttention(rules.Queries):
     """Attention of new tokens over pages that hold their latents."""
 

@@ -19,7 +19,6 @@ PAGES = (*STORED, torch.uint8)
 
 def _rules(call: Any, sizes: Sizes) -> None:
     k, v = call.k_pages, call.v_pages
-    need(sizes["page"] >= 1, "k_pages.shape[2]", sizes["page"], ">= 1 token a page")
     if k.dim() not in (4, 5) or (v is not None and v.dim() != k.dim()):
         field, given = ("k_pages", k) if k.dim() not in (4, 5) else ("v_pages", v)
         fail(InvalidInput, field, f"shape {tuple(given.shape)}", "[L, P, page, Hkv, D] or [L, P, page, D], as the keys")
@@ -36,7 +35,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-@record("copy_kv", rules=_rules, facts=_facts, problem={"tokens": "N"})
+@record("copy_kv", least={"page": ">= 1 token a page"}, rules=_rules, facts=_facts, problem={"tokens": "N"})
 class CopyKV(Call):
     """The copy of keys and values between slots, in all layers."""
 

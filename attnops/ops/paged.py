@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, record
 from attnops.ops import rules
 from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data, packed
 
+LEAST = {"page": ">= 1 token a page"}
+
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["page"] >= 1, "k_pages.shape[1]", sizes["page"], ">= 1 token a page")
     rules.attention(call, sizes)
     rules.plan(call)
 
@@ -26,7 +27,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"pages_alike": strides == call.v_pages.stride() and all(s % sizes["D"] == 0 for s in strides[:3])}
 
 
-@record("paged_attention", rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
+@record("paged_attention", least=LEAST, rules=_rules, facts=_facts, stored="k_pages", problem={"context": "max_pages * page"})
 class PagedAttention(rules.Visible, rules.Queries):
     """Attention of new tokens over pages that already hold their keys and values."""
 
@@ -136,11 +137,10 @@ def paged_attention(
 
 
 def _write_rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["page"] >= 1, "k_pages.shape[1]", sizes["page"], ">= 1 token a page")
     rules.kv_scales(call.key, "k_pages", call.k_pages, call.k_scale, call.v_scale, of="key")
 
 
-@record("write_kv", rules=_write_rules, stored="k_pages")
+@record("write_kv", least=LEAST, rules=_write_rules, stored="k_pages")
 class WriteKV(Call):
     """The write of new keys and values into pages."""
 

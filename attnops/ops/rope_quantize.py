@@ -15,19 +15,17 @@ from attnops.reference import rope_quantize
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["H"] >= 1, "q_nope.shape[1]", sizes["H"], ">= 1 head")
-    need(sizes["Dc"] >= 1, "q_nope.shape[2]", sizes["Dc"], ">= 1")
-    need(sizes["Dr"] >= 2, "q_pe.shape[2]", sizes["Dr"], ">= 2")
     need(sizes["Dr"] % 2 == 0, "q_pe.shape[2]", sizes["Dr"], "even: it is turned in pairs")
     for field, scale in (("q_scale", call.q_scale), ("kv_scale", call.kv_scale)):
         need(scale > 0, field, scale, "a finite number > 0")
 
 
 RESULTS = (Result("query", "T, H, Dc + Dr", rope_quantize.STORED), Result("row", "T, Dc + Dr", rope_quantize.STORED))
+LEAST = {"H": ">= 1 head", "Dc": ">= 1", "Dr": ">= 2"}
 FACTS = {"kv_dtype": rope_quantize.STORED, "kv_scales": True}
 
 
-@record("rope_quantize_latent", *RESULTS, rules=_rules, facts=FACTS, problem=SIZES)
+@record("rope_quantize_latent", *RESULTS, least=LEAST, rules=_rules, facts=FACTS, problem=SIZES)
 class RopeQuantizeLatent(Call):
     """Rotation, quantisation and joining of queries and latents."""
 

@@ -10,7 +10,19 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
-from attnops.ops.mla import SIZES, STORED, WRITE_SIZES, check_sizes, check_stored, facts, fresh_output, output_dtypes, query_rules
+from attnops.ops.mla import (
+    LEAST,
+    PAGE,
+    SIZES,
+    STORED,
+    WRITE_SIZES,
+    check_sizes,
+    check_stored,
+    facts,
+    fresh_output,
+    output_dtypes,
+    query_rules,
+)
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import mla
@@ -41,7 +53,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
 
 
 # uint8 says packed; the head dim is that of what is packed.
-@record("sparse_mla_attention", rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"})
+@record("sparse_mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"})
 class SparseMlaAttention(Call):
     """Attention of each token over latents picked for it."""
 
@@ -122,7 +134,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
     _check_packed(call.latent_pages, "latent.shape[1]", sizes)
 
 
-@record("write_latent_packed", rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
+@record("write_latent_packed", least=PAGE, rules=_write_rules, stored="latent_pages", problem=WRITE_SIZES)
 class WriteLatentPacked(Call):
     """The quantising write of new latents and rotated keys into packed pages."""
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
-from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, need, record
+from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
 from attnops.ops import rules
 from attnops.ops.gradient import differentiable
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import packed as reference
 
-SIZES = {"batch": "starts - 1"}
-
-
-def _rules(call: Any, sizes: Sizes) -> None:
-    need(sizes["starts"] >= 1, "cu_seqlens_q.shape[0]", sizes["starts"], ">= 1")
-    rules.attention(call, sizes)
+SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1"}
 
 
 RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
 
 
-@record("varlen_attention", *RESULTS, rules=_rules, stored="key", problem=SIZES)
+@record("varlen_attention", *RESULTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES)
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
@@ -46,7 +41,10 @@ class VarlenAttention(rules.Visible, rules.Lengths):
 VARLEN = define(Op(VarlenAttention, reference.varlen_attention, differentiable, about="packed attention over ragged requests"))
 
 
-@record("varlen_attention_backward", *rules.gradients("query", "key", "value", "sinks"), rules=_rules, stored="key", problem=SIZES)
+GRADIENTS = rules.gradients("query", "key", "value", "sinks")
+
+
+@record("varlen_attention_backward", *GRADIENTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES)
 class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 

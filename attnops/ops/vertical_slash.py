@@ -20,18 +20,16 @@ ROWS = f"(max_seqlen_q + {BLOCK - 1}) // {BLOCK}"
 
 
 def _index_rules(call: Any, sizes: Sizes) -> None:
-    for field in ("vertical", "slash"):
-        size = getattr(call, field).shape[2]
-        need(size >= 1, f"{field}.shape[2]", size, ">= 1")
     if (call.vertical_counts is None) != (call.slash_counts is None):
         fail(InvalidInput, "vertical_counts, slash_counts", "one of them", "both or neither")
 
 
+LEAST = {"V": ">= 1", "S": ">= 1"}
 DIMS = {"block_count": "", "block_offset": ", S", "column_count": "", "column_index": ", V"}
 RESULTS = tuple(Result(name, f"B, H, {ROWS}{last}", torch.int32) for name, last in DIMS.items())
 
 
-@record("vertical_slash_indexes", *RESULTS, rules=_index_rules, facts={"causal": True}, problem={"q_heads": "H"})
+@record("vertical_slash_indexes", *RESULTS, least=LEAST, rules=_index_rules, facts={"causal": True}, problem={"q_heads": "H"})
 class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
