@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnops.errors import InvalidInput, fail, one_line
+from attnops.measured.store import read_text
 from attnops.package import require
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -44,7 +45,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Published model shapes as configs, without weights. Sources: the models' own config.json files."""
 
-LARGEST_BYTES = 10_000_000
 MOST_MODULES = 2048
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -84,12 +84,8 @@ def config_of(model: str) -> Any:
     if not found:
         fail(InvalidInput, "model", repr(model), f"a config.json, a folder with one, or one of {', '.join(names())}")
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            fail(InvalidInput, "model", f"{path} of {path.stat().st_size} bytes", f"<= {LARGEST_BYTES}")
-        given = json.loads(path.read_text("utf-8"))
+        given = json.loads(read_text(path))
     except (ValueError, OSError, RecursionError) as error:
-        if isinstance(error, InvalidInput):
-            raise
         raise InvalidInput("model", f"{path} ({error})", "a JSON file") from None
     return _from_dict(given, str(path))
 

@@ -160,7 +160,7 @@ def test_a_name_that_is_no_model_is_one_line(name):
 
 def test_a_config_larger_than_any_is_not_read(tmp_path):
     (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", models.LARGEST_BYTES + 1)
+    os.truncate(tmp_path / "config.json", store.LARGEST_BYTES + 1)
     with pytest.raises(InvalidInput, match="bytes, want <="):
         models.config_of(str(tmp_path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -112,11 +112,13 @@ class Support(NamedTuple):
 def support(kernel: Kernel) -> Support:
     """Query `kernel` for every target and feature, as if its packages were installed."""
     assume = tuple(p.module for p in kernel.packages)
-    rows = zip(*(problems(kernel.op, Target.parse(t, assume)) for t in TARGETS), strict=True)
-    bases = [dict(zip(TARGETS, row, strict=True)) for row in rows]
-    base = next((b for b in bases if any(not kernel.refusals(p) for p in b.values())), bases[0])
-    takes = {f.name: tuple(t for t, p in base.items() if not kernel.refusals(replace(p, **f.change))) for f in columns(kernel.op)}
-    return Support(kernel, tuple(t for t, p in base.items() if not kernel.refusals(p)), takes)
+    bases = list(zip(*(problems(kernel.op, Target.parse(t, assume)) for t in TARGETS), strict=True))
+
+    def taken(asked: Iterable[Problem]) -> tuple[str, ...]:
+        return tuple(t for t, p in zip(TARGETS, asked, strict=True) if not kernel.refusals(p))
+
+    base = next(filter(taken, bases), bases[0])
+    return Support(kernel, taken(base), {f.name: taken(replace(p, **f.change) for p in base) for f in columns(kernel.op)})
 
 
 def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
