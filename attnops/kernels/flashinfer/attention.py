@@ -188,7 +188,6 @@ def _plan_ragged(c: Layout, queries: list[int], keys: list[int], device: torch.d
 
 
 def plan_sizes(*, max_tokens: int, max_requests: int, max_pages: int, device: torch.device, **statics: Any) -> tuple[int, int]:
-    """See `attnops.ops.plan_sizes`."""
     largest = {**statics, "num_tokens": max_tokens, "requests": max_requests, "max_pages": max_pages}
     most, sms = Shape(*(largest.get(n, False) for n in Shape._fields)), fi.sm_count(device)
     cap = 2 * sms // most.kv_heads

@@ -96,14 +96,12 @@ class Shape(NamedTuple):
 
     @classmethod
     def of_layer(cls, call: paged.PagedAttention) -> Shape:
-        """Of a layer's call."""
         (tokens, q_heads, head_dim), (_, page_size, kv_heads, v_head_dim) = call.query.shape, call.v_pages.shape
         numbers = (q_heads, kv_heads, head_dim, v_head_dim, page_size, call.query.dtype)
         return cls._over_pages(call, tokens, numbers, call.softcap > 0, call.sinks is not None)
 
     @classmethod
     def of_plan(cls, call: plan.PlanPagedAttention) -> Shape:
-        """Of the plan op's call."""
         numbers = (call.q_heads, call.kv_heads, call.head_dim, call.v_head_dim, call.page_size, getattr(torch, call.dtype))
         return cls._over_pages(call, call.num_tokens, numbers, call.softcap, call.sinks)
 
@@ -212,7 +210,6 @@ class Module(NamedTuple):
 
     @classmethod
     def of(cls, s: Shape, path: int) -> Module:
-        """Of a call."""
         return cls(path, s.dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
 
     def __str__(self) -> str:

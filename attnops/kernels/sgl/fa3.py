@@ -100,7 +100,6 @@ def paged_attention(call: paged.PagedAttention) -> None:
 
 
 def mla_attention(call: mla.MlaAttention) -> None:
-    """The kernel writes into `output` itself."""
     latents(call)
 
 

@@ -77,7 +77,6 @@ def lacks(target: Target, pattern: str) -> Refusal | None:
 
 
 def op(name: str, pattern: str) -> Any:
-    """`torch.ops.sgl_kernel.<name>`, loaded by `load`."""
     load(name, pattern)
     return getattr(torch.ops.sgl_kernel, name)
 

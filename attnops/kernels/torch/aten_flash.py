@@ -10,7 +10,7 @@ rows of no request are not written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,7 +50,6 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     none = call.query.new_empty(0)
     if call.query.numel() == 0 or call.key.numel() == 0:
         return *_zero_gradients(call), none, none.clone()
@@ -77,7 +76,6 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 
 
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
     if not runs(call):
         return *_zero_gradients(call), call.query.new_empty(0)
     grad_q, grad_k, grad_v = backward(call, _requests(call))
@@ -137,22 +135,13 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> tuple[bool, Tensor
 # On CUDA --------------------------------------------------------------------------------------------------------------
 
 
-class Lengths(NamedTuple):
-    """The lengths of a call as aten takes them.
-
-    cu_q, cu_k: cumulative lengths of packed requests, None for a dense call. max_q, max_k: queries and keys of the longest request.
-    right: the window's right side.
-    """
-
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    max_q: int
-    max_k: int
-    right: int
+Lengths = tuple[Tensor | None, Tensor | None, int, int, int]
+"""The lengths of a call as aten takes them: cumulative lengths of queries and of keys (None for a dense call), queries and keys of the
+longest request, and the window's right side."""
 
 
 def _rectangle(call: dense.Attention | dense.AttentionBackward) -> Lengths:
-    return Lengths(None, None, call.query.shape[1], call.key.shape[1], call.window_right)
+    return None, None, call.query.shape[1], call.key.shape[1], call.window_right
 
 
 def _requests(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward) -> Lengths:
@@ -173,7 +162,7 @@ def _packed(
         # aten takes an open right side for a window of the longest request's keys, which ends early for a query before the first key.
         max_k += max_q
     # With one query a request aten counts the requests instead of the tokens, and some may have none.
-    return Lengths(cu_q.contiguous(), cu_k.contiguous(), max(max_q, 2), max_k, right)
+    return cu_q.contiguous(), cu_k.contiguous(), max(max_q, 2), max_k, right
 
 
 def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) -> tuple[Tensor, Tensor]:
@@ -181,7 +170,7 @@ def forward(call: dense.Attention | varlen.VarlenAttention, lengths: Lengths) ->
     q, k, v = _in_packs(call.query), _in_packs(call.key), _in_packs(call.value)
     output, lse = _ATEN._flash_attention_forward.default(
         q, k, v, *lengths[:4], 0.0, call.causal, False, scale=call.scale, window_size_left=call.window_left,
-        window_size_right=lengths.right,
+        window_size_right=lengths[4],
     )[:2]  # fmt: skip
     return _plain(output), _turned(lse, -INF) if call.return_lse else no_lse(call.query)
 
@@ -192,7 +181,7 @@ def backward(call: dense.AttentionBackward | varlen.VarlenAttentionBackward, len
     seed = torch.empty(2, dtype=torch.uint64, device=call.query.device)  # read only where dropout is on
     grad_q, grad_k, grad_v = _ATEN._flash_attention_backward.default(
         *map(_in_packs, given), _turned(call.lse, INF), *lengths[:4], 0.0, call.causal, seed, seed, scale=call.scale,
-        window_size_left=call.window_left, window_size_right=lengths.right,
+        window_size_left=call.window_left, window_size_right=lengths[4],
     )  # fmt: skip
     return _plain(grad_q), _plain(grad_k), _plain(grad_v)
 

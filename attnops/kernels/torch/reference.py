@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,48 +20,42 @@ INT32 = (torch.int32,)
 INDEX = (*INT32, torch.int64)
 
 
-class Reference(NamedTuple):
-    """One row of the table; the arguments are those of `Kernel`. takes: names, separated by spaces."""
-
-    op: str
-    run: Callable[[Any], Any]
-    dtypes: tuple[torch.dtype, ...]
-    kv_dtypes: tuple[torch.dtype, ...] | None = None
-    takes: str = ""
-
+Dtypes = tuple[torch.dtype, ...]
+Row = tuple[str, Callable[[Any], Any], Dtypes, Dtypes | None, str]
+"""Fields of a Kernel: op, run, dtypes, kv_dtypes, and the names that it takes, separated by spaces."""
 
 VISIBLE = "mask sinks causal window_left window_right softcap attention_chunk"
 SCALED = "q_scale k_scale v_scale"
-CALLED = (
-    Reference("attention", attention.attention, QUERY, STORED, f"{VISIBLE} {SCALED} kv_start kv_end return_lse"),
-    Reference("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
-    Reference("varlen_attention", packed.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
-    Reference("varlen_attention_backward", packed.varlen_attention_backward, FLOATS, None, VISIBLE),
-    Reference("paged_attention", packed.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
-    Reference("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
-    Reference("mla_attention", mla.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
-    Reference("write_latent", mla.write_latent, STORED, STORED, "kv_scale"),
-    Reference("sparse_mla_attention", mla.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
-    Reference("write_latent_packed", mla.write_latent_packed, FLOATS, BYTES),
-    Reference("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
-    Reference("copy_kv", data.copy_kv, STORED + BYTES),
-    Reference("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
-    Reference("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
+CALLED: tuple[Row, ...] = (
+    ("attention", attention.attention, QUERY, STORED, f"{VISIBLE} {SCALED} kv_start kv_end return_lse"),
+    ("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
+    ("varlen_attention", packed.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
+    ("varlen_attention_backward", packed.varlen_attention_backward, FLOATS, None, VISIBLE),
+    ("paged_attention", packed.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
+    ("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
+    ("mla_attention", mla.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    ("write_latent", mla.write_latent, STORED, STORED, "kv_scale"),
+    ("sparse_mla_attention", mla.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    ("write_latent_packed", mla.write_latent_packed, FLOATS, BYTES, ""),
+    ("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
+    ("copy_kv", data.copy_kv, STORED + BYTES, None, ""),
+    ("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
+    ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
-INLINE = (
-    Reference("merge_state", data.merge_state, FLOATS),
-    Reference("merge_states", data.merge_states, FLOATS),
-    Reference("cu_seqlens", data.cu_seqlens, INDEX),
-    Reference("token_rows", data.token_rows, INT32),
-    Reference("slot_mapping", data.slot_mapping, INDEX),
-    Reference("named_pages", holes.named_pages, INT32),
-    Reference("kv_indices", data.kv_indices, INT32),
+INLINE: tuple[Row, ...] = (
+    ("merge_state", data.merge_state, FLOATS, None, ""),
+    ("merge_states", data.merge_states, FLOATS, None, ""),
+    ("cu_seqlens", data.cu_seqlens, INDEX, None, ""),
+    ("token_rows", data.token_rows, INT32, None, ""),
+    ("slot_mapping", data.slot_mapping, INDEX, None, ""),
+    ("named_pages", holes.named_pages, INT32, None, ""),
+    ("kv_indices", data.kv_indices, INT32, None, ""),
 )
 # The host writes: a graph that held it would write once, at its capture.
-PLANS = (
-    Reference("plan_paged_attention", data.no_plan, QUERY, STORED),
-    Reference("plan_mla_attention", data.no_plan, QUERY, STORED),
+PLANS: tuple[Row, ...] = (
+    ("plan_paged_attention", data.no_plan, QUERY, STORED, ""),
+    ("plan_mla_attention", data.no_plan, QUERY, STORED, ""),
 )
 
 
@@ -77,14 +71,15 @@ def _fused_us(p: Problem) -> float:
     return 4.0 + (parts + 1) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.1e6
 
 
-for _row in (*CALLED, *INLINE, *PLANS):
-    _inline, _multiplies = _row in INLINE, _row.op in MULTIPLY
-    register(
-        Kernel(
-            "reference", _row.op, by_request(_row.run) if _multiplies else _row.run, takes=frozenset(_row.takes.split()),
-            dtypes=_row.dtypes, kv_dtypes=_row.kv_dtypes, cost_us=_fused_us if _inline else _cost_us,
-            capture=Capture.NEVER if _row in PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
-            judge=not _inline,  # a kernel that the compiler fuses in place is like any other
-            inline=Inline() if _inline else None, about="plain torch, float32 accumulation",
-        )
-    )  # fmt: skip
+for _table, _inline in ((CALLED, None), (INLINE, Inline()), (PLANS, None)):
+    for _op, _run, _dtypes, _kv_dtypes, _takes in _table:
+        _multiplies = _op in MULTIPLY
+        register(
+            Kernel(
+                "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
+                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else _cost_us,
+                capture=Capture.NEVER if _table is PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
+                judge=not _inline,  # a kernel that the compiler fuses in place is like any other
+                inline=_inline, about="plain torch, float32 accumulation",
+            )
+        )  # fmt: skip

@@ -241,30 +241,21 @@ def attend(
     else:
         total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, BLOCK_DV], tl.float32)
+    middle = start
     stop = start
     if PEEL:
         # The tiles that every row sees, from the first that begins at or after all_low to the last that ends by all_high.
         middle = tl.minimum(tl.maximum(start, tl.cdiv(all_low, TILE_N) * TILE_N), high)
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
-        if LEFT or CHUNKED:
-            for key in range(start, middle, TILE_N):
+    bounds = (start, middle, stop, high)
+    for part in tl.static_range(3):
+        if part == 2 or (PEEL and (part == 1 or LEFT or CHUNKED)):
+            for key in range(bounds[part], bounds[part + 1], TILE_N):
                 acc, top, total, page = attend_tile(
                     acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
                     factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
+                    PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, part != 1,
                 )  # fmt: skip
-        for key in range(middle, stop, TILE_N):
-            acc, top, total, page = attend_tile(
-                acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-                factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-                PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, False,
-            )  # fmt: skip
-    for key in range(stop, high, TILE_N):
-        acc, top, total, page = attend_tile(
-            acc, top, total, page, q, q_rope, key, low, high, length, position, k_ptr, v_ptr, row_ptr, mask_ptr, mask_row, live,
-            factor, cap, temperature, left, right, chunk, k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-            PAGE, TILE_N, COMPUTE, CAUSAL, LEFT, RIGHT, CHUNKED, CAP, TEMPERED, MASK, LATENT, True,
-        )  # fmt: skip
 
     if TILE_M <= LATE_ROWS and not LATENT:
         total = tl.sum(total, 1)

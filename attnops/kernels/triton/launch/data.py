@@ -137,7 +137,6 @@ def kv_indices(call: metadata.KVIndices) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_rows(call: metadata.DecodeRows) -> Tensor:
-    """Without a schedule."""
     table, lengths, starts, tokens, (batch, width) = (
         call.page_table,
         call.seq_lens,

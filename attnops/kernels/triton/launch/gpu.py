@@ -40,7 +40,6 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu_of(x: Tensor) -> Gpu:
-    """The GPU that holds `x`."""
     return _gpu(x.device.index) if x.is_cuda else INTERPRETED
 
 
@@ -50,7 +49,6 @@ def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tupl
 
 
 def flat(x: Tensor | None) -> Tensor | None:
-    """`x`, contiguous."""
     return None if x is None else x.contiguous()
 
 

@@ -38,7 +38,6 @@ TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
 
 
 def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, ...]:
-    """Gradient of `attention`; see `attnops.reference.attention.attention_backward`."""
     query, start, end = call.query, call.kv_start, call.kv_end
     batch, queries, keys = *query.shape[:2], call.key.shape[1]
     at = torch.arange(batch, device=query.device)
@@ -53,7 +52,6 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, ...]:
 
 
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, ...]:
-    """Gradient of `varlen_attention`; see `attnops.reference.packed.varlen_attention_backward`."""
     queries, keys = call.cu_seqlens_q.diff(), call.cu_seqlens_k.diff()
     bounds = torch.stack([call.cu_seqlens_q[:-1], queries, call.cu_seqlens_k[:-1], torch.zeros_like(keys), keys, keys - queries])
     return _gradients(call, bounds, (call.max_seqlen_q, call.max_seqlen_k), covered=not call.padded)
