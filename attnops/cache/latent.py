@@ -36,7 +36,7 @@ def columns_of(tokens: int, page_size: int) -> int:
 class LatentCache(Pages):
     """Pages of latents, their owners, and the tables that `mla_attention` reads. Keep its methods, host calls, out of compiled functions.
 
-    It has the methods of `PagedCache`, but its size is given in tokens: the kernels decide the page size.
+    It has the methods and the promises of `PagedCache`, but its size is given in tokens: the kernels decide the page size.
 
     Args:
         num_layers: layers, each with pages of its own; a page id means the same page in all of them.
@@ -61,11 +61,7 @@ class LatentCache(Pages):
         seq_lens: int32 `[max_requests]`, in tokens.
         page_size_choice: the page sizes that each kernel takes, and the reason for this one.
 
-    All tensors are written in place and keep their addresses. A call that raises leaves the cache as it was.
-
-    Raises:
-        InvalidInput, PageSizeConflict, UnknownKernel: an argument is out of its range, or kernels and page size do not agree.
-        OutOfPages, TooManyRequests, RequestTooLong, UnknownRequest: from the methods that say so.
+    Raises InvalidInput, PageSizeConflict, UnknownKernel: an argument is out of its range, or kernels and page size do not agree.
     """
 
     def __init__(
@@ -140,6 +136,5 @@ class LatentCache(Pages):
         if self._spec is None or not reads or not tokens:
             return None
         problem = self._spec.problem(target, tokens, requests, self.page_table.shape[1], queries)
-        problem = replace(problem, plan="device", workspace=bytes_of(self.workspace))
-        kernel = select(problem, key_for(problem.op, None)).kernel
+        kernel = select(replace(problem, plan="device", workspace=bytes_of(self.workspace)), key_for(problem.op, None)).kernel
         return None if kernel is None or kernel.plan.device is None else partial(device_plan, kernel, self._spec)

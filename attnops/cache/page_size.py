@@ -61,28 +61,23 @@ def negotiate_page_size(
 ) -> PageSizeChoice:
     """The page size for these layers, from the kernels of their op. It allocates no memory and calls no kernel.
 
-    kernels None: of the sizes 1, 16, 32, 64, 128 and 256 the one at which a decode step is fastest on `device` (or on the target that
-    `pretend` has put in its place) with the kernels installed and under the policy in force, by the costs that `select` goes by; of
-    those alike, the one that most kernels take; then the nearest to 64. Kernels of `paged_attention` count without a plan of the host,
-    kernels of `mla_attention` with whichever plan they run with.
-
-    kernels given: all of them must take the size. Their needs of the machine do not count, because pages may be meant for another one, or
-    for several.
-
     Args:
         layers: the arguments that the layers share; its page_size is not read. Pages of keys and values are floats of 16 bits or more.
             Quantised latents without `kv_dtype` are also tried with bfloat16 queries.
         max_requests, max_tokens_per_request: of the cache.
         page_size: tokens; it is the result, if all of `kernels` take it. None: any.
-        kernels: names, or None.
+        kernels: all of them must take the size. Their needs of the machine do not count, because pages may be meant for another one. None:
+            of the sizes 1, 16, 32, 64, 128 and 256 the one at which a decode step is fastest on `device` (or on the target that `pretend`
+            has put in its place) with the kernels installed and under the policy in force, by the costs that `select` goes by; of those
+            alike, the one that most kernels take; then the nearest to 64. Kernels of `paged_attention` count without a plan of the host,
+            kernels of `mla_attention` with whichever plan they run with.
         device: of the pages.
         workspace_bytes: scratch that batches carry.
         max_new_tokens: the most new tokens of a request in a decode step.
 
     Raises:
         PageSizeConflict: no size suits all of `kernels`, or the one given does not, or no kernel can run at any.
-        UnknownKernel: the op has no kernel of that name.
-        InvalidInput: a size, the dtype or `kernels` is invalid.
+        UnknownKernel, InvalidInput: the op has no kernel of that name; a size, the dtype or `kernels` is invalid.
     """
     asked = _decode_steps(layers, max_requests, max_tokens_per_request, max_new_tokens, torch.device(device), workspace_bytes)
     op, target, known = asked[0].op, asked[0].target, kernels_of(asked[0].op)

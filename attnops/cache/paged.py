@@ -66,15 +66,14 @@ class Pages:
         self.page_table, self.pools = self.tables[0], tuple(pages for layer in self.layers for pages in layer)
         for pages in self.pools:
             fix_address(pages, static=tuple(range(1, pages.dim())))
-        self.workspace: Tensor | None = None
-        if workspace_bytes:
-            self.add_workspace(workspace_bytes)
+        self.add_workspace(workspace_bytes)
 
     def add_workspace(self, nbytes: int) -> None:
-        """Give the batches a zeroed `workspace` of so many bytes."""
+        """Give the batches a zeroed `workspace` of so many bytes; 0: None."""
         with ordinary():
-            self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self.page_table.device)
-        fix_address(self.workspace, static=(0,))
+            self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self.page_table.device) if nbytes else None
+        if self.workspace is not None:
+            fix_address(self.workspace, static=(0,))
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -100,7 +99,7 @@ class Pages:
         return self._ledger.get(request).row
 
     def slots(self, request: int, start: int = 0, stop: int | None = None, *, layer: int = 0) -> Tensor:
-        """int64 `[stop - start]`: the slots of a request's tokens, for `write_kv`.
+        """int64 `[stop - start]`: the slots of a request's tokens, for `write_kv`. Raises UnknownRequest, InvalidInput.
 
         Write only the tokens that alloc, extend or batch has just added: earlier ones may be shared with a fork.
 
@@ -109,8 +108,6 @@ class Pages:
             start: the first token.
             stop: the token after the last one; None: the request's length.
             layer: the layer to write to. With a window, tokens whose pages hold later tokens have slot -1, which is not stored.
-
-        Raises UnknownRequest, InvalidInput.
         """
         length = self.length(request)
         end = length if stop is None else count("stop", stop, 0, "tokens")

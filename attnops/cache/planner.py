@@ -22,9 +22,8 @@ class Planner:
     unchanged where the kernel of the layers reads no plan. Layers of another spec, e.g. another window, need another Planner.
 
     The host writes a plan into the buffers below. A plan for latents may instead be made on the device: it is then a new tensor at each
-    step, and the batch keeps its workspace. A plan is for the batch's own tables. A batch with `shared`, whose two parts have tables of
-    their own, gets no plan, and neither does a batch with `prefix`, whose latents a layer may unfold: set prefix to None where the layers
-    attend to latents.
+    step, and the batch keeps its workspace. A batch with `shared`, whose two parts have tables of their own, gets no plan. A batch with
+    `prefix` gets none either, because a layer may unfold its latents: set prefix to None where the layers attend to latents.
 
     Args:
         spec: the layers' arguments of `paged_attention` or `mla_attention`.

@@ -80,13 +80,11 @@ class Decoder:
     """
 
     def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
-        self.how = how
+        self.how, self.plain_steps, self.look = how, 0, True
         self._model, self._forward, self._make = model, forward, make
-        self.plain_steps = 0
         self._over: _Over | None = None
         self._user: Callable[[], State | None] = lambda: None
         self._given: tuple[Any, ...] = ()
-        self.look = True
         # Graphs have one set of buffers. While one thread uses them, others run without graphs.
         self._lock = threading.Lock()
 

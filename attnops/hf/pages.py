@@ -99,8 +99,7 @@ class ModelPages(Pages):
             self.alloc(length)
         self._plan_of: tuple[Kernel, LatentSpec] | None = None
         table_of: dict[PagedSpec | LatentSpec, int] = dict(zip(sizes.layers, self.table_of, strict=True))
-        if scratch := max(self._scratch(layer, table) for layer, table in table_of.items()):
-            self.add_workspace(scratch)
+        self.add_workspace(max(self._scratch(layer, table) for layer, table in table_of.items()))
         with ordinary():
             self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
