@@ -89,7 +89,7 @@ class Recorded:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Capture the block. Raises NotCapturable for code that fails in a graph. After an error no graph is left."""
+        """Capture in the block. Raises NotCapturable for code that fails in a graph. After an error no graph is left."""
         try:
             yield
             self.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -59,19 +59,19 @@ class CaptureMode(TorchDispatchMode):
             self._paused = False
         given = {_address(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         leaves = pytree.tree_leaves(out)
-        if bad := next((x for x in leaves if x is not None and not isinstance(x, Tensor)), None):
-            fail(NotCapturable, str(found), f"it returns {type(bad).__name__}; a call between graphs may return tensors only")
+        if others := [type(x).__name__ for x in leaves if x is not None and not isinstance(x, Tensor)]:
+            fail(NotCapturable, str(found), f"it returns {others[0]}; a call between graphs may return tensors only")
         # Later captures may reuse the memory of captured tensors: this call has read them by then, at every replay.
         weak, made = self._into.device.weak, self._made
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: weak(t) if _address(t) in made else t, (args, kwargs))
-        results = [x if isinstance(x, Tensor) and _address(x) not in given else None for x in leaves]
+        results = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and _address(x) not in given]
 
         def again() -> None:
-            for ours, new in zip(results, pytree.tree_leaves(call(*args, **kwargs)), strict=True):
-                if ours is not None:
-                    if ours.shape != new.shape:
-                        fail(NotCapturable, str(found), f"its result has shape {list(new.shape)}, and had {list(ours.shape)} at capture")
-                    ours.copy_(new)
+            new = pytree.tree_leaves(call(*args, **kwargs))
+            for i, x in results:
+                if x.shape != new[i].shape:
+                    fail(NotCapturable, str(found), f"its result has shape {list(new[i].shape)}, and had {list(x.shape)} at capture")
+                x.copy_(new[i])
 
         self._into.steps.append(again)
         self._into.breaks.append(found)
@@ -88,14 +88,11 @@ _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 def _depends_on_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does Python read a value, or does the result's shape depend on values?"""
-    if torch.Tag.data_dependent_output in func.tags:
-        return True
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    # The tag is the op's, not the call's: an integer index or a given output size fixes the shape.
+    # The second tag is the op's, not the call's: an integer index or a given output size fixes the shape.
     if func is torch.ops.aten.index.Tensor:
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-    return kwargs.get("output_size") is None
+    dynamic = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+    return dynamic or torch.Tag.data_dependent_output in func.tags
 
 
 def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) -> Callable[..., R]:
@@ -117,8 +114,7 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
             return function(*args, **kwargs)
         if fake is not None:
             return fake(*args, **kwargs)
-        like: Any = torch.empty_like(given[0], memory_format=torch.contiguous_format)
-        return like
+        return cast(Any, torch.empty_like(given[0], memory_format=torch.contiguous_format))
 
     name = getattr(function, "__qualname__", type(function).__name__)
     setattr(opaque, MARK, name)

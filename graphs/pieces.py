@@ -71,7 +71,10 @@ class Program:
 
     def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
         """Run without graphs, or capture neighbouring parts into one graph each and the others between them. Returns the results."""
-        return _Run(self, into).run(*flat)
+        results = _Run(self, into).run(*flat)
+        if into is not None:
+            into.end()
+        return results
 
 
 class _Run(fx.Interpreter):
