@@ -10,7 +10,7 @@ from attnops.graphs import Bucket, Buckets, Report, breakable, piecewise
 from attnops.graphs.graph_breaks import Break
 from attnops.graphs.report import Row
 from tests.graphs.helpers import MODES, Pair
-from tests.graphs.models import BOUNDARY, boundary
+from tests.graphs.models import BOUNDARY
 from tests.graphs.standin import storage
 
 
@@ -28,7 +28,6 @@ def test_capture_of_all_buckets_is_largest_first_and_told():
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_of_pieces_serves_later_ones(mode):
     """What a graph no longer needs is free for the next, within a bucket and between buckets, and results hold all the same."""
-    boundary()
     pair = Pair(mode, Buckets(decode=(2, 4)), kernel=BOUNDARY, layers=2)
     pair.step.capture(**pair.example())
     first, *rest = pair.device.graphs
@@ -187,10 +186,10 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
     pair.agree("ab")
 
 
-@pytest.mark.parametrize("kernel", [None, "boundary"], ids=["whole", "split"])
+@pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 def test_what_is_held_does_not_grow_with_layers(kernel):
     """A value that no later layer reads gives its memory back within the graph, and when a bucket runs without one."""
-    pair = Pair(piecewise, Buckets(decode=(2,)), kernel=kernel and boundary(), layers=6)
+    pair = Pair(piecewise, Buckets(decode=(2,)), kernel=kernel, layers=6)
     held, forward = [], pair.device.call
 
     def call(op, args, kwargs):

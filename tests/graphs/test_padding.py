@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from attnops.graphs import Buckets
-from tests.graphs.helpers import MODES, Pair
-from tests.graphs.models import BOUNDARY, PAGE, VOCAB, boundary
-
-
-def pools(cache):
-    return [*cache.k_pages, *cache.v_pages]
-
-
-@pytest.fixture(autouse=True)
-def _boundary():
-    boundary()
+from tests.graphs.helpers import MODES, Pair, pools
+from tests.graphs.models import BOUNDARY, PAGE, VOCAB
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -38,7 +29,7 @@ def test_capture_writes_nothing(mode, kernel, padding):
 def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):
     pair = Pair(mode, Buckets(decode=(4,), tokens=(16,), requests=4, padding=padding), kernel=BOUNDARY)
     null = [0] if padding == "null" else []
-    for pool in [*pools(pair.cache), *pools(pair.twin)]:
+    for pool in pools(pair.cache, pair.twin):
         pool[null] = 0
     pair.agree("abc", [5, 4, 7])
     for new in (1, [1, 3]):  # decode, then mixed: rows of `c` are padding in both
@@ -83,7 +74,7 @@ def test_what_a_bucket_holds_besides_a_batch():
 
 def test_null_rows_are_requests_of_one_token_on_the_null_page():
     pair = Pair(MODES[1], Buckets(decode=(4,), padding="null"))
-    for pool in [*pools(pair.cache), *pools(pair.twin)]:
+    for pool in pools(pair.cache, pair.twin):
         pool[0] = 0
     pair.agree("ab")
     [entry] = pair.step._entries.values()

@@ -8,12 +8,7 @@ from attnops.graphs import piecewise
 from attnops.lowering import fuse_linears
 from attnops.nn import pack_linears
 from tests.graphs.helpers import Pair
-from tests.graphs.models import BOUNDARY, boundary, decoder
-
-
-@pytest.fixture(autouse=True)
-def _boundary():
-    boundary()
+from tests.graphs.models import BOUNDARY, decoder
 
 
 def linears(pair, kind):

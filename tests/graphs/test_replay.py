@@ -13,15 +13,10 @@ import attnops
 from attnops.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.pieces import inductor
-from tests.graphs.helpers import MODES, Pair, close, graphed
-from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, boundary, decoder, paged_cache
+from tests.graphs.helpers import MODES, Pair, close, graphed, pools
+from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 
 KERNELS = [None, BOUNDARY]
-
-
-@pytest.fixture(autouse=True)
-def _boundary():
-    boundary()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["whole", "split"])
@@ -51,7 +46,7 @@ def test_many_random_steps(mode, padding):
     pair = Pair(mode, Buckets(decode=(1, 2, 4, 6), tokens=(16, 40), requests=6, padding=padding), kernel=BOUNDARY)
     if padding == "null":
         # Its numbers are multiplied by nobody's weights, but they have to be numbers.
-        for pool in (*pair.cache.k_pages, *pair.cache.v_pages, *pair.twin.k_pages, *pair.twin.v_pages):
+        for pool in pools(pair.cache, pair.twin):
             pool[0] = 0
     pair.step.capture(**pair.example("a"))
     pair.free("a")

@@ -12,12 +12,7 @@ from attnops.graphs.pieces import compile_parts, eager
 from attnops.graphs.split import split
 from attnops.ops import OPS
 from tests.graphs.helpers import MODES, Pair, close, graphed
-from tests.graphs.models import BOUNDARY, boundary, decoder
-
-
-@pytest.fixture(autouse=True)
-def _boundary():
-    boundary()
+from tests.graphs.models import BOUNDARY, decoder
 
 
 def splits(pair, names="ab", new=1):

@@ -11,8 +11,8 @@ from attnops.graphs import Bucket, Buckets, piecewise
 from attnops.kernel import Capture, extent_at_most, kernels_of, register
 from attnops.problem import Extent, Problem
 from attnops.select import _select
-from tests.graphs.helpers import MODES, Pair, close, graphed
-from tests.graphs.models import BOUNDARY, VOCAB, boundary
+from tests.graphs.helpers import MODES, Pair, close, graphed, pools
+from tests.graphs.models import BOUNDARY, VOCAB
 
 BUCKETS = Buckets(decode=(1, 2, 4), tokens=(16, 32), requests=4, verify=(3, 5))
 FEW = "few_queries"
@@ -56,7 +56,6 @@ def test_batches_without_a_bucket():
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES)
 def test_changing_batches(mode, kernel):
-    boundary()
     pair = Pair(mode, BUCKETS, kernel=kernel)
     pair.agree("abc", [9, 6, 7])
     pair.agree("abc", 3)  # rectangular
@@ -102,17 +101,16 @@ def test_idle_steps_write_nothing_and_disturb_nobody(mode):
     """Of a rank that has no token, or no request, while others have some."""
     pair = Pair(mode, BUCKETS)
     pair.agree("abc", [4, 3, 5])
-    pools = [*pair.cache.k_pages, *pair.cache.v_pages]
     for requests in (3, 0):
         batch, _ = pair.batches("abc", 0)
         batch = PagedBatch(
             batch.page_table[:requests], batch.seq_lens[:requests], batch.cu_seqlens_q[: requests + 1], batch.slots, batch.positions, 0,
             holes=False,
         )  # fmt: skip
-        before = [p.clone() for p in pools]
+        before = [p.clone() for p in pools(pair.cache)]
         with torch.no_grad():
             got = pair.call(pair.step, pair.cache, torch.zeros(0, dtype=torch.long), batch)
         assert got.shape == (0, VOCAB)
-        for a, b in zip(pools, before, strict=True):
+        for a, b in zip(pools(pair.cache), before, strict=True):
             close(a.nan_to_num(7.0), b.nan_to_num(7.0))
         pair.agree("abc")

@@ -1,6 +1,7 @@
 """Linears of one input over weights that lie together become one; whatever could make that wrong keeps them apart, or compiles anew."""
 
 import operator
+import sys
 
 import pytest
 import torch
@@ -416,3 +417,31 @@ def test_caches_tell_fused_from_unfused(tmp_path):
     """In turn: weights apart, fused, together and not fused: all new. Then the first two again, which are found."""
     printed = ready_process(CACHES, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     assert printed.strip().splitlines()[-1].split() == ["0", "0", "0", "1", "1"]
+
+
+def looks(layers, monkeypatch):
+    """How many times the value of a node is looked at, with all groups fused."""
+    count = 0
+    fuse = sys.modules["attnops.lowering.fuse_linears"]
+    real = fuse._fake
+
+    def counted(node):
+        nonlocal count
+        count += 1
+        return real(node)
+
+    model = nn.Sequential(*(Three(lambda q, k, v: torch.cat([q, k + v], -1)[..., :K]) for _ in range(layers)))
+    for layer in model:
+        pack_linears(layer)
+    backend = Fusing()
+    with torch.no_grad(), monkeypatch.context() as patched:
+        patched.setattr(fuse, "_fake", counted)
+        torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, K))
+    assert backend.linears == [layers]
+    return count
+
+
+def test_every_layer_adds_as_much(monkeypatch):
+    """Fusing linears of a model of many layers takes as long as there are layers, and not as long as their square."""
+    few, more, many = (looks(layers, monkeypatch) for layers in (2, 6, 10))
+    assert many - more == more - few
