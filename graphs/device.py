@@ -32,24 +32,29 @@ class Device(Protocol):
 
     def session(self) -> AbstractContextManager[None]:
         """A context that every other method runs in. A nested session skips the work that one session needs once."""
+        ...
 
     def begin(self) -> None:
         """Begin to record work instead of running it."""
 
     def end(self) -> Graph:
         """End the capture."""
+        ...
 
     def abort(self) -> None:
         """End the capture and drop it."""
 
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same memory that does not keep later captures from it."""
+        ...
 
     def measured(self, run: Callable[[], Any]) -> int:
         """Call `run` without capture. Returns the peak of bytes that it allocated."""
+        ...
 
     def used(self) -> int:
         """Bytes in use on the device."""
+        ...
 
     def settle(self) -> None:
         """Wait until all replays are done."""
