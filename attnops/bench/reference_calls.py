@@ -79,7 +79,8 @@ def _dense(target: Target) -> Named:
 def _paged(target: Target) -> Named:
     """Over pages and over latents."""
     shapes: Any = (("", PAGED, {}), (", float8 pages", PAGED, {"kv_dtype": torch.float8_e4m3fn, "kv_scales": True}), ("", MLA, {}))
-    for mask, (batch, queries), (remark, shape, more) in product(("no", "bool", "additive"), ((8, 1), (8, 4), (1, 512)), shapes):
+    found: Any = product(("no", "bool", "additive"), ((8, 1), (8, 4), (1, 512)), shapes)
+    for mask, (batch, queries), (remark, shape, more) in found:
         timed = problem_of(shape, [queries] * batch, [4096] * batch, target)
         problem = replace(timed, mask="none" if mask == "no" else mask, padded=True, holes=True, **more)
         yield f"{batch}x{queries} of 4096, {mask} mask{remark}", problem
