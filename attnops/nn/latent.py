@@ -78,18 +78,18 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 def _attend_pages(attend: Callable[..., Tensor], query: Tensor, batch: PagedBatch, dtype: torch.dtype, cascades: bool) -> Tensor:
     """`[T, H, Dc]` in `dtype`: `attend`, an `mla_attention` of the query and the pages, over the tables of the batch."""
-    shared, cu, most = batch.shared, batch.cu_seqlens_q, batch.max_seqlen_q
+    shared, cu, most, empty = batch.shared, batch.cu_seqlens_q, batch.max_seqlen_q, partial(torch.empty, device=query.device)
     # A deterministic result must not depend on the pages that a batch shares.
-    parts = 1 if shared is None or not cascades or deterministic(active_policy()) else 2
-    outs = [torch.empty(query.shape, dtype=dtype, device=query.device) for _ in range(parts)]
-    if shared is None or parts == 1:
-        return attend(batch.page_table, batch.seq_lens, cu, max_seqlen_q=most, plan=batch.plan, output=outs[0])
-    lses = [torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) for _ in range(parts)]
+    if shared is None or not cascades or deterministic(active_policy()):
+        output = empty(query.shape, dtype=dtype)
+        return attend(batch.page_table, batch.seq_lens, cu, max_seqlen_q=most, plan=batch.plan, output=output)
+    out, rest = (empty(query.shape, dtype=dtype) for _ in range(2))
+    lse, rest_lse = (empty(query.shape[:2], dtype=torch.float32) for _ in range(2))
     # The plan is for the whole tables, not for the parts.
     tables, every = (shared.page_table, shared.seq_lens, shared.cu_seqlens_q), query.shape[0]
-    attend(*tables, max_seqlen_q=every, causal=False, output=outs[0], lse=lses[0])
-    attend(shared.rest_table, shared.rest_lens, cu, max_seqlen_q=most, output=outs[1], lse=lses[1])
-    out, _ = merge_state(outs[0], lses[0], outs[1], lses[1], stale=False)
+    attend(*tables, max_seqlen_q=every, causal=False, output=out, lse=lse)
+    attend(shared.rest_table, shared.rest_lens, cu, max_seqlen_q=most, output=rest, lse=rest_lse)
+    out, _ = merge_state(out, lse, rest, rest_lse, stale=False)
     return out
 
 

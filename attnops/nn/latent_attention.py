@@ -150,7 +150,8 @@ class LatentAttention(nn.Module):
         both = self.kv_a_proj_with_mqa(hidden)
         query = self.q_proj(hidden) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
         # A shard of the layer has fewer heads than the layer.
-        q_nope, q_pe = query.unflatten(-1, (-1, self.head_dim)).split([d.nope, d.rope], -1)
+        query = query.view(*hidden.shape[:-1], query.shape[-1] // self.head_dim, self.head_dim)
+        q_nope, q_pe = query.split([d.nope, d.rope], -1)
         latent, k_pe = both.split([d.latent, d.rope], -1)
         # Autocast norms in float32 and the ops take one dtype.
         latent = self.kv_a_layernorm(latent).to(both.dtype)
