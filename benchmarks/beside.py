@@ -164,6 +164,9 @@ def step_rows(batch: int, tokens: int, q_heads: int, kv_heads: int, dim: int, de
     call = builders.dense(Source(0, device), batch, tokens, tokens, f)
     flat = builders.varlen(Source(0, device), (tokens,) * batch, (tokens,) * batch, f, padding=None)
     flat = flat.with_(**{n: call.arguments[n].flatten(0, 1) for n in INPUTS})
+    # Builders give options at their neutral values, too, of which torch's function has no such names.
+    neutral = dict.fromkeys(("window_left", "window_right", "softcap", "attention_chunk", "return_lse"))
+    call, flat = call.with_(**neutral), flat.with_(**neutral)
 
     def step(op: Callable[..., Any], call: Call = call, ours: bool = False) -> Way:
         timed = Timed(partial(gradients, op, call))
