@@ -1,8 +1,7 @@
 """Calls of ops as data, their inputs, and the error allowed to their results. `build` makes the calls that are timed."""
 
 from attnops.inputs.budget import allowance
-from attnops.inputs.call import Call, filled
-from attnops.inputs.equip import equip, equip_as_used, plan_call, planned, with_device_plan
+from attnops.inputs.call import Call, equip, equip_as_used, filled, plan_call, planned, with_device_plan
 from attnops.inputs.sized import Pool, build, lengths, problem_of
 
 __all__ = [

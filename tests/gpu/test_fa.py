@@ -32,7 +32,7 @@ needs_fa4 = pytest.mark.skipif(not usable("fa4"), reason="no flash-attn-4 on SM9
 
 
 def paged(q_lens: Any, seq_lens: Any, page: int = 16, f: Features = LLAMA, seed: int = 0, **more: Any) -> Call:
-    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": 0, "promise": True, **more})
+    return builders.paged(Source(seed, "cuda"), q_lens, seq_lens, page, f, **{"padding": None, **more})
 
 
 SHAPES: dict[str, Callable[[], Call]] = {
