@@ -40,30 +40,24 @@ def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot outside the pages is skipped."""
-    total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
-    if slots.shape[0] == 0 or total == 0:
-        return
-    float8 = pages.dtype.itemsize == 1 and pages.dtype.is_floating_point  # index_put has no float8 kernel
-    view, data = (pages.view(torch.uint8), rows.view(torch.uint8)) if float8 else (pages, rows)
-    slot, new = redirected(view, data, slots)
-    view.index_put_((slot // page, slot % page), new)
-
-
-def redirected(pages: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """(int64 `[T]`, rows `[T, ...]`): a write of the same effect whose slots are all inside the pages. T and `pages` are not empty.
+    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot outside the pages is skipped.
 
     Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
     that token's own row, and when no token is real, slot 0 with its own contents.
     """
-    page = pages.shape[1]
-    real = (slots >= 0) & (slots < pages.shape[0] * page)
+    total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
+    if slots.shape[0] == 0 or total == 0:
+        return
+    if pages.dtype.itemsize == 1 and pages.dtype.is_floating_point:  # index_put has no float8 kernel
+        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+    real = (slots >= 0) & (slots < total)
     at = torch.arange(slots.shape[0], device=slots.device)
     source = torch.where(real, at, torch.where(real, at, -1).amax())
     has = source >= 0
     slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
     kept = pages[slot // page, slot % page]
-    return slot, torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
+    new = torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
+    pages.index_put_((slot // page, slot % page), new)
 
 
 def copy_kv(call: CopyKV) -> None:
@@ -196,24 +190,18 @@ def by_token(call: DecodeRows) -> tuple[Tensor, Tensor]:
     starts, tokens, batch = call.cu_seqlens_q, call.num_tokens, call.seq_lens.shape[0]
     # Symbolic sizes are a compiler's, which fuses the comparison with its users and never stores it.
     few = not (isinstance(tokens, int) and isinstance(batch, int)) or tokens * batch <= FEW_PAIRS
-    rows = _rows_by_count(starts, tokens) if few else rows_of(starts, tokens)
+    at = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    rows = (starts[1:] <= at[:, None]).sum(1) if few else rows_of(starts, tokens)
     real = rows < batch
     rows = rows.clamp(max=batch - 1)
     lengths = call.seq_lens[rows]
     if call.causal:
-        after = starts[rows + 1] - 1 - torch.arange(tokens, dtype=torch.int32, device=rows.device)
-        lengths = (lengths - after).clamp(min=0)
+        lengths = (lengths - (starts[rows + 1] - 1 - at)).clamp(min=0)
     return call.page_table[rows].clamp(min=0), torch.where(real, lengths, 0)
 
 
 FEW_PAIRS = 1 << 20
 """Up to this many pairs of a token and a request, comparing them all is faster than the launches of a search, in eager mode."""
-
-
-def _rows_by_count(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """As `rows_of`: the requests that end at or before a token. A compiler fuses it with its users."""
-    at = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return (cu_seqlens[1:] <= at[:, None]).sum(1)
 
 
 def no_plan(call: PlanPagedAttention | PlanMlaAttention) -> None:

@@ -48,19 +48,16 @@ def sparse_mla_attention(call: SparseMlaAttention) -> None:
     listed = (indices >= 0) & (indices < pages.shape[0] * pages.shape[1])
     if call.topk_length is not None:
         listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < call.topk_length[:, None])
-    latents = _gather(call, torch.where(listed, indices, 0).long(), query.dtype)
+    slots = torch.where(listed, indices, 0).long()
+    if pages.numel() == 0:
+        latents = query.new_zeros((*slots.shape, query.shape[2]))
+    else:
+        rows = pages[slots // pages.shape[1], slots % pages.shape[1]]
+        parts = call.q_nope.shape[2], call.q_pe.shape[2]
+        latents = unpack(rows, *parts, query.dtype) if pages.dtype == torch.uint8 else dequantise(rows, call.kv_scale, query.dtype)
     keys = torch.where(listed[..., None], latents, 0.0)[:, :, None]
     out, lse = attend(query[:, None], keys, keys[..., : call.q_nope.shape[2]], listed[:, None], None, call.sinks, Rules.of(call))
     write_results(call, out[:, 0], lse[..., 0])
-
-
-def _gather(call: SparseMlaAttention, slots: Tensor, like: torch.dtype) -> Tensor:
-    """`[T, topk, Dc + Dr]` in `like`: the latents in these slots."""
-    latent_dim, rope_dim, pages = call.q_nope.shape[2], call.q_pe.shape[2], call.latent_pages
-    if pages.numel() == 0:
-        return call.q_nope.new_zeros((*slots.shape, latent_dim + rope_dim), dtype=like)
-    rows = pages[slots // pages.shape[1], slots % pages.shape[1]]
-    return unpack(rows, latent_dim, rope_dim, like) if pages.dtype == torch.uint8 else dequantise(rows, call.kv_scale, like)
 
 
 def write_latent(call: WriteLatent) -> None:

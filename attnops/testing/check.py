@@ -82,7 +82,7 @@ def _check_run(kernel: Kernel, call: Call) -> Figures:
     results = _results(given, returned, where)
     _check_layout(results, given, where)
     for name, copy in before.items():
-        if not _same_bits(given.arguments[name], copy):
+        if not torch.equal(*(t.flatten().clone().view(torch.uint8) for t in (given.arguments[name], copy))):
             raise Mismatch(f"{where}: wrote into {name}, which the schema does not declare written")
     errors = CHECKS.get(kernel.op, _compared)(kernel, clean, results)
     return Figures(kernel.name, kernel.op, errors=errors)
@@ -154,10 +154,6 @@ def _poisoned(call: Call, name: str, tensor: Tensor) -> Tensor:
     if name in call.writes:
         return fill(clone(tensor), torch.ones((), dtype=torch.bool, device=tensor.device), True)
     return fill(clone(tensor), call.free[name], True) if name in call.free else clone(tensor)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.flatten().clone().view(torch.uint8), b.flatten().clone().view(torch.uint8))
 
 
 def _results(call: Call, returned: Any, where: str) -> dict[str, Tensor]:
