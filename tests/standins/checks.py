@@ -20,7 +20,7 @@ def check(ok: bool, message: str) -> None:
 
 
 def laid_out(*, sizes: dict[str, int] | None = None, **given: tuple[Tensor | None, str, torch.dtype | tuple[torch.dtype, ...], str]) -> Any:
-    """Check tensors by name, each with its layout (as attnops.layout writes it), dtypes, and LAST or ALL; absent ones pass.
+    """Check tensors by name, each with its layout (as attnops.layout writes it), dtypes, and LAST, ALL or "" for any strides.
 
     The sizes by the layouts' names, in order of appearance. sizes: those that are known before.
     """
@@ -30,7 +30,7 @@ def laid_out(*, sizes: dict[str, int] | None = None, **given: tuple[Tensor | Non
             continue
         wanted = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         check(x.dtype in wanted, f"{field} must have dtype {' or '.join(KINDS.get(d, str(d)) for d in wanted)}")
-        check(x.is_contiguous() if strides == ALL else x.stride(-1) == 1, f"{field} must {strides}")
+        check(not strides or (x.is_contiguous() if strides == ALL else x.stride(-1) == 1), f"{field} must {strides}")
         check(x.dim() == len(layout_of(dims)), f"{field} must have {len(layout_of(dims))} dimensions")
         for size, got in zip(layout_of(dims), x.shape, strict=True):
             want = evaluate(size.text, found) if size.options else found.setdefault(size.text, got)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.standins.checks import architecture, check
+from tests.standins.checks import ALL, LAST, architecture, check, laid_out
 from tests.standins.schemas import FWD as SCHEMA
 
 SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv)")
@@ -23,7 +23,7 @@ SCHEMA_37 = SCHEMA.replace("Tensor? sinks)", "Tensor? sinks, Tensor? sparse_mask
 
 
 TILE = 128
-FLOAT8 = torch.float8_e4m3fn
+FLOAT8, I32 = torch.float8_e4m3fn, torch.int32
 Called = list[dict[str, Any]]
 
 
@@ -51,32 +51,27 @@ def installed(schema: str = SCHEMA) -> Iterator[Called]:
         fa3.raw_op.cache_clear()
 
 
-def _check_ints(name: str, x: Tensor | None, size: int, want: str, dtype: str = "int32") -> None:
-    if x is not None:
-        check(x.dtype == torch.int32, f"{name} must have dtype {dtype}")
-        check(x.is_contiguous(), f"{name} must be contiguous")
-        check(tuple(x.shape) == (size,), f"{name} must have shape ({want})")
-
-
 def _fwd(**a: Any) -> tuple[Tensor, ...]:
     q, k, v, table, cu_q, cu_k = (a[n] for n in ("q", "k", "v", "page_table", "cu_seqlens_q", "cu_seqlens_k"))
     for name in ("k_new", "v_new", "cu_seqlens_k_new", "kv_batch_idx", "rotary_cos"):
         assert a[name] is None, f"the stand-in has no {name}"
-    check(q.dtype in (torch.float16, torch.bfloat16, FLOAT8), "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
-    check(k.dtype == q.dtype, "query and key must have the same dtype")
-    check(v.dtype == q.dtype, "query and value must have the same dtype")
-    check(all(x.stride(-1) == 1 for x in (q, k, v)), "Input tensor must have contiguous last dimension")
-    if table is not None:
-        check(table.dtype == torch.int32, "page_table must have dtype torch.int32")
-        check(table.stride(-1) == 1, "page_table must have contiguous last dimension")
-        check(cu_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
-    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    batch_k = table.shape[0] if table is not None else k.shape[0] if cu_k is None else cu_k.shape[0] - 1
-    for name, cu, longest in (("cu_seqlens_q", cu_q, "max_seqlen_q"), ("cu_seqlens_k", cu_k, "max_seqlen_k")):
-        _check_ints(name, cu, batch + 1, "batch_size + 1", "torch.int32")
-        check(cu is None or a[longest] is not None, f"{longest} must be provided if {name} is provided")
-    check(batch == batch_k, "batch_size must be equal to batch_size_k")
-    (hq, d), (hkv, dv) = q.shape[-2:], v.shape[-2:]
+    check(table is None or cu_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
+    out_dtype = torch.bfloat16 if q.dtype == FLOAT8 else q.dtype
+    rows = "total_q" if cu_q is not None else "batch_size, seqlen_q"
+    keys = "num_pages, page_size" if table is not None else "total_k" if cu_k is not None else "batch_size, seqlen_k"
+    s = laid_out(
+        q=(q, f"{rows}, num_heads, head_size", (torch.float16, torch.bfloat16, FLOAT8), LAST),
+        k=(k, f"{keys}, num_heads_k, head_size", q.dtype, LAST), v=(v, f"{keys}, num_heads_k, head_size_v", q.dtype, LAST),
+        sizes={"batch_size": q.shape[0] if cu_q is None else cu_q.shape[0] - 1}, page_table=(table, "batch_size, pages", I32, LAST),
+        cu_seqlens_q=(cu_q, "batch_size + 1", I32, ALL), cu_seqlens_k=(cu_k, "batch_size + 1", I32, ALL),
+        seqused_q=(a["seqused_q"], "batch_size", I32, ALL), seqused_k=(a["seqused_k"], "batch_size", I32, ALL),
+        leftpad_k=(a["leftpad_k"], "batch_size", I32, ALL), out=(a["out"], f"{rows}, num_heads, head_size_v", out_dtype, LAST),
+        q_v=(a["q_v"], f"{rows}, num_heads, head_size_v", q.dtype, LAST), sinks=(a["sinks"], "num_heads", torch.bfloat16, ALL),
+        **{n: (a[n], "batch_size, num_heads_k", torch.float32, "") for n in ("q_descale", "k_descale", "v_descale")},
+    )  # fmt: skip
+    batch, hq, d, hkv, dv = s.batch_size, s.num_heads, s.head_size, s.num_heads_k, s.head_size_v
+    for cu, longest in ((cu_q, "max_seqlen_q"), (cu_k, "max_seqlen_k")):
+        check(cu is None or a[longest] is not None, f"{longest} must be provided if cu_seqlens is provided")
     check(d <= 256, "FlashAttention forward only supports head dimension at most 256")
     check(hq % hkv == 0, "Number of heads in key/value must divide number of heads in query")
     check(
@@ -84,36 +79,17 @@ def _fwd(**a: Any) -> tuple[Tensor, ...]:
         "If V headdim is different from Q/K dim, we only support Q/K headdim in (128, 192] and V headdim in (96, 128], "
         "or (Q/K <= 64 and V <= 512).",
     )
-    check(tuple(k.shape) == (*v.shape[:-1], d), "k must have shape of v")
-    _check_ints("seqused_q", a["seqused_q"], batch, "batch_size")
-    _check_ints("seqused_k", a["seqused_k"], batch, "batch_size")
-    _check_ints("leftpad_k", a["leftpad_k"], batch, "batch_size")
     unit = 16 if q.dtype == FLOAT8 else 8
     check(d % unit == 0, f"head_size should be a multiple of {unit}")
     check(dv % unit == 0, f"head_size_v should be a multiple of {unit}")
-    for name in ("q_descale", "k_descale", "v_descale"):
-        scale = a[name]
-        assert scale is None or (q.dtype == FLOAT8 and scale.dtype == torch.float32), "read as float32, without a look"
-        check(scale is None or tuple(scale.shape) == (batch, hkv), f"{name} must have shape (batch_size, num_heads_k)")
-    shape, out, out_dtype = (*q.shape[:-1], dv), a["out"], torch.bfloat16 if q.dtype == FLOAT8 else q.dtype
-    if out is not None:
-        check(out.dtype == out_dtype, "For FP16/BF16 input, output must have the same dtype as inputs. For FP8 input, BF16")
-        check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
-        check(tuple(out.shape) == shape, "out must have shape (total_q, num_heads, head_size_v)")
-    else:
-        out = torch.full(shape, float("nan"), dtype=out_dtype)
+    assert q.dtype == FLOAT8 or all(a[n] is None for n in ("q_descale", "k_descale", "v_descale")), "read as float32, without a look"
+    out = torch.full((*q.shape[:-1], dv), float("nan"), dtype=out_dtype) if a["out"] is None else a["out"]
     if (q_v := a["q_v"]) is not None:
         check(d <= 64, "q_v is only supported for head_size <= 64")
         check(dv >= 256, "q_v is only supported for hdim_v >= 256.")
         check(architecture() == 90, "q_v is only supported for Hopper GPUs")
-        check(q_v.dtype == q.dtype and q.dtype != FLOAT8, "q_v must have the same dtype as query")
-        check(q_v.stride(-1) == 1, "q_v tensor must have contiguous last dimension")
-        check(tuple(q_v.shape) == shape, "q_v must have shape (total_q, num_heads, head_size_v)")
-    if (sinks := a["sinks"]) is not None:
-        check(hq <= 64, "the real kernel writes past its shared memory for more sinks than 64")
-        check(sinks.dtype == torch.bfloat16, "sinks must have dtype bfloat16")
-        check(sinks.is_contiguous(), "sinks must be contiguous")
-        check(tuple(sinks.shape) == (hq,), "sinks must have shape (num_heads)")
+        check(q_v.dtype != FLOAT8, "q_v must have the same dtype as query")
+    check(a["sinks"] is None or hq <= 64, "the real kernel writes past its shared memory for more sinks than 64")
     check(a["num_splits"] <= 256, "num_splits > 256 not supported")
     lse = torch.full((batch, hq, q.shape[1]) if cu_q is None else (hq, q.shape[0]), float("nan"))
     if q.numel() and not k.numel():
