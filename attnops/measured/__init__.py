@@ -1,6 +1,22 @@
 """Tables of measured times, and the cost of a call by them. Selection reads the table in force; `attnops tune` makes tables."""
 
-from attnops.measured.rates import RATES as RATES, Roofline as Roofline, copy_us as copy_us, phases as phases, scaled as scaled
-from attnops.measured.shape import Shape as Shape, Sizes as Sizes, sizes_of as sizes_of
+from attnops.measured.estimate import (
+    RATES as RATES,
+    Roofline as Roofline,
+    Shape as Shape,
+    Sizes as Sizes,
+    copy_us as copy_us,
+    judge_us as judge_us,
+    phases as phases,
+    sizes_of as sizes_of,
+)  # fmt: skip
 from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
-from attnops.measured.table import ESTIMATED as ESTIMATED, MEASURED as MEASURED, Cost as Cost, Grid as Grid, Table as Table, costs as costs
+from attnops.measured.table import (
+    ESTIMATED as ESTIMATED,
+    MEASURED as MEASURED,
+    Cost as Cost,
+    Grid as Grid,
+    Table as Table,
+    costs as costs,
+    scaled as scaled,
+)

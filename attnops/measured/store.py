@@ -22,8 +22,7 @@ import torch
 from attnops.env import cache_dir
 from attnops.errors import BadTable, InvalidInput
 from attnops.kernel import renew
-from attnops.measured.rates import nearness, scaled
-from attnops.measured.table import Table, from_json
+from attnops.measured.table import Table, from_json, nearness, scaled
 from attnops.problem import Target, pretended
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tables"

@@ -9,6 +9,7 @@ import torch
 
 from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import MULTIPLY, by_request
+from attnops.measured import judge_us
 from attnops.problem import Problem
 from attnops.reference import attention, data, holes, mla, packed, rope_quantize, vertical_slash
 
@@ -59,12 +60,6 @@ PLANS: tuple[Row, ...] = (
 )
 
 
-def _cost_us(p: Problem) -> float:
-    # Materialises the logits in float32 and reads them several times: always the last choice.
-    logits = max(p.q_heads, 1) * max(p.tokens.hint, 1) * max(p.context.hint, 1)
-    return 1000.0 + logits * 32 / 1e6
-
-
 def _fused_us(p: Problem) -> float:
     # A pointwise kernel that is lowered in place costs the compiler's one launch and its bytes.
     parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
@@ -77,7 +72,7 @@ for _table, _inline in ((CALLED, None), (INLINE, Inline()), (PLANS, None)):
         register(
             Kernel(
                 "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
-                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else _cost_us,
+                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else judge_us,
                 capture=Capture.NEVER if _table is PLANS else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other
                 inline=_inline, about="plain torch, float32 accumulation",
