@@ -30,10 +30,8 @@ def warn_of_contract_1(name: str, run: Callable[..., Any]) -> None:
 
 
 def adapted(run: Callable[..., Any]) -> Callable[[Call], Any]:
-    """`run` of contract 1, which takes the op's arguments one by one, as a function of a call.
-
-    It is handed the keyword arguments that it names, and no last positional ones at their defaults that it has no place for.
-    """
+    """`run` of contract 1 as a function of a call: it is handed the keyword arguments that it names, and those last positional ones that
+    it has a place for or that are not at their defaults."""
     known = kinds_of(run)
     endless = inspect.Parameter.VAR_POSITIONAL in known.values()
     places = [name for name, kind in known.items() if kind in PLACES]

@@ -87,11 +87,8 @@ def find(error: BaseException | None) -> AttnopsError | None:
 
 
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
-    """Raise `kind(*args)`: for code that Dynamo traces.
-
-    Dynamo cannot trace the construction of such an error, and its own error would not say what was wrong. This function breaks the
-    graph: Python then raises the error eagerly, or, under `fullgraph=True`, the compiler wraps it as it wraps all others.
-    """
+    """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the graph breaks, or, under `fullgraph=True`,
+    the compiler wraps the error as it wraps all others."""
     error = kind(*args)
     if TracingContext.try_get() is None:
         raise error

@@ -129,10 +129,9 @@ def without(*names: str) -> tuple[Need, ...]:
 
 
 def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "") -> Need:
-    """The Problem `fits`.
+    """The Problem `fits`. field: refused otherwise; several as "head_dim, v_head_dim".
 
-    field: the one that is refused otherwise, or several, as "head_dim, v_head_dim". want: may hold fields as "{p.head_dim}".
-    on: the kind of device where this is demanded; "": everywhere.
+    want: may hold fields as "{p.head_dim}". on: the kind of device where this is demanded; "": everywhere.
     """
     names = field.split(", ")
     for name in names:
@@ -195,11 +194,7 @@ class Capture(Enum):
 
 @dataclass(frozen=True)
 class Core:
-    """The foreign call amid the torch ops of an `Inline` kernel: an op of its own, `attnops::<op>__<kernel>`, which `run` calls.
-
-    schema, run, fake: as those of an Op. It returns fresh tensors and writes nothing, so that the compiler may put the result where
-    the op's output belongs, without a copy.
-    """
+    """The foreign call amid the torch ops of an `Inline` kernel: an op `attnops::<op>__<kernel>` that writes nothing, which `run` calls."""
 
     schema: str
     run: Callable[..., Any]
@@ -210,8 +205,7 @@ class Core:
 class Inline:
     """`run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
 
-    when: the Problems for which that is done; elsewhere the kernel is called, and timed, like any other. None: all.
-    core: the one call that the compiler cannot look into.
+    when: the Problems for which that is done; None: all. core: the one call that the compiler cannot look into.
     """
 
     when: Callable[[Problem], bool] | None = None
@@ -233,11 +227,9 @@ class Invariant:
 class Plan:
     """How a kernel plans for a batch.
 
-    sizes: of a kernel that plans on the host: (length of the plan, bytes of the workspace) from its op's statics and the largest
-        sizes; see `attnops.ops.plan`.
-    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the device. Its users make it once a
-        step, so it is timed with the kernel. The kernel runs without one too, and then makes the same in every layer: `cost_us`
-        tells the two apart by `Problem.plan`.
+    sizes: (length of a host's plan, bytes of the workspace) from its op's statics and the largest sizes; see `attnops.ops.plan`.
+    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the device, made once a step and timed with
+        the kernel. Without one the kernel makes the same in every layer: `cost_us` tells the two apart by `Problem.plan`.
     """
 
     sizes: Callable[..., tuple[int, int]] | None = None
@@ -246,11 +238,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far results may be off.
-
-    factor: on the numerics budget of the op's dtype; 1.0: as good as the dtype allows.
-    rounded_sums: the lse adds up weights already rounded to the query's dtype.
-    """
+    """How far results may be off. factor: on the numerics budget. rounded_sums: the lse adds up weights rounded to the query's dtype."""
 
     factor: float = 1.0
     rounded_sums: bool = False

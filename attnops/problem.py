@@ -93,11 +93,10 @@ def alike(size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine a choice is made for.
+    """The machine a choice is made for. device: "cpu" or "cuda". arch: compute capability times ten (90 for SM90), 0 off CUDA.
 
-    device: "cpu" or "cuda". arch: compute capability times ten (90 for SM90), 0 off CUDA.
-    assume: None asks the machine at hand which packages are installed; a tuple of module names is taken as the whole list.
-    gpu: the device's name as its driver says it, "" off CUDA and where only the arch is known; measured times are looked up by it.
+    assume: the modules that are installed; None asks the machine at hand. gpu: the device's name as its driver says it, for measured
+    times; "" where it is not known.
     """
 
     device: str = "cpu"
@@ -289,9 +288,7 @@ def _features(given: dict[str, Any]) -> dict[str, Any]:
 
 def bytes_of(workspace: torch.Tensor | None) -> int:
     """The size of a workspace as a Problem says it: if it is symbolic, the least that it may be; no guard is installed."""
-    if workspace is None:
-        return 0
-    size = workspace.numel()
+    size = 0 if workspace is None else workspace.numel()
     return size if isinstance(size, int) else Extent.of(size).lo
 
 

@@ -51,12 +51,8 @@ def may_write(node: fx.Node) -> bool:
 def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node, fx.Node]:
     """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every layer asks for.
 
-    Applies to ops that write nothing, on tensors that no node writes. The graph may not return their results, because two results of a
-    model are two tensors.
-
-    Args:
-        graph: of torch.compile, before or after AOTAutograd.
-        value_of: the fake value of a node.
+    Applies to ops that write nothing, on tensors that no node writes, and to results that the graph does not return, because two results
+    of a model are two tensors. value_of: the fake value of a node.
     """
     written = {s for node in graph.nodes for x in _written(node) for s in storages(value_of(x))}
     kept = written.union(s for node in graph.find_nodes(op="output") for x in node.all_input_nodes for s in storages(value_of(x)))
@@ -82,13 +78,7 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
 
 
 def comparable(x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor], Any] = str) -> Any:
-    """A hashable value, equal for equal arguments of FX nodes.
-
-    Args:
-        x: the argument, a structure of nodes and constants.
-        node: replaces a node.
-        tensor: replaces a tensor.
-    """
+    """A hashable value, equal for equal arguments of FX nodes. node, tensor: replace the nodes and tensors in the structure x."""
     if isinstance(x, fx.Node):
         return node(x)
     if isinstance(x, Tensor):

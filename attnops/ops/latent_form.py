@@ -1,9 +1,8 @@
 """The choice between absorbed and expanded attention over latents (MLA), by the number of new tokens a request.
 
-Absorbed: T new tokens cost two products with the halves of W, `2 T H Dc (nope + v)` operations together, and attention in the space of
-the latents, `2 H (2 Dc + Dr)` operations for each pair of a token and a key. Expanded: every latent, of the T new tokens and of the L
-before them, is unfolded at `2 Dc H (nope + v)` operations and as many bytes as its keys and values have, and a pair costs
-`2 H (nope + Dr + v)`. A long prefix is therefore worth unfolding for many new tokens only, a short one for a few already.
+Absorbed: T new tokens cost two products with the halves of W, `2 T H Dc (nope + v)` operations together, and `2 H (2 Dc + Dr)` for each
+pair of a token and a key. Expanded: every latent, new or before, is unfolded at `2 Dc H (nope + v)` operations and as many bytes as its
+keys and values have, and a pair costs `2 H (nope + Dr + v)`. A long prefix is worth unfolding for many new tokens only.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class LatentCall:
     """The facts of a layer's calls that the form depends on.
 
     before: have the requests cached tokens? None: the batch does not describe them, so that only the absorbed form is possible.
-    policies: the policy keys of mla_attention and of varlen_attention.
-    absorb_up_to: the caller's own limit in place of a comparison of costs.
+    policies: the keys of mla_attention and varlen_attention. absorb_up_to: the caller's own limit in place of a comparison of costs.
     query_dtype: of mla_attention's query where it is quantised, i.e. not dtype.
     """
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
-from attnops.ops import rules
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data, holes
@@ -223,22 +222,10 @@ def named_pages(
 
 
 def whole(
-    pages: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = True,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
+    pages: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, mask: Tensor | None, rules: Rules
 ) -> tuple[Tensor, Tensor, bool]:
-    """(page table, lengths, may there be holes) that a traced call of attention reads: `named_pages` where a compiler sees it.
-
-    Layers that ask the same get the same tensors: `attnops.lowering` and `attnops.graphs` make them once.
-    """
+    """(page table, lengths, may there be holes) that a traced call of attention reads: by `named_pages`, made once for equal calls."""
     if not isinstance(pages, Tensor) or pages.dim() < 2:
         return page_table, seq_lens, True  # the op says why it is wrong
-    left, right = rules.window(window)
-    asked = holes.how(Rules(0.0, causal, left, right, chunk=attention_chunk), mask)
-    return *named_pages(page_table, seq_lens, cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked), False
+    sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **holes.how(rules, mask)}
+    return *named_pages(page_table, seq_lens, cu_seqlens_q, **sizes), False

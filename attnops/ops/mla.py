@@ -14,6 +14,7 @@ from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import mla
+from attnops.reference.attention import Rules
 
 STORED = (torch.float8_e4m3fn, torch.int8)
 """The quantised dtypes of latents."""
@@ -189,16 +190,14 @@ def mla_attention(
         `output`. A token without keys, and tokens past `cu_seqlens_q[B]`, give 0 and lse -inf.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     if output is None:
         output = fresh_output(q_nope)
     rules.mask(mask)
     if holes and plan is None and torch.compiler.is_compiling():
-        page_table, seq_lens, holes = whole(
-            latent_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=(window_left, -1)
-        )
+        seen = Rules(0.0, causal, window_left)
+        page_table, seq_lens, holes = whole(latent_pages, page_table, seq_lens, cu_seqlens_q, mask, seen)
     MLA(MlaAttention(
         q_nope, q_pe, latent_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, q_scale, kv_scale, plan, max_seqlen_q=max_seqlen_q,
         scale=scale, causal=causal, window_left=window_left, softcap=softcap, holes=holes, policy=key_for("mla_attention", kernel),

@@ -61,7 +61,6 @@ def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Ten
         kernel: force a kernel by name for this call.
 
     Raises:
-        InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     COPY_KV(CopyKV(k_pages, v_pages, source, target, policy=key_for("copy_kv", kernel)))

@@ -13,6 +13,7 @@ from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data, packed
+from attnops.reference.attention import Rules
 
 LEAST = {"page": ">= 1 token a page"}
 
@@ -114,8 +115,7 @@ def paged_attention(
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     left, right = rules.window(window)
     rules.mask(mask)
@@ -124,9 +124,8 @@ def paged_attention(
         dtype = query.dtype if query.dtype in FLOATS else torch.bfloat16
         output = torch.empty((*query.shape[:-1], *v_pages.shape[-1:]), dtype=dtype, device=query.device)
     if holes and plan is None and torch.compiler.is_compiling():
-        page_table, seq_lens, holes = whole(
-            k_pages, page_table, seq_lens, cu_seqlens_q, mask=mask, causal=causal, window=window, attention_chunk=attention_chunk
-        )
+        seen = Rules(0.0, causal, left, right, chunk=attention_chunk)
+        page_table, seq_lens, holes = whole(k_pages, page_table, seq_lens, cu_seqlens_q, mask, seen)
     PAGED(PagedAttention(
         query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, max_seqlen_q=max_seqlen_q,
         scale=rules.default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,

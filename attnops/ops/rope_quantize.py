@@ -79,8 +79,7 @@ def rope_quantize_latent(
         `[T, H, Dc + Dr]`, the last two of one `[T, Dc + Dr]`. `write_latent` takes the latents without a scale.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if isinstance(scale, Tensor):  # torch would make a number of it, and wait for the device

@@ -117,8 +117,7 @@ def sparse_mla_attention(
         `output`. A token without entries gives 0, and lse -inf, or the sink where there are sinks.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     if output is None:
         output = fresh_output(q_nope)

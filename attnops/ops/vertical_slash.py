@@ -148,8 +148,7 @@ def vertical_slash_attention(
         `output`. A query that sees no key, and tokens past `cu_seqlens_q[B]`, give 0 and lse -inf.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad in grad mode.
-        UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     if output is None:
         rules.tensors(query=query, value=value)
