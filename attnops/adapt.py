@@ -83,10 +83,8 @@ def filled(op: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _pages(call: Any) -> Any:
     refuse_plan_of_holes(call)
     pages = call.k_pages if "k_pages" in call.spec.names else call.latent_pages
-    asked = how(Rules.of(call), call.mask)
-    table, lengths = torch.ops.attnops.named_pages.default(
-        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=pages.shape[0], page_size=pages.shape[1], **asked
-    )
+    sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **how(Rules.of(call), call.mask)}
+    table, lengths = torch.ops.attnops.named_pages.default(call.page_table, call.seq_lens, call.cu_seqlens_q, **sizes)
     return changed(call, page_table=table, seq_lens=lengths, holes=False)
 
 

@@ -11,6 +11,7 @@ import builtins
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter
 from types import CodeType
 from typing import Any
 
@@ -29,12 +30,7 @@ Dtypes = tuple[torch.dtype, ...]
 Sizes = dict[str, Any]
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-REQUIRED = _Required()
+REQUIRED: Any = Parameter.empty
 
 
 @dataclass(frozen=True)
