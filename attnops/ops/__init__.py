@@ -10,10 +10,9 @@ from attnops.ops.metadata import (
     slot_mapping as slot_mapping,
     token_rows as token_rows,
 )
-from attnops.ops.mla import mla_attention as mla_attention, write_latent as write_latent
-from attnops.ops.moves import copy_kv as copy_kv
+from attnops.ops.mla import mla_attention as mla_attention, rope_quantize_latent as rope_quantize_latent, write_latent as write_latent
 from attnops.ops.op import OPS as OPS, Op as Op
-from attnops.ops.paged import paged_attention as paged_attention, write_kv as write_kv
+from attnops.ops.paged import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
 from attnops.ops.plan import (
     LatentSpec as LatentSpec,
     PagedSpec as PagedSpec,
@@ -21,7 +20,6 @@ from attnops.ops.plan import (
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,
 )
-from attnops.ops.rope_quantize import rope_quantize_latent as rope_quantize_latent
 from attnops.ops.sparse import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
 from attnops.ops.varlen import varlen_attention as varlen_attention
 from attnops.ops.vertical_slash import (

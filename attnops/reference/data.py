@@ -13,8 +13,7 @@ from attnops.reference.packed import rows_of
 if TYPE_CHECKING:
     from attnops.ops.merge import MergeState, MergeStates
     from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, SlotMapping, TokenRows
-    from attnops.ops.moves import CopyKV
-    from attnops.ops.paged import WriteKV
+    from attnops.ops.paged import CopyKV, WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
 
 INT8_MAX = 127.0

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnops.reference.attention import compact
 
 if TYPE_CHECKING:
-    from attnops.ops.rope_quantize import RopeQuantizeLatent
+    from attnops.ops.mla import RopeQuantizeLatent
 
 STORED = torch.float8_e4m3fn
 

@@ -22,7 +22,7 @@ from attnops.problem import Problem, Refusal
 from attnops.reference.rope_quantize import STORED
 
 if TYPE_CHECKING:
-    from attnops.ops import rope_quantize
+    from attnops.ops import mla
 
 ARCHS = (89, 90, 100, 103, 110, 120, 121)
 """Those that round to float8 themselves."""
@@ -30,7 +30,7 @@ ARCHS = (89, 90, 100, 103, 110, 120, 121)
 GRID_Y, OFFSETS = 65535, 2**32
 
 
-def rope_quantize_latent(call: rope_quantize.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
+def rope_quantize_latent(call: mla.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
     q_nope, q_pe, latent, k_pe = call.q_nope, call.q_pe, call.latent, call.k_pe
     tokens, heads, dims = q_nope.shape
     both = dims + q_pe.shape[2]

@@ -14,7 +14,7 @@ from attnops.kernels.triton.launch.gpu import flat, gpu_of, launch
 from attnops.reference.latent_format import GROUP, LEAST
 
 if TYPE_CHECKING:
-    from attnops.ops import metadata, mla, moves, paged, sparse
+    from attnops.ops import metadata, mla, paged, sparse
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS = 1024
@@ -87,7 +87,7 @@ def write_latent_packed(call: sparse.WriteLatentPacked) -> None:
 # Moves ----------------------------------------------------------------------------------------------------------------
 
 
-def copy_kv(call: moves.CopyKV) -> None:
+def copy_kv(call: paged.CopyKV) -> None:
     source, target = call.source, call.target
     given = (x for x in (call.k_pages, call.v_pages) if x is not None and x.numel())
     pools = [_bits(x if x.dim() == 5 else x[:, :, :, None]) for x in given]
