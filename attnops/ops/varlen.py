@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
 from attnops.ops import rules
-from attnops.ops.gradient import differentiable
+from attnops.ops.dense import differentiable
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import packed as reference
