@@ -130,9 +130,7 @@ class Kernel:
 
     def _unlisted(self, problem: Problem) -> Iterator[Refusal]:
         """Features, arguments and dtypes that the kernel does not list."""
-        for f in features(problem):
-            if self.takes.isdisjoint(f.arguments):
-                yield Refusal(f.field, f.got, f.want)
+        yield from (refusal for refusal, arguments in features(problem) if self.takes.isdisjoint(arguments))
         for a in sorted(problem.asks - self.takes):
             yield Refusal(a, "asked for", f"not, for the kernel does not list {a}")
         if not self.dtypes:

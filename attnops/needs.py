@@ -11,7 +11,7 @@ from enum import Enum
 from math import inf
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -77,12 +77,7 @@ def multiple_of(name: str, unit: int) -> Need:
 def extent_at_most(name: str, limit: int) -> Need:
     """The size is known to be at most `limit`."""
     _known(name, "Extent")
-
-    def need(p: Problem) -> Refusal | None:
-        extent = getattr(p, name)
-        return None if extent.hi is not None and extent.hi <= limit else Refusal(name, extent, f"<= {limit}")
-
-    return need
+    return demand(name, f"<= {limit}", lambda p: getattr(p, name).hi is not None and getattr(p, name).hi <= limit)
 
 
 def extent_at_least(name: str, limit: int) -> Need:
@@ -117,13 +112,8 @@ def without(*names: str) -> tuple[Need, ...]:
     """None of these features is asked for: each named field is False, "none" or unset."""
 
     def no(name: str) -> Need:
-        _known(name)
-
-        def need(p: Problem) -> Refusal | None:
-            got = getattr(p, name)
-            return None if got in (False, "none", None) else Refusal(name, got, "none" if isinstance(got, str) else "no")
-
-        return need
+        want = "none" if _TYPES.get(name) == "str" else "no"
+        return demand(name, want, lambda p: getattr(p, name) in (False, "none", None))
 
     return tuple(no(n) for n in names)
 
@@ -152,34 +142,25 @@ def all_of(needs: Iterable[Need]) -> Need:
     return lambda p: next((r for need in needs if (r := need(p))), None)
 
 
-class Feature(NamedTuple):
-    """A feature that a Problem asks for. arguments: those of the op that carry it; a kernel that takes the feature names one of them."""
-
-    field: str
-    got: object
-    want: str
-    arguments: tuple[str, ...]
-
-
 ASKED = ("attention", "attention_backward", "varlen_attention", "varlen_attention_backward", "paged_attention", "mla_attention",
          "sparse_mla_attention", "write_kv", "write_latent")  # fmt: skip
 """Ops whose results depend on the features. To an op that plans they are hints, and a merge always has its lse."""
 
 
-def features(p: Problem) -> Iterator[Feature]:
-    """The features that `p` asks for, whose arguments are then not at their defaults."""
+def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
+    """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them."""
     if p.op not in ASKED:
         return
     # Attention over pages is causal by default.
     if p.causal is (p.op not in ("paged_attention", "mla_attention")) and p.queries.hi != 1 and "write" not in p.op:
-        yield Feature("causal", p.causal, str(not p.causal), ("causal",))
+        yield Refusal("causal", p.causal, str(not p.causal)), ("causal",)
     if p.window[0] >= 0:
-        yield Feature("windowed", True, "no", ("window_left",))
+        yield Refusal("windowed", True, "no"), ("window_left",)
     if p.window[1] >= 0 and not p.causal:
-        yield Feature("windowed", True, "no", ("window_right",))
+        yield Refusal("windowed", True, "no"), ("window_right",)
     for field, arguments in FEATURES.items():
         if (got := getattr(p, field)) not in (False, 0, "none"):
-            yield Feature(field, got, {bool: "no", int: "0", str: "none"}[type(got)], arguments)
+            yield Refusal(field, got, {bool: "no", int: "0", str: "none"}[type(got)]), arguments
 
 
 # Further traits of a kernel -------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.
 @pytest.mark.parametrize("case", [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op]], ids=str)
 def test_a_kernel_that_lists_nothing_knows_nothing(case):
     problem = case.call().problem
-    asked = {f.field for f in features(problem)}
+    asked = {refusal.field for refusal, _ in features(problem)}
     swallower = Kernel("theirs", case.op, run)
     assert {r.field for r in swallower.refusals(problem)} == asked
     # The same with the names: it knows them all.

@@ -66,10 +66,10 @@ SLOT_MAPPING = define(Op(SlotMapping, data.slot_mapping, about="where in the pag
 
 
 def slot_mapping(positions: Tensor, rows: Tensor, page_table: Tensor, *, page_size: int) -> Tensor:
-    """int64 `[T]`: the slot `page_id * page_size + offset` of each token, as `write_kv` takes it.
+    """int64 `[T]`: the slot `page_id * page_size + offset` of each token, as `write_kv` takes it. Raises InvalidInput.
 
     positions: `[T]` position of the token in its request. rows: `[T]` its request. page_table: int32 `[B, max_pages]`.
-    A negative position or row, a position past the table's width, or a negative page id gives -1: not stored. Raises InvalidInput.
+    A negative position or row, a position past the table's width, or a negative page id gives -1: not stored.
     """
     out: Tensor = SLOT_MAPPING(SlotMapping(positions, rows, page_table, page_size=page_size, policy=active_policy()))
     return out
@@ -102,8 +102,8 @@ def kv_indices(page_table: Tensor, seq_lens: Tensor, *, page_size: int) -> tuple
 
 
 def _row_words(call: Any) -> tuple[Any, ...]:
-    schedule = data.rows_schedule_words(call.num_tokens, call.q_heads, call.float8)
-    return (schedule + call.num_tokens * (1 + call.page_table.shape[1]),)
+    words = call.num_tokens * (1 + call.page_table.shape[1])
+    return (data.rows_schedule_words(call.num_tokens, call.q_heads, call.float8) + words,)
 
 
 def _row_rules(call: Any, sizes: Sizes) -> None:

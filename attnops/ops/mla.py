@@ -86,7 +86,7 @@ def write_latent(
     WRITE_LATENT(WriteLatent(latent, k_pe, latent_pages, slots, kv_scale, policy=key_for("write_latent", kernel)))
 
 
-def query_rules(call: Any, sizes: Sizes) -> None:
+def query_rules(call: Any) -> None:
     """A quantised query brings its scale, and its plan comes from a plan op."""
     rules.q_scale(call.q_nope, call.q_scale)
     rules.plan(call)
@@ -94,7 +94,7 @@ def query_rules(call: Any, sizes: Sizes) -> None:
 
 def _rules(call: Any, sizes: Sizes) -> None:
     check_sizes(sizes)
-    query_rules(call, sizes)
+    query_rules(call)
     check_stored(call.latent_pages, call.kv_scale, call.q_nope.dtype)
 
 

@@ -187,11 +187,8 @@ def plan_sizes(
     """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
 
     Args:
-        spec: the arguments that the layers share.
-        max_tokens: the most query tokens of a step.
-        max_requests: the most rows of the page table.
-        max_pages: the columns of the page table.
-        device: of the layers' tensors.
+        spec: the arguments that the layers share. device: of their tensors.
+        max_tokens: the most query tokens of a step. max_requests, max_pages: rows and columns of the page table.
     """
     device, sizes = torch.device(device), [(0, 0)]
     maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
@@ -216,18 +213,14 @@ def plan_paged_attention(
 ) -> str | None:
     """Write the plan of a step for the layers' attention, if the kernel that will run them plans on the host.
 
-    Call it once a step, outside CUDA graphs: it copies the lengths to the CPU, which waits for the current stream. It writes into `plan`
-    and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. Make the plans and run the
-    model on one stream: the model reads the workspace while it runs. The plan is for the lengths it was made from. A plan for latents
-    allows the page table to change afterwards, but not its holes.
+    Call it once a step, outside CUDA graphs and on the model's stream, which it waits for: it copies the lengths to the CPU. It writes into
+    `plan` and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. The plan is for these
+    lengths. The page table of latents may change afterwards, its holes may not.
 
     Args:
         spec: the arguments that the layers share, of `paged_attention` or of `mla_attention`.
-        page_table: int32 `[B, max_pages]`, as in `paged_attention`.
-        seq_lens: int32 `[B]`, likewise.
-        cu_seqlens_q: int32 `[B + 1]`, likewise.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`.
         num_tokens: rows of the query, padding rows included.
-        max_seqlen_q: as in `paged_attention`.
         num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
         plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
         workspace: uint8 on the device, likewise.

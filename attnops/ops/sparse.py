@@ -40,7 +40,7 @@ def _check_packed(latent_pages: Tensor, field: str, sizes: Sizes) -> None:
 
 def _rules(call: Any, sizes: Sizes) -> None:
     check_sizes(sizes)
-    query_rules(call, sizes)
+    query_rules(call)
     pages = call.latent_pages
     if pages.dtype == torch.uint8:
         _check_packed(pages, "q_nope.shape[2]", sizes)
