@@ -111,7 +111,7 @@ def _shape(a: Arg, sizes: dict[str, Any], narrow: Sequence[str]) -> list[int] | 
 
 
 def equip(kernel: Kernel, call: Call) -> Call:
-    """`call` with the host plan and the zeroed workspace that `kernel` needs, unless it has them or the op takes none."""
+    """`call` with the host plan and the zeroed workspace that `kernel` needs, unless the call has them or the op has no such arguments."""
     call = planned(kernel, call)
     if kernel.workspace_bytes is None or "workspace" not in call.spec.names or call.arguments.get("workspace") is not None:
         return call
@@ -124,7 +124,7 @@ def equip(kernel: Kernel, call: Call) -> Call:
 def with_device_plan(kernel: Kernel, call: Call) -> Call:
     """`call` with the device plan that `kernel` reads, and `holes=False`, which the plan requires.
 
-    Unchanged if the kernel reads none, the call has one, or the kernel refuses it.
+    Unchanged if the kernel reads no plan, the call has one, or the kernel refuses it.
     """
     if kernel.plan.device is None or call.arguments.get("plan") is not None:
         return call
@@ -140,7 +140,7 @@ def equip_as_used(kernel: Kernel, call: Call) -> Call:
 
 
 def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor, Tensor] | None = None) -> Call:
-    """`call` with the host plan that `kernel` needs; unchanged if it needs none, or refuses the call with a plan, too.
+    """`call` with the host plan that `kernel` needs; unchanged if it needs no plan or refuses the call with one.
 
     buffers: plan and workspace to write into; None allocates the smallest ones.
     """

@@ -49,7 +49,7 @@ def varlen(
 ) -> Call:
     """`varlen_attention`. slack: how loose the maxima are.
 
-    padding: query and key tokens past the last request, free; None for none, with the promise padded=False.
+    padding: query and key tokens past the last request, free. None is no padding, and the promise padded=False.
     """
     ends = sum(q_lens), sum(k_lens)
     tokens, keys = (end + more for end, more in zip(ends, padding or (0, 0), strict=True))
@@ -99,7 +99,7 @@ def paged(
 ) -> Call:  # fmt: skip
     """`paged_attention`, or `mla_attention` as `mla`, over pages in random order. slack: how loose max_seqlen_q is.
 
-    padding: query tokens past the last request; None for none, with the promises padded=holes=False.
+    padding: query tokens past the last request. None is no padding, and the promises padded=holes=False.
     """
     table, used = _page_table(source, seq_lens, page_size, pages)
     tokens = sum(q_lens) + (padding or 0)

@@ -125,7 +125,7 @@ class Source:
         return self.stored(*shape, dtype=f.q_dtype) if f.q_dtype else self.normal(*shape, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
 
     def argument(self, a: Arg, shape: Sequence[int], f: Features, stored: str) -> Tensor | None:
-        """The tensor of this argument as `f` asks; None where it asks for none, or where lengths decide. stored: that of `Spec`."""
+        """The tensor of this argument as `f` asks; None where `f` or the lengths leave it out. stored: that of `Spec`."""
         kv = torch.uint8 if a.dtypes == (torch.uint8,) else f.kv_dtype or f.dtype
         quantised = {"k_scale": f.kv_dtype, "v_scale": f.kv_dtype, "kv_scale": f.kv_dtype, "q_scale": f.q_dtype}
         if stored in (a.name, a.dtypes):
