@@ -150,12 +150,11 @@ def select(problem: Problem, policy: Policy | str = "") -> Decision:
     return select_by(in_force(problem.target).table, problem, policy)
 
 
-def select_by(table: Table | None, problem: Problem, policy: Policy | str = "") -> Decision:
-    """As `select`, by the times of `table`, or by the kernels' own estimates when it is None."""
-    return _decide(table, problem, policy)
+def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", brief: bool = False) -> Decision:
+    """As `select`, by the times of `table`, or by the kernels' own estimates when it is None.
 
-
-def _decide(table: Table | None, problem: Problem, policy: Policy | str, brief: bool = False) -> Decision:
+    brief: the chosen kernel and its cost are all that is asked for; of other kernels the Decision holds their first refusal.
+    """
     try:
         return _select(problem, policy if isinstance(policy, Policy) else parse_policy(policy), generation(), table, brief)
     except _NotKept as found:
@@ -164,7 +163,7 @@ def _decide(table: Table | None, problem: Problem, policy: Policy | str, brief: 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
     """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
-    kernel = _decide(in_force(problem.target).table, problem, policy, brief=True).kernel
+    kernel = select_by(in_force(problem.target).table, problem, policy, brief=True).kernel
     if kernel is None:
         decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
@@ -190,7 +189,6 @@ class _NotKept(Exception):
 
 @functools.lru_cache(maxsize=8192)
 def _select(problem: Problem, policy: Policy, registered: int, table: Table | None, brief: bool) -> Decision:
-    """brief: the chosen kernel is all that is asked for, so that one reason a kernel will do for the others."""
     _check_names(policy)
     forced = policy.forced(problem.op)
     fits: list[Kernel] = []

@@ -190,41 +190,41 @@ def _crossover(call: LatentCall, registered: int, table: Table | None) -> int:
         return ALWAYS  # the longest request of a batch and the ends of chunks depend on the other requests
     last = 0
     for queries in STEPS:
-        if _absorbed(call, queries, table)[0] > _expanded(call, queries, table)[0]:
+        if _absorbed(call, queries, table, brief=True)[0] > _expanded(call, queries, table, brief=True)[0]:
             break
         last = queries
     return last
 
 
-def _absorbed(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
+def _absorbed(call: LatentCall, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
     d, tokens, heads, width = call.dims, REQUESTS * queries, call.heads, call.dtype.itemsize
     decision = select_by(table, Problem(
         op="mla_attention", target=call.target, dtype=call.query_dtype or call.dtype, kv_dtype=call.kv_dtype, q_heads=heads,
         kv_heads=1, head_dim=d.latent + d.rope, v_head_dim=d.latent, rope_dim=d.rope, page_size=call.page_size, causal=True,
         kv_scales=call.kv_dtype != call.dtype, **_sizes(queries, queries if call.before is False else queries + PREFIX),
-    ), call.policies[0])  # fmt: skip
+    ), call.policies[0], brief)  # fmt: skip
     weights, rows = heads * d.latent * (d.nope + d.v), tokens * heads * (d.nope + d.v + 2 * d.latent)
     return _us(decision) + _product_us(call, 2.0 * tokens * weights, width * (weights + rows), launches=2), decision
 
 
-def _expanded(call: LatentCall, queries: int, table: Table | None) -> tuple[float, Decision]:
-    new, decision = _attend(call, queries, queries, True, table)
+def _expanded(call: LatentCall, queries: int, table: Table | None, brief: bool = False) -> tuple[float, Decision]:
+    new, decision = _attend(call, queries, queries, True, table, brief)
     unfold = _unfold_us(call, REQUESTS * queries)
     if not call.before:
         return new + unfold, decision
-    before, _ = _attend(call, queries, PREFIX, False, table)
+    before, _ = _attend(call, queries, PREFIX, False, table, brief)
     d, tokens = call.dims, REQUESTS * queries
     merge = _product_us(call, 0.0, 3 * call.dtype.itemsize * tokens * call.heads * d.v)
     return new + unfold + before + merge + UNFOLDING * _unfold_us(call, REQUESTS * PREFIX), decision
 
 
-def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None) -> tuple[float, Decision]:
+def _attend(call: LatentCall, queries: int, keys: int, causal: bool, table: Table | None, brief: bool) -> tuple[float, Decision]:
     d = call.dims
     problem = Problem(
         op="varlen_attention", target=call.target, dtype=call.dtype, kv_dtype=call.dtype, q_heads=call.heads, kv_heads=call.heads,
         head_dim=d.nope + d.rope, v_head_dim=d.v, causal=causal, lse=bool(call.before), padded=False, **_sizes(queries, keys),
     )  # fmt: skip
-    decision = select_by(table, problem, call.policies[1])
+    decision = select_by(table, problem, call.policies[1], brief)
     # Tables hold packed calls of as many keys as queries only; their times do not extend to calls of other shapes.
     return (_us(decision) if causal or decision.kernel is None else decision.kernel.cost_us(problem)), decision
 
