@@ -202,8 +202,6 @@ def plan_sizes(*, max_tokens: int, max_requests: int, max_pages: int, device: to
     return HEADER + max(plans) // 2, max(workspaces)
 
 
-# The records ----------------------------------------------------------------------------------------------------------
-
 PLAN_US = 700.0
 """Host time of a plan, about; the shipped table's `plan_us` is measured. A step makes one plan, and every packed call makes one."""
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))

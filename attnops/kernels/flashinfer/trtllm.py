@@ -228,8 +228,6 @@ def workspace_bytes(p: Problem) -> int:
     return memory.total(split_bytes(p.v_head_dim) + (stats_bytes(batch, p.q_heads, queries) if p.lse else 0))
 
 
-# The records ----------------------------------------------------------------------------------------------------------
-
 CACHED = (*HALVES, torch.float8_e4m3fn)
 PAGED: tuple[Need, ...] = (
     *without("per_head_scales"),  # scales are numbers, one for all heads

@@ -199,25 +199,17 @@ def longest_query(steady: bool, max_seqlen_q: int, right: int = -1) -> int:
     return max(max_seqlen_q, 2, right + 2) if steady else max_seqlen_q
 
 
-# The records ----------------------------------------------------------------------------------------------------------
-
 DENSE = phases(Roofline(12.3, 0.98, 0.5, 0.00097, 14_000), Roofline(12.6, 0.6, 0.86, 0.0092, 510))
 PACKED = Roofline(14.0, 0.97, 0.68, 0.0052, 2100)
 PAGED = phases(Roofline(14.6, 1.0, 0.6, 0.00096, 11_000), Roofline(14.0, 0.78, 0.76, 0.0041, 2200))
 LATENTS = phases(Roofline(18.3, 1.1, 0.86, 0.0057, 1800), Roofline(14.6, 0.41, 0.87, 0.028, 520))
 
 
-def _value_us(p: Problem) -> float:
-    """The time of a copy of the values without those of no request."""
-    return copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
-
-
-def _dense_us(p: Problem) -> float:
-    return DENSE(p) + (p.kv_range and p.queries.hint * p.group_size > FEW) * _value_us(p)
-
-
-def _packed_us(p: Problem) -> float:
-    return PACKED(p) + p.padded * _value_us(p)
+def _cost_us(p: Problem) -> float:
+    """With a copy of the values without those of no request."""
+    dense = p.op == "attention"
+    copies = p.kv_range and p.queries.hint * p.group_size > FEW if dense else p.padded
+    return (DENSE if dense else PACKED)(p) + copies * copy_us(p, p.batch.hint * p.context.hint * p.kv_heads * p.v_head_dim)
 
 
 def _unsplit_us(p: Problem) -> float:
@@ -235,8 +227,8 @@ _fa3 = functools.partial(Kernel, "fa3", packages=(PACKAGE,), probe=missing)
 ABOUT, RULES = "FlashAttention-3 of sgl-kernel", ("causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks")
 NEEDS = (arch(80, 86, 87, 89, 90), *UNITS, bfloat16_sinks, chunk_rules, one_of("last_dim_contiguous", True))
 for _run, _more, _us, _steady_us in (
-    (attention, ("kv_start", "kv_end", "return_lse"), _dense_us, None),
-    (varlen_attention, ("return_lse",), _packed_us, None),
+    (attention, ("kv_start", "kv_end", "return_lse"), _cost_us, None),
+    (varlen_attention, ("return_lse",), _cost_us, None),
     (paged_attention, ("lse",), PAGED, _unsplit_us),
 ):
     register(

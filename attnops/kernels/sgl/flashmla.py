@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, adjoin, batch_by_token, blank, rows, whole
+from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, batch_by_token, blank, rows, side_by_side, whole
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
 from attnops.reference import data
@@ -50,7 +50,11 @@ def mla_attention(call: mla.MlaAttention) -> None:
         return
     float8 = call.q_nope.dtype == FLOAT8
     tables, lengths, schedule = batch_by_token(call, (float8,))
-    given = (*adjoin(call.q_nope, call.q_pe), call.latent_pages, tables)
+    q_nope, q_pe = call.q_nope, call.q_pe
+    # The compiler sees how the parts are joined. Views of the joined query would be two copies: on a GPU, Inductor makes of a `cat` one
+    # expression and of each view of it a kernel.
+    query = (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (whole(q_nope, q_pe), None)
+    given = (*query, call.latent_pages, tables)
     if float8:
         out, z = torch.ops.attnops.mla_attention__flashmla_fp8(
             *given, lengths.clamp(min=1), schedule, call.scale, call.q_scale, call.kv_scale
@@ -135,9 +139,6 @@ def split(schedule: Tensor, tokens: int, q_heads: int) -> tuple[Tensor, Tensor]:
 def _multiprocessors(device: torch.device) -> int:
     # Off CUDA only stand-ins read schedules.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-# The records ----------------------------------------------------------------------------------------------------------
 
 
 few_tokens = demand(

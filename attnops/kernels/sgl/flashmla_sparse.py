@@ -94,25 +94,20 @@ def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
 
 def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, holes: bool) -> Tensor:
     """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch."""
-    if not holes and length is None:
-        return _tiles(indices, tile)
     slots = min(pages.shape[0] * pages.shape[1], LARGEST) if holes else LARGEST
-    if indices.is_cuda:
+    if indices.is_cuda and (holes or length is not None):
         from attnops.kernels.triton.launch.data import make_lists
 
         out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
         make_lists(indices, length, slots, out)
         return out
-    real = (indices >= 0) & (indices < slots)
+    if holes:
+        indices = torch.where((indices >= 0) & (indices < slots), indices, -1)
     if length is not None:
-        real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
-    return _tiles(torch.where(real, indices, -1), tile)
-
-
-def _tiles(indices: Tensor, tile: int) -> Tensor:
-    """The lists padded to whole tiles; they are loaded up to 32 bytes at a time."""
-    if missing := -indices.shape[1] % tile:
-        return pad(indices, (0, missing), value=-1)
+        indices = torch.where(torch.arange(indices.shape[1], device=indices.device) < length[:, None], indices, -1)
+    if indices.shape[1] % tile:
+        return pad(indices, (0, -indices.shape[1] % tile), value=-1)
+    # They are loaded up to 32 bytes at a time.
     return indices if indices.is_contiguous() and indices.data_ptr() % 32 == 0 else indices.clone(memory_format=torch.contiguous_format)
 
 

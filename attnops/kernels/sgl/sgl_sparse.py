@@ -26,9 +26,6 @@ from attnops.reference.vertical_slash import BLOCK
 if TYPE_CHECKING:
     from attnops.ops import vertical_slash
 
-ARCHS = (80, 86, 87, 89, 90, 100, 103, 120)
-ATTENTION_ARCHS = (80, 86, 87, 89, 90)  # some of the sources that the wheel may be built from turn others away
-
 
 def vertical_slash_indexes(call: vertical_slash.VerticalSlashIndexes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """With counts it is the op `..._mergehead`."""
@@ -91,7 +88,8 @@ def _attention_us(p: Problem) -> float:
     return 15.0 + 0.1 * flops / 3e8
 
 
-DENSE = (*(one_of(n, 128) for n in ("head_dim", "v_head_dim")), one_of("last_dim_contiguous", True))
+# Some of the sources that the wheel may be built from turn other GPUs away.
+DENSE = (arch(80, 86, 87, 89, 90), one_of("head_dim", 128), one_of("v_head_dim", 128), one_of("last_dim_contiguous", True))
 # Invariant: one block of threads a row of the index, whatever else is in the batch.
 _sparse = functools.partial(
     Kernel, "sgl_sparse", packages=(wheel.package(below=wheel.DROPPED, holds="vertical-slash attention"),), invariant=Invariant(),
@@ -100,12 +98,12 @@ _sparse = functools.partial(
 register(
     _sparse(
         "vertical_slash_indexes", vertical_slash_indexes, takes=frozenset({"vertical_counts", "slash_counts"}), dtypes=(torch.int32,),
-        needs=(arch(*ARCHS),), cost_us=_index_us, about="convert_vertical_slash_indexes (sgl_kernel)",
+        needs=(arch(80, 86, 87, 89, 90, 100, 103, 120),), cost_us=_index_us, about="convert_vertical_slash_indexes (sgl_kernel)",
     )
 )  # fmt: skip
 register(
     _sparse(
         "vertical_slash_attention", vertical_slash_attention, takes=frozenset({"lse"}), dtypes=(torch.float16, torch.bfloat16),
-        needs=(arch(*ATTENTION_ARCHS), *DENSE), cost_us=_attention_us, about="FlashAttention-2 over vertical-slash indexes (sgl_kernel)",
+        needs=DENSE, cost_us=_attention_us, about="FlashAttention-2 over vertical-slash indexes (sgl_kernel)",
     )
 )  # fmt: skip

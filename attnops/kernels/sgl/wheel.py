@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnops.kernel import Package
-from attnops.package import Version, parse
+from attnops.package import parse, within
 from attnops.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")
@@ -24,7 +24,7 @@ OLDEST = "0.3.18"
 DROPPED = "0.4.7"
 """The first wheel without CUTLASS MLA and without vertical-slash attention."""
 
-WHEELS = (("2.11", "0.4.2", "0.4.6.post1"), ("2.13", "0.4.6.post1", "0.4.9"), ("2.14", "0.4.9", ""))
+WHEELS = {"2.11": ("0.4.2", "0.4.6.post1"), "2.13": ("0.4.6.post1", "0.4.9"), "2.14": ("0.4.9", "")}
 """By minor version of torch, the first wheel built for it and the first that no longer is. From 0.4.7 on a wheel pins its torch exactly,
 and pip would replace the one that is installed."""
 
@@ -38,20 +38,14 @@ def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
     """The command that installs a wheel within the bounds for this torch, and leaves torch as it is."""
     known = parse(torch_version)
     minor = ".".join(map(str, (*known.release, 0)[:2])) if known is not None else torch_version
-    found = next(((first, end) for version, first, end in WHEELS if version == minor), None)
-    if found is None:
-        return f"a torch that sglang-kernel has wheels for ({', '.join(version for version, *_ in WHEELS)}), not {minor}"
-    first = max((found[0], at_least or found[0]), key=_order)
-    end = min((v for v in (found[1], below) if v), key=_order, default="")
-    if end and _order(first) >= _order(end):
-        return f"another torch: its wheels for torch {minor} start at {found[0]}, and this was dropped in {below}"
+    if minor not in WHEELS:
+        return f"a torch that sglang-kernel has wheels for ({', '.join(WHEELS)}), not {minor}"
+    oldest, end = WHEELS[minor]
+    first = oldest if within(oldest, at_least, "") else at_least
+    end = below if below and (not end or within(below, "", end)) else end
+    if not within(first, "", end):
+        return f"another torch: its wheels for torch {minor} start at {oldest}, and this was dropped in {below}"
     return f"pip install --no-deps '{DISTS[0]}>={first}{f',<{end}' if end else ''}'"
-
-
-def _order(version: str) -> Version:
-    known = parse(version)
-    assert known is not None
-    return known
 
 
 def common_ops(target: Target) -> str:

@@ -10,7 +10,7 @@ rows of no request are not written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
         output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, top_left, attn_mask=bias, scale=call.scale)
         return compact(output.transpose(1, 2)), compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
     if not deterministic(call.policy):
-        return forward(call, _rectangle(call))
+        return forward(call, _lengths(call))
     at = torch.arange(query.shape[0] + 1, device=query.device, dtype=torch.int32)
     lengths = _packed(call, at * query.shape[1], at * key.shape[1], query.shape[1], key.shape[1])
     output, lse = forward(changed(call, query=query.flatten(0, 1), key=key.flatten(0, 1), value=call.value.flatten(0, 1)), lengths)
@@ -54,7 +54,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     if call.query.numel() == 0 or call.key.numel() == 0:
         return *_zero_gradients(call), none, none.clone()
     if not on_cpu(call.query):
-        return *backward(call, _rectangle(call)), none, none.clone()
+        return *backward(call, _lengths(call)), none, none.clone()
     q, k, v = _heads_first(call)
     g, o, z = call.grad_output.transpose(1, 2), call.output.transpose(1, 2), call.lse.transpose(1, 2).contiguous()
     top_left, bias = _bias(call)
@@ -69,7 +69,7 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
         return _zeros(call)
-    output, lse = forward(call, _requests(call))
+    output, lse = forward(call, _lengths(call))
     if call.padded:
         clear((call.cu_seqlens_q, output, 0.0), *([(call.cu_seqlens_q, lse, -INF)] if call.return_lse else []))
     return output, lse
@@ -78,7 +78,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 def varlen_attention_backward(call: varlen.VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not runs(call):
         return *_zero_gradients(call), call.query.new_empty(0)
-    grad_q, grad_k, grad_v = backward(call, _requests(call))
+    grad_q, grad_k, grad_v = backward(call, _lengths(call))
     if call.padded:
         clear((call.cu_seqlens_q, grad_q, 0.0), (call.cu_seqlens_k, grad_k, 0.0), (call.cu_seqlens_k, grad_v, 0.0))
     return grad_q, grad_k, grad_v, call.query.new_empty(0)
@@ -140,12 +140,10 @@ Lengths = tuple[Tensor | None, Tensor | None, int, int, int]
 longest request, and the window's right side."""
 
 
-def _rectangle(call: dense.Attention | dense.AttentionBackward) -> Lengths:
+def _lengths(call: Any) -> Lengths:
+    if hasattr(call, "cu_seqlens_q"):
+        return _packed(call, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
     return None, None, call.query.shape[1], call.key.shape[1], call.window_right
-
-
-def _requests(call: varlen.VarlenAttention | varlen.VarlenAttentionBackward) -> Lengths:
-    return _packed(call, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
 
 
 def _packed(
@@ -214,8 +212,6 @@ def _in_packs(x: Tensor) -> Tensor:
     odd = x.data_ptr() % PACK or (not x.is_contiguous() and (x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:-1])))
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
-
-# The records ----------------------------------------------------------------------------------------------------------
 
 ON_CPU = Roofline(25.0, 0.7, 0.55)
 # By direct calls. A backward makes five products where a forward makes two.

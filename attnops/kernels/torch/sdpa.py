@@ -153,15 +153,11 @@ def _cost_us(p: Problem) -> float:
     return (MASKED if p.mask != "none" or p.windowed or p.attention_chunk or p.kv_range or unequal else PLAIN)(p)
 
 
-def _one_token_on_cpu(p: Problem) -> bool:
-    return p.target.device == "cpu" and p.queries.hi == 1 and not p.padded
-
-
 RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_chunk"})
 for _run, _takes, _inline, _how in (
     (attention, RULES | {"kv_start", "kv_end"}, Inline(lambda p: p.target.device == "cpu"), ""),
     (varlen_attention, RULES, None, ", requests padded"),
-    (paged_attention, RULES, Inline(_one_token_on_cpu), ", pages gathered"),
+    (paged_attention, RULES, Inline(lambda p: p.target.device == "cpu" and p.queries.hi == 1 and not p.padded), ", pages gathered"),
 ):
     register(
         Kernel(

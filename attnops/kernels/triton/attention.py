@@ -51,10 +51,6 @@ def own(
     register(Kernel("triton", op, run, takes, dtypes, kv_dtypes, needs, (PACKAGE,), cost_us=cost_us, invariant=Invariant(), about=about))
 
 
-def _backward_us(p: Problem) -> float:
-    return 10.0 + 1.4 * BACKWARD(p)
-
-
 def _merge_us(p: Problem) -> float:
     parts = max(p.batch.hint, 1) if p.op == "merge_states" else 2
     return 5.0 + (parts + 1.0) * max(p.tokens.hint, 1) * p.q_heads * p.v_head_dim * p.dtype.itemsize / 3.4e6
@@ -82,6 +78,6 @@ few_queries = launched("attention", "few_queries")
 own("paged_attention", attention, PAGED, "attnops' own, decode and extend", PAGED_TAKES, kv_dtypes=STORED, needs=HEADS)
 own("mla_attention", attention, LATENTS, "attnops' own, decode and extend over latents", LATENT_TAKES, kv_dtypes=STORED, needs=LATENT_NEEDS)
 for _op, _takes in (("attention_backward", RULES | {"kv_start", "kv_end"}), ("varlen_attention_backward", RULES)):
-    own(_op, launched("gradient", _op), _backward_us, "attnops' own gradient", _takes, needs=HEADS)
+    own(_op, launched("gradient", _op), lambda p: 10.0 + 1.4 * BACKWARD(p), "attnops' own gradient", _takes, needs=HEADS)
 for _op in ("merge_state", "merge_states"):
     own(_op, launched("attention", _op), _merge_us, "attnops' own")

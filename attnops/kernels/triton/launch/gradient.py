@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,23 +10,15 @@ from torch import Tensor
 from attnops.call import changed
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
-from attnops.kernels.triton.launch.grids import padded
+from attnops.kernels.triton.launch.grids import Tile, padded
 from attnops.reference.attention import Rules
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
 
 
-class Tile(NamedTuple):
-    """Rows that a program keeps, rows of a step, warps, and loads in flight."""
-
-    kept: int
-    step: int
-    warps: int
-    stages: int
-
-
-# (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short.
+# (kind of numbers, the wider padded head dim) -> (tile of queries, tile of keys), smaller where shared memory is short. A tile's `rows`
+# are those that a program keeps, its `keys` the rows of a step.
 TILES: dict[tuple[str, int], tuple[Tile, Tile]] = {
     ("half", 64): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("half", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
@@ -85,16 +77,16 @@ def _gradients(call: Any, bounds: Tensor, longest: tuple[int, int], covered: boo
         "COMPUTE": computed_in(query),
     }  # fmt: skip
     of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu_of(query).memory)
-    count = -(-longest[0] // of_queries.kept)
+    count = -(-longest[0] // of_queries.rows)
     launch(grad_queries, (heads * count * requests,), {
         **shared, "grad_lse_ptr": flat(call.grad_lse), "o_ptr": output, "o_t": output.stride(0), "o_h": output.stride(1),
         "sinks_ptr": flat(sinks), "sink_parts_ptr": parts, "out_ptr": found[0], "tiles": count,
-        "TILE_Q": of_queries.kept, "TILE_K": of_queries.step, "num_stages": of_queries.stages,
+        "TILE_Q": of_queries.rows, "TILE_K": of_queries.keys, "num_stages": of_queries.stages,
     }, warps=of_queries.warps)  # fmt: skip
-    count = -(-longest[1] // of_keys.kept)
+    count = -(-longest[1] // of_keys.rows)
     launch(grad_keys, (kv_heads * count * requests,), {
         **shared, "out_k_ptr": found[1], "out_v_ptr": found[2], "tiles": count,
-        "TILE_Q": of_keys.step, "TILE_K": of_keys.kept, "num_stages": of_keys.stages,
+        "TILE_Q": of_keys.keys, "TILE_K": of_keys.rows, "num_stages": of_keys.stages,
     }, warps=of_keys.warps)  # fmt: skip
     return *found, grad_sinks if parts is None else parts.sum(0).to(grad_sinks.dtype)
 
@@ -109,8 +101,8 @@ def tiles_of(dtype: torch.dtype, head_dim: int, v_head_dim: int, memory: int) ->
 
 def _fitting(tile: Tile, width: int, itemsize: int, memory: int) -> Tile:
     def taken() -> int:
-        return (width * (tile.kept + tile.stages * tile.step) + 2 * tile.kept * tile.step) * itemsize + 2048
+        return (width * (tile.rows + tile.stages * tile.keys) + 2 * tile.rows * tile.keys) * itemsize + 2048
 
-    while taken() > memory and max(tile.kept, tile.step) > 16:
-        tile = tile._replace(step=tile.step // 2) if tile.step > 32 or tile.kept <= 32 else tile._replace(kept=tile.kept // 2, warps=4)
+    while taken() > memory and max(tile.rows, tile.keys) > 16:
+        tile = tile._replace(keys=tile.keys // 2) if tile.keys > 32 or tile.rows <= 32 else tile._replace(rows=tile.rows // 2, warps=4)
     return tile
