@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 FLOAT8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
-
 OLDEST = "4.0.0b36"
 PACKAGES = (
     Package("flash_attn.cute", ("flash-attn-4",), OLDEST, "pip install flash-attn-4"),
@@ -45,7 +44,6 @@ USED = (
 
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
-    """The kernel writes into a new output and, if asked for, a new lse."""
     query, key, value = call.query, call.key, call.value
     batch, queries, heads, _ = query.shape
     output = query.new_empty((batch, queries, heads, value.shape[3]), dtype=result_dtype(query, call.q_scale))
@@ -151,8 +149,7 @@ def forward(call: Any, key: Tensor, value: Tensor, output: Tensor, lse: Tensor |
     _kinds().add(kind)
 
 
-DENSE = Roofline(14.0, 1.0, 0.74, 0.011)
-"""By direct calls on an H200, which split no keys."""
+DENSE = Roofline(14.0, 1.0, 0.74, 0.011)  # by direct calls on an H200, which split no keys
 
 
 def _cost_us(p: Problem) -> float:

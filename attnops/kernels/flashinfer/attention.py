@@ -8,7 +8,6 @@ logits. Data pointers must be 16-byte aligned, as torch allocates them.
 from __future__ import annotations
 
 import functools
-from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
 from attnops.kernels.flashinfer import modules as fi
-from attnops.kernels.flashinfer.modules import I32, Layout, Places, Shape, gapless
+from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, read_header, whole_table, within, write_header
 from attnops.kernels.shared.tokens import blank, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from attnops.ops import paged, plan, varlen
 
 MAKER = "attnops.ops.plan_paged_attention"
-LN2 = log(2.0)
 
 
 def paged_attention(call: paged.PagedAttention) -> None:
@@ -202,14 +200,10 @@ def plan_sizes(*, max_tokens: int, max_requests: int, max_pages: int, device: to
     return HEADER + max(plans) // 2, max(workspaces)
 
 
-PLAN_US = 700.0
-"""Host time of a plan, about; the shipped table's `plan_us` is measured. A step makes one plan, and every packed call makes one."""
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))
-PACKED = Roofline(281.0, 0.47, 0.65, 0.0035)
-"""Its launches wait for a plan, which the host makes in every call."""
+PACKED = Roofline(281.0, 0.47, 0.65, 0.0035)  # its launches wait for a plan, which the host makes in every call
 
-DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-"""The head dims that FlashInfer compiles, its merge of split keys included."""
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # that FlashInfer compiles, its merge of split keys included
 NEEDS: tuple[Need, ...] = (
     arch(80, 86, 87, 89, 90, 100, 103, 120, 121),
     demand("head_dim, v_head_dim", "64 | 128 | 256, or 192 with 128", lambda p: (p.head_dim, p.v_head_dim) in DIMS),
@@ -229,6 +223,7 @@ _flashinfer = functools.partial(
     invariant=Invariant(), about="FlashInfer: decode and prefill, FA2 and FA3, planned by the host",
 )  # fmt: skip
 _paged = (*NEEDS, ALIKE, host_plan(MAKER))
-register(_flashinfer("plan_paged_attention", plan_paged_attention, needs=NEEDS, cost_us=lambda p: PLAN_US, plan=Plan(sizes=plan_sizes)))
+# The host's time, about; the shipped table's `plan_us` is measured. A step makes one plan, and every packed call makes one.
+register(_flashinfer("plan_paged_attention", plan_paged_attention, needs=NEEDS, cost_us=lambda p: 700.0, plan=Plan(sizes=plan_sizes)))
 register(_flashinfer("paged_attention", paged_attention, takes=TAKES | {"lse", "holes"}, needs=_paged, cost_us=PAGED))
 register(_flashinfer("varlen_attention", varlen_attention, takes=TAKES | {"return_lse"}, needs=NEEDS, cost_us=PACKED))

@@ -13,6 +13,7 @@ import functools
 import importlib
 import shutil
 from importlib.util import find_spec
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +35,7 @@ I32 = torch.int32
 DECODE, FA2, FA3 = 1, 2, 3
 """Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group as rows, warp groups of SM90."""
 NAMES = {DECODE: "decode", FA2: "fa2", FA3: "fa3"}
-NHD = 0
+NHD, LN2 = 0, log(2.0)
 
 
 def missing(target: Target) -> Refusal | None:

@@ -14,7 +14,7 @@ reaches the output, as it does where whole tiles are loaded (a PagedCache holds 
 from __future__ import annotations
 
 import functools
-from math import log, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from attnops.call import changed
 from attnops.errors import InvalidInput
 from attnops.kernel import Kernel, Need, Plan, Tolerance, arch, at_most, demand, extent_at_most, one_of, register, without
-from attnops.kernels.flashinfer.modules import HALVES, PACKAGE, gapless, no_compiler
+from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless, no_compiler
 from attnops.kernels.shared import memory
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, past, rows, runs, see_nothing, whole, zeroed
 from attnops.measured import Roofline
@@ -39,10 +39,8 @@ SMS = 256
 """More streaming multiprocessors than any GPU has, so that buffers sized by their number need no device to ask."""
 FEW = 8
 """Queries a request up to which the decode kernel, which splits the keys, takes a causal call."""
-PREFILL_DIMS = ((192, 128), (128, 128), (256, 256))
-LN2 = log(2.0)
-NOPE = 128
-TILE = 128
+DIMS = ((192, 128), (128, 128), (256, 256))
+NOPE, TILE = 128, 128
 """Keys a row of the page table must hold a multiple of: the package checks it for all its MLA kernels but these; padded all the same."""
 
 
@@ -240,11 +238,8 @@ PAGED: tuple[Need, ...] = (
     one_of("pages_alike", True),
 )
 GENERATED: tuple[Need, ...] = (arch(100, 103), demand("lse", "no (with sinks)", lambda p: not (p.lse and p.sinks)))
-RULED: tuple[Need, ...] = (
-    *GENERATED,
-    demand("window", "none (but with causal)", lambda p: p.causal or not p.windowed),
-    at_most("group_size", 64),
-)
+_window = demand("window", "none (but with causal)", lambda p: p.causal or not p.windowed)
+RULED: tuple[Need, ...] = (*GENERATED, _window, at_most("group_size", 64))
 FLOAT8 = (
     demand(
         "kv_dtype",
@@ -269,9 +264,12 @@ register(
         needs=(*RULED, *FLOAT8, *PAGED), workspace_bytes=workspace_bytes,
     )
 )  # fmt: skip
-_dims = demand("head_dim, v_head_dim", " | ".join(map(str, PREFILL_DIMS)), lambda p: (p.head_dim, p.v_head_dim) in PREFILL_DIMS)
-_needs = (*RULED, _dims, one_of("last_dim_contiguous", True))
-register(_generated("varlen_attention", varlen_attention, takes=RULES | {"return_lse"}, needs=_needs))
+_dims = demand("head_dim, v_head_dim", " | ".join(map(str, DIMS)), lambda p: (p.head_dim, p.v_head_dim) in DIMS)
+register(
+    _generated(
+        "varlen_attention", varlen_attention, takes=RULES | {"return_lse"}, needs=(*RULED, _dims, one_of("last_dim_contiguous", True))
+    )
+)
 register(
     _kernel(
         "trtllm_mla", "mla_attention", mla_attention, takes=frozenset({"sinks", "q_scale", "kv_scale", "causal", "lse"}),

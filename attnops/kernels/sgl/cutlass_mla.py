@@ -70,12 +70,9 @@ def _pad_heads(query: Tensor) -> Tensor:
     return padded
 
 
-HARDWARE = Roofline(12.0, 0.83, 0.55)
-
-
 def _cost_us(p: Problem) -> float:
     """The cost of 128 heads, however many there are; by the hardware's figures, not measured."""
-    return HARDWARE(replace(p, q_heads=HEADS))
+    return Roofline(12.0, 0.83, 0.55)(replace(p, q_heads=HEADS))
 
 
 NEEDS = (arch(100), *BY_TOKEN, at_most("q_heads", HEADS), one_of("page_size", 1, 2, 4, 8, 16, 32, 64, 128), one_of("pages_packed", True))

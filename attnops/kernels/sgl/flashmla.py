@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from attnops.errors import InvalidInput
 from attnops.kernel import Core, Inline, Invariant, Kernel, Plan, Tolerance, arch, demand, one_of, register
 from attnops.kernels.sgl import wheel
-from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, batch_by_token, blank, rows, side_by_side, whole
+from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, adjoin, batch_by_token, blank, rows, whole
 from attnops.measured import Roofline, phases
 from attnops.problem import Problem, Refusal
 from attnops.reference import data
@@ -50,11 +50,7 @@ def mla_attention(call: mla.MlaAttention) -> None:
         return
     float8 = call.q_nope.dtype == FLOAT8
     tables, lengths, schedule = batch_by_token(call, (float8,))
-    q_nope, q_pe = call.q_nope, call.q_pe
-    # The compiler sees how the parts are joined. Views of the joined query would be two copies: on a GPU, Inductor makes of a `cat` one
-    # expression and of each view of it a kernel.
-    query = (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (whole(q_nope, q_pe), None)
-    given = (*query, call.latent_pages, tables)
+    given = (*adjoin(call.q_nope, call.q_pe), call.latent_pages, tables)
     if float8:
         out, z = torch.ops.attnops.mla_attention__flashmla_fp8(
             *given, lengths.clamp(min=1), schedule, call.scale, call.q_scale, call.kv_scale
@@ -108,12 +104,10 @@ def _schedule(lengths: Tensor, q_heads: int, float8: bool) -> tuple[Tensor, Tens
     """(parts, splits) as the kernels take them. lengths: int32 `[T]`, T at least 1; for float8 each at least 1."""
     if not float8:
         # As dense_decode_fwd makes it: the same kernel, blocks of keys, overhead and number of parts.
-        parts, splits = wheel.op("get_mla_decoding_metadata", LIBRARY)(lengths, q_heads, 1, q_heads, False, None)
-    else:
-        if lengths.shape[0] > MOST_FLOAT8_TOKENS:
-            raise InvalidInput("q_nope.shape[0]", lengths.shape[0], f"<= {MOST_FLOAT8_TOKENS} tokens (flashmla_fp8)")
-        parts, splits = wheel.op("get_mla_decoding_metadata_dense_fp8", LIBRARY)(lengths, q_heads, 1)
-    return parts, splits
+        return wheel.op("get_mla_decoding_metadata", LIBRARY)(lengths, q_heads, 1, q_heads, False, None)  # type: ignore[no-any-return]
+    if lengths.shape[0] > MOST_FLOAT8_TOKENS:
+        raise InvalidInput("q_nope.shape[0]", lengths.shape[0], f"<= {MOST_FLOAT8_TOKENS} tokens (flashmla_fp8)")
+    return wheel.op("get_mla_decoding_metadata_dense_fp8", LIBRARY)(lengths, q_heads, 1)  # type: ignore[no-any-return]
 
 
 def written(lengths: Tensor, q_heads: int, float8: bool) -> Tensor:

@@ -30,10 +30,8 @@ HEADS = (64, 128)
 PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
 LARGEST = 2**31 - 1
-
 PREFILL_LSE_BASE = 2.0
 """Of `sparse_prefill_fwd`, as its docstring says and an H200 showed; tests/gpu/test_sparse.py holds it to that."""
-
 MOST_TOKENS = 512
 """Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
 

@@ -17,13 +17,10 @@ from attnops.package import parse, within
 from attnops.problem import Refusal, Target
 
 DISTS = ("sglang-kernel", "sgl-kernel")
-
 OLDEST = "0.3.18"
 """The oldest wheel that was looked into. Up to 0.3.21 it is called sgl-kernel."""
-
 DROPPED = "0.4.7"
 """The first wheel without CUTLASS MLA and without vertical-slash attention."""
-
 WHEELS = {"2.11": ("0.4.2", "0.4.6.post1"), "2.13": ("0.4.6.post1", "0.4.9"), "2.14": ("0.4.9", "")}
 """By minor version of torch, the first wheel built for it and the first that no longer is. From 0.4.7 on a wheel pins its torch exactly,
 and pip would replace the one that is installed."""

@@ -34,10 +34,9 @@ ALIGN = 256
 def whole_table(call: Any, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
     """The page table and the lengths of a call without holes, from which its plan is made."""
     left = getattr(call, "window_left", -1)
-    named, lengths = torch.ops.attnops.named_pages.default(
+    return torch.ops.attnops.named_pages.default(  # type: ignore[no-any-return]
         call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=left < 0, window_left=left
     )
-    return named, lengths
 
 
 def host_lengths(call: Any, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

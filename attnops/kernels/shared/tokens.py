@@ -63,8 +63,16 @@ def side_by_side(q_nope: Tensor, q_pe: Tensor) -> bool:
     )
 
 
+def adjoin(q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The parts as they are if they are side by side, else `[T, H, Dc + Dr]` and None: a torch op the compiler sees.
+
+    Views of the joined query would be two copies: on a GPU, Inductor makes of a `cat` one expression and of each view of it a kernel.
+    """
+    return (q_nope, q_pe) if side_by_side(q_nope, q_pe) else (whole(q_nope, q_pe), None)
+
+
 def whole(q_nope: Tensor, q_pe: Tensor | None) -> Tensor:
-    """`[T, H, Dc + Dr]` of two parts: a view where they are side by side. None: the first is whole."""
+    """`[T, H, Dc + Dr]` of the results of `adjoin`, or of two parts: a view where they are side by side."""
     if q_pe is None:
         return q_nope
     if side_by_side(q_nope, q_pe):

@@ -90,7 +90,6 @@ def on_cpu(x: Tensor) -> bool:
 
 
 def _zeros(call: dense.Attention | varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
-    """The results where no query sees a key."""
     rows = call.query.shape[:-1]
     lse = call.query.new_full(rows if call.return_lse else (0,), -INF, dtype=torch.float32)
     return call.query.new_zeros((*rows, call.value.shape[-1])), lse

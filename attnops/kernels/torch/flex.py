@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 WARP_GROUPS = (90, 100, 103, 110)
-Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Mod = Callable[..., Tensor]
+"""Of request, head, query and key, each a tensor; a score's first argument is the score."""
 
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     return compact(output.transpose(0, 1).to(query.dtype)), lse
 
 
-def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> ScoreMod:
+def _score(rules: Rules, mask: Tensor | None, visible: Mod, device: torch.device) -> Mod:
     # Tensors, because Dynamo makes a float that changes a symbol, and Inductor's flex template takes no symbolic float.
     scale = torch.full((), rules.scale, device=device)
     cap = torch.full((), rules.softcap, device=device) if rules.softcap > 0 else None
@@ -144,7 +144,7 @@ def _every(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _flex(
-    call: dense.Attention | varlen.VarlenAttention, given: tuple[Tensor, ...], score: ScoreMod, blocks: BlockMask | None, masked: bool
+    call: dense.Attention | varlen.VarlenAttention, given: tuple[Tensor, ...], score: Mod, blocks: BlockMask | None, masked: bool
 ) -> tuple[Tensor, Tensor]:
     """output `[B, H, S, Dv]` and lse `[B, H, S]`; a query that sees no key has 0 and -inf, or the sink. given: heads first."""
     # Detached: on CPU flex refuses inputs that require grad, in no_grad mode too.
@@ -205,8 +205,7 @@ def _dispatch_keys() -> Iterator[None]:
 def _options(query: Tensor, value: Tensor, masked: bool, keys: int) -> dict[str, Any]:
     if query.device.type == "cpu":
         return {}
-    arch = Target.of(query.device).arch
-    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, arch, masked, keys)
+    chosen = tile(query.shape[3], value.shape[3], query.dtype.itemsize, Target.of(query.device).arch, masked, keys)
     # The decoding template finds no configuration for some symbolic shapes; the general one always does.
     return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True, **chosen._asdict()}}
 

@@ -38,17 +38,17 @@ def launched(module: str, name: str) -> Callable[[Any], Any]:
     return run
 
 
-gpu = arch_from(80)
-"""A need: the GPUs that Triton compiles for."""
-
-
 def own(
     op: str, run: Callable[[Any], Any], cost_us: Callable[[Problem], float], about: str, takes: Iterable[str] = (),
     dtypes: tuple[torch.dtype, ...] = FLOATS, kv_dtypes: tuple[torch.dtype, ...] | None = None, needs: tuple[Need, ...] = (),
 ) -> None:  # fmt: skip
     """Register `triton` for an op; the arguments are fields of the Kernel."""
-    takes, needs = frozenset(takes), (gpu, *needs)
-    register(Kernel("triton", op, run, takes, dtypes, kv_dtypes, needs, (PACKAGE,), cost_us=cost_us, invariant=Invariant(), about=about))
+    register(
+        Kernel(
+            "triton", op, run, frozenset(takes), dtypes, kv_dtypes, (arch_from(80), *needs), (PACKAGE,), cost_us=cost_us,
+            invariant=Invariant(), about=about,
+        )
+    )  # fmt: skip
 
 
 def _merge_us(p: Problem) -> float:
@@ -68,8 +68,8 @@ HEADS: tuple[Need, ...] = (*LAYOUT, at_most("head_dim", 256), at_most("v_head_di
 LATENT_NEEDS: tuple[Need, ...] = (*LAYOUT, at_most("v_head_dim", 512), at_most("rope_dim", 64))
 
 RULES = frozenset({"causal", "window_left", "window_right", "softcap", "attention_chunk", "sinks"})
-PAGED_TAKES = RULES | {"mask", "k_scale", "v_scale", "temperature", "lse"}
 LATENT_TAKES = {"causal", "window_left", "softcap", "sinks", "mask", "kv_scale", "lse"}
+PAGED_TAKES = RULES | {"mask", "k_scale", "v_scale", "temperature", "lse"}
 
 attention = launched("attention", "attention")
 few_queries = launched("attention", "few_queries")

@@ -66,8 +66,10 @@ def attention(call: paged.PagedAttention | mla.MlaAttention, choice: grids.Choic
             continue
         for first in range(0, requests, turn):
             end = min(first + turn, requests)
-            some = {f"{n}_ptr": given[f"{n}_ptr"][first:end] for n in ("table", "lengths")}
-            some |= {"starts_ptr": given["starts_ptr"][first : end + 1], "requests": end - first}
+            some = {
+                "table_ptr": given["table_ptr"][first:end], "lengths_ptr": given["lengths_ptr"][first:end],
+                "starts_ptr": given["starts_ptr"][first : end + 1], "requests": end - first,
+            }  # fmt: skip
             _stages(grids.part_of(at, end - first, end == requests), given | some)
 
 

@@ -48,7 +48,7 @@ def write_latent(call: mla.WriteLatent) -> None:
 
 
 def _write(slots: Tensor, parts: tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]) -> None:
-    """Write two sets of rows. parts: (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None) of each."""
+    """parts: (`[T, H, D]`, pages `[P, page, H, D]`, scale `[1]` or `[H]` or None) of each."""
     (a, a_pages, _), (b, *_) = parts
     if slots.shape[0] == 0 or a_pages.shape[0] == 0:
         return
@@ -156,10 +156,10 @@ def named_pages(call: metadata.NamedPages) -> tuple[Tensor, Tensor]:
     table, lengths, starts, (batch, width) = call.page_table, call.seq_lens, call.cu_seqlens_q, call.page_table.shape
     out, out_lengths = table.new_empty(table.shape), lengths.new_empty(lengths.shape)
     if batch:
-        constants = {"PAGE": call.page_size, "SQUEEZE": call.squeeze, "BLOCK": _columns(width)}
-        sizes = (width, call.num_pages, call.window_left)
-        args = (table, lengths, starts, out, out_lengths, *sizes, *table.stride(), lengths.stride(0), starts.stride(0))
-        launch(tables.named_pages, (batch,), constants, args)
+        launch(tables.named_pages, (batch,), {"PAGE": call.page_size, "SQUEEZE": call.squeeze, "BLOCK": _columns(width)}, (
+            table, lengths, starts, out, out_lengths, width, call.num_pages, call.window_left, *table.stride(), lengths.stride(0),
+            starts.stride(0),
+        ))  # fmt: skip
     return out, out_lengths
 
 

@@ -232,9 +232,6 @@ def _splits(blocks: int, most: int, room: int) -> int:
         return 1
     if blocks <= room // 2:
         return max(1, min(room // blocks, most))
-
     # Slightly more programs than there is room for take two rounds. Shorter programs make the last round shorter.
-    def cost(n: int) -> float:
-        return -(-blocks * n // room) / n + MERGE_COST * (n > 1)
-
-    return min(range(1, max(1, min(MOST_ROUNDS, most // 4)) + 1), key=cost)
+    rounds = range(1, max(1, min(MOST_ROUNDS, most // 4)) + 1)
+    return min(rounds, key=lambda n: -(-blocks * n // room) / n + MERGE_COST * (n > 1))

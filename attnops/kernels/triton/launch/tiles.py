@@ -10,21 +10,15 @@ from typing import NamedTuple
 
 WIDEST = 1024
 """Columns of a program at most: 16 bytes a thread of four warps, in two-byte numbers."""
-
 WAVE = 4
 """Programs a multiprocessor must have before a program takes more rows."""
-
 BYTES = (2048, 4096, 8192)
 """Bytes that a program reads: the largest that leaves WAVE programs a multiprocessor, else the first."""
-
 WARPS = 4
-
 WHOLE = 256
 """The most entries of a copy between slots in one launch. Each program reads all of them before it writes."""
-
 HELD = 16384
 """Bytes that such a program keeps in registers, 32 registers a thread."""
-
 SCRATCH = 32 << 20
 """Bytes of scratch of a longer copy, which takes as many layers at once as fit. The L2 cache holds the scratch."""
 
