@@ -24,9 +24,7 @@ from attnops.reference.rope_quantize import STORED
 if TYPE_CHECKING:
     from attnops.ops import mla
 
-ARCHS = (89, 90, 100, 103, 110, 120, 121)
-"""Those that round to float8 themselves."""
-
+ARCHS = (89, 90, 100, 103, 110, 120, 121)  # that round to float8 themselves
 GRID_Y, OFFSETS = 65535, 2**32
 
 

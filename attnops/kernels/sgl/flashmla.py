@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 LIBRARY = "flashmla_ops.*"
 PACKAGE = wheel.package("0.4.3")
-missing = functools.partial(wheel.lacks, pattern=LIBRARY)
-"""The probe of all FlashMLA kernels."""
+missing = functools.partial(wheel.lacks, pattern=LIBRARY)  # the probe of all FlashMLA kernels
 ALIGNMENT = PART_WORDS * 4
 FLOAT8 = torch.float8_e4m3fn
 MOST_FLOAT8_TOKENS = 4095
@@ -135,10 +134,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+# The room of a float8 schedule. A size without a known bound is checked when the kernel is called.
 few_tokens = demand(
     "tokens", f"<= {MOST_FLOAT8_TOKENS}", lambda p: p.dtype != FLOAT8 or p.tokens.hi is None or p.tokens.hi <= MOST_FLOAT8_TOKENS
 )
-"""The room of a float8 schedule. A size without a known bound is checked when the kernel is called."""
 
 
 def _unread(p: Problem) -> Refusal | None:
