@@ -64,7 +64,7 @@ def function_of(call):
     """(the op as a function of its differentiable tensors, those tensors). Its value: output, and lse when the call asks for it."""
     names = [n for n, t in call.tensors().items() if t.requires_grad]
 
-    op, given, with_lse = getattr(torch.ops.attnops, call.op).default, dict(call.arguments), "return_lse" in call.arguments
+    op, given, with_lse = getattr(torch.ops.attnops, call.op).default, dict(call.arguments), call.arguments.get("return_lse", False)
 
     def apply(*values) -> Any:
         output, lse = op(**{**given, **dict(zip(names, values, strict=True))}, policy=active_policy())
