@@ -67,10 +67,11 @@ class Features:
         return mask if self.scale_per_head else [*mask, "Hkv"]
 
     def statics(self) -> dict[str, Any]:
-        """The values of the options by the records' names."""
+        """The scale, causality, and the other options that are on, by the records' names."""
         scale, (left, right) = self.head_dim**-0.5 if self.scale is None else self.scale, self.window
-        rules = {"causal": self.causal, "window_left": left, "window_right": right, "softcap": self.softcap, "attention_chunk": self.chunk}
-        return {"scale": scale, **rules, "return_lse": self.lse}
+        given = {"window_left": left, "window_right": right, "softcap": self.softcap, "attention_chunk": self.chunk, "return_lse": self.lse}
+        off = dict(zip(given, (-1, -1, 0.0, 0, False), strict=True))
+        return {"scale": scale, "causal": self.causal} | {n: value for n, value in given.items() if value != off[n]}
 
 
 SPREAD = {torch.int8: 3.0, torch.float8_e4m3fn: 60.0, torch.float8_e5m2: 9000.0}
