@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Real
@@ -268,38 +268,28 @@ def register(kernel: Kernel) -> Kernel:
         warn_of_contract_1(kernel.name, kernel.run)
     for check in _REGISTRY.checks:
         check(kernel)
-    _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
-    if _REGISTRY.waiting is None:
-        _tell((kernel,))
-    else:
-        _REGISTRY.waiting.append(kernel)
+    with together() if _REGISTRY.waiting is None else nullcontext(_REGISTRY.waiting) as new:
+        _REGISTRY.kernels.setdefault(kernel.op, {})[kernel.name] = kernel
+        new.append(kernel)
     _REGISTRY.generation += 1
     return kernel
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together() -> Iterator[list[Kernel]]:
     """Kernels registered within the block count together: all of them at its end, none where it raises."""
-    outer, _REGISTRY.waiting = _REGISTRY.waiting, []
-    new = _REGISTRY.waiting
+    new: list[Kernel] = []
+    outer, _REGISTRY.waiting = _REGISTRY.waiting, new
     try:
-        yield
-        _tell(tuple(new))
+        yield new
+        for kernel in new:
+            for listener in _REGISTRY.listeners:
+                listener(kernel)
     except BaseException:
         _drop(new)
         raise
     finally:
         _REGISTRY.waiting = outer
-
-
-def _tell(kernels: tuple[Kernel, ...]) -> None:
-    try:
-        for kernel in kernels:
-            for listener in _REGISTRY.listeners:
-                listener(kernel)
-    except BaseException:
-        _drop(kernels)
-        raise
 
 
 def _drop(kernels: Iterable[Kernel]) -> None:
