@@ -42,10 +42,10 @@ def surely(condition: Any) -> bool:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value.
+    """What is known of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), `hint` a typical value, for costs.
 
     Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an octave, so that a growing context
-    does not make a new Problem at every step. Needs read `lo` and `hi`; costs read the hint, which is at most an eighth too large.
+    does not make a new Problem at every step.
     """
 
     lo: int = 0

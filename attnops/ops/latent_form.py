@@ -135,10 +135,7 @@ def crossover(
     before: bool,
     policies: tuple[str, str],
 ) -> int:
-    """`absorb_up_to` of the LatentCall with these fields: the most new tokens of a request for which the absorbed form is the cheaper.
-
-    Tuples in the order of the fields, LatentDims and (dtype, kv_dtype): Dynamo guards the identity of a dataclass, not its fields.
-    """
+    """`absorb_up_to` of the LatentCall with these fields. Tuples: Dynamo guards the identity of a dataclass, not its fields."""
     call = LatentCall(LatentDims(*dims), heads, *dtypes, page_size, Target.of(device), before, policies)
     return _crossover(call, generation(), in_force(call.target).table)
 

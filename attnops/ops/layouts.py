@@ -1,7 +1,4 @@
-"""Tensors that are not plain strided memory: sparse, nested, quantised, of mkldnn. Every op refuses them by name.
-
-The dispatcher tells them apart by their keys, before any check of ours, so that a call of plain tensors pays nothing for it.
-"""
+"""Tensors that are not plain strided memory, which every op refuses by name. The dispatcher's keys tell them apart at no cost to others."""
 
 from __future__ import annotations
 
@@ -42,6 +39,5 @@ def described(value: Tensor) -> str:
     """What a tensor is instead."""
     if value.is_nested:
         return "a nested tensor"
-    if value.is_quantized:
-        return f"a tensor quantised as {str(value.dtype).removeprefix('torch.')}"
-    return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+    kind = f"quantised as {value.dtype}" if value.is_quantized else f"of layout {value.layout}"
+    return f"a tensor {kind.replace('torch.', '')}"

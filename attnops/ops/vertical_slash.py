@@ -15,8 +15,7 @@ from attnops.ops.rules import key_for
 from attnops.reference import vertical_slash
 from attnops.reference.vertical_slash import BLOCK
 
-ROWS = f"(max_seqlen_q + {BLOCK - 1}) // {BLOCK}"
-"""Rows of the index: blocks of 64 queries."""
+ROWS = f"(max_seqlen_q + {BLOCK - 1}) // {BLOCK}"  # of the index: blocks of 64 queries
 
 
 def _index_rules(call: Any, sizes: Sizes) -> None:
