@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attnops.problem import Refusal
     from attnops.select import Decision
 
-    Sizes = tuple[int, ...]
-
 
 _HEAD, _TAIL = 240, 40
 
@@ -186,7 +184,13 @@ class PageSizeConflict(AttnopsError, ValueError):
     page_size: the one given, or None. takes: the sizes, of those tried, that each kernel takes. refused: what each says of the others.
     """
 
-    def __init__(self, page_size: int | None, tried: Sizes, takes: Mapping[str, Sizes], refused: Mapping[str, tuple[Refusal, ...]]) -> None:
+    def __init__(
+        self,
+        page_size: int | None,
+        tried: tuple[int, ...],
+        takes: Mapping[str, tuple[int, ...]],
+        refused: Mapping[str, tuple[Refusal, ...]],
+    ) -> None:
         lines = [f"page_size: got {shown(page_size)}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
         for kernel, sizes in takes.items():
             some = f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}" if sizes else "none"
