@@ -110,10 +110,11 @@ def test_aten_flash_takes_dense_rows_as_requests(monkeypatch, window):
     longest_keys = []
 
     def packed(call, lengths):
-        longest_keys.append(lengths.max_k)
+        *starts, max_q, max_k, right = lengths
+        longest_keys.append(max_k)
         given = OPS["varlen_attention"].call(
-            call.query, call.key, call.value, lengths.cu_q, lengths.cu_k, max_seqlen_q=lengths.max_q, max_seqlen_k=lengths.max_k,
-            scale=call.scale, causal=call.causal, window_left=call.window_left, window_right=lengths.right, return_lse=True,
+            call.query, call.key, call.value, *starts, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            scale=call.scale, causal=call.causal, window_left=call.window_left, window_right=right, return_lse=True,
         )  # fmt: skip
         return OPS["varlen_attention"].reference(given)
 
