@@ -99,10 +99,11 @@ def _lists(indices: Tensor, length: Tensor | None, pages: Tensor, tile: int, hol
         out = indices.new_empty((indices.shape[0], -(-indices.shape[1] // tile) * tile))
         make_lists(indices, length, slots, out)
         return out
-    if holes:
-        indices = torch.where((indices >= 0) & (indices < slots), indices, -1)
-    if length is not None:
-        indices = torch.where(torch.arange(indices.shape[1], device=indices.device) < length[:, None], indices, -1)
+    if holes or length is not None:
+        real = (indices >= 0) & (indices < slots)
+        if length is not None:
+            real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
+        indices = torch.where(real, indices, -1)
     if indices.shape[1] % tile:
         return pad(indices, (0, -indices.shape[1] % tile), value=-1)
     # They are loaded up to 32 bytes at a time.
