@@ -12,8 +12,7 @@ import torch
 
 from attnops.call import Call, Spec, changed, same
 from attnops.errors import InvalidInput, RegistrationError, fail
-from attnops.reference.attention import Rules
-from attnops.reference.holes import how
+from attnops.reference.rows import Rules, how
 
 PAGE = "docs/add-a-kernel.md, Kernels of contract 1"
 PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -14,6 +14,7 @@ import torch
 
 from attnops.call import EXTENTS, Call, asked, name, sizes_of, values
 from attnops.errors import InvalidInput, fail, portable
+from attnops.reference.rows import surely as surely
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,6 @@ class Refusal:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, portable(self.got), self.want)
-
-
-def surely(condition: Any) -> bool:
-    """Is it known to be true? Of what holds for some sizes only it is not, and no guard is installed."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 @dataclass(frozen=True)

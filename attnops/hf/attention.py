@@ -20,7 +20,8 @@ from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
 from attnops.ops.eager import KINDS, autocasting, circumstances, growth, overheard
 from attnops.ops.varlen import varlen_attention
-from attnops.reference.attention import Rules, dense_visible, dequantise, scores, wide
+from attnops.reference.attention import scores
+from attnops.reference.rows import Rules, dense_visible, dequantise, wide
 from attnops.select import active_policy, key_for
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.

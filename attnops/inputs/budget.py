@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from attnops.inputs.call import QUANTISED, Call
-from attnops.reference.attention import Rules, dense_visible, reduce_to, scores, softmax
+from attnops.reference.attention import reduce_to, scores, softmax
 from attnops.reference.latent_format import unpack
 from attnops.reference.packed import padded
+from attnops.reference.rows import Rules, dense_visible
 
 FLOAT8_SUMS = 2.0**-14
 """Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2."""

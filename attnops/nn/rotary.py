@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnops.call import need
 from attnops.nn import arguments as check
-from attnops.reference.rope_quantize import rotate
+from attnops.reference.rows import rotate
 
 SCALINGS = ("none", "linear", "yarn")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import data, holes
-from attnops.reference.attention import Rules
+from attnops.reference import data
+from attnops.reference.rows import Rules, how
 from attnops.select import active_policy
 
 INT = INT32[0]
@@ -183,7 +183,7 @@ class NamedPages(Call):
     window_left: int = arg(default=-1, least=-1, always=True)
 
 
-NAMED_PAGES = define(Op(NamedPages, holes.named_pages, about="page table without holes"))
+NAMED_PAGES = define(Op(NamedPages, data.named_pages, about="page table without holes"))
 
 
 def named_pages(
@@ -227,5 +227,5 @@ def whole(
     """(page table, lengths, may there be holes) that a traced call of attention reads: by `named_pages`, made once for equal calls."""
     if not isinstance(pages, Tensor) or pages.dim() < 2:
         return page_table, seq_lens, True  # the op says why it is wrong
-    sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **holes.how(rules, mask)}
+    sizes = {"num_pages": pages.shape[0], "page_size": pages.shape[1], **how(rules, mask)}
     return *named_pages(page_table, seq_lens, cu_seqlens_q, **sizes), False

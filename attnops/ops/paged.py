@@ -14,7 +14,7 @@ from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
 from attnops.reference import data, packed
-from attnops.reference.attention import Rules
+from attnops.reference.rows import Rules
 
 LEAST = {"page": ">= 1 token a page"}
 

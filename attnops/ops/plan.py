@@ -19,7 +19,7 @@ from attnops.ops import rules
 from attnops.ops.op import OPS, Op, define
 from attnops.problem import Extent, Problem, Target
 from attnops.reference import data
-from attnops.reference.holes import UNKNOWN
+from attnops.reference.data import UNKNOWN
 from attnops.select import active_policy, choose, key_for
 
 NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}

@@ -13,90 +13,17 @@ https://arxiv.org/abs/2408.00118, section 2. Chunks: Llama 4's local attention, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnops.call import changed
+from attnops.reference.rows import Rules, compact, dense_visible, dequantise, in_range, no_lse, result_dtype, wide, wide_query
 
 if TYPE_CHECKING:
     from attnops.ops.dense import Attention, AttentionBackward
     from attnops.ops.varlen import VarlenAttentionBackward
-
-
-class Rules(NamedTuple):
-    """The scale of a call's logits, and the rules of which key a query sees. Those at their defaults are off."""
-
-    scale: float
-    causal: bool = False
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-    chunk: int = 0
-
-    @classmethod
-    def of(cls, call: Any) -> Rules:
-        """The rules of a call, of any op. A rule that the record has no argument for is off."""
-        window = getattr(call, "window_left", -1), getattr(call, "window_right", -1)
-        softcap, chunk = getattr(call, "softcap", 0.0), getattr(call, "attention_chunk", 0)
-        return cls(call.scale, getattr(call, "causal", False), *window, softcap, chunk)
-
-
-def wide(x: Tensor) -> Tensor:
-    """float32, or float64 kept."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def compact(x: Tensor) -> Tensor:
-    """Contiguous with the very strides of a new tensor; `contiguous()` alone leaves odd ones where a size is 0 or 1."""
-    if type(x) is Tensor:
-        wanted = 1
-        for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-            if stride != wanted:
-                break
-            wanted *= max(size, 1)
-        else:
-            return x  # the three calls below take longer than this loop
-    return x.contiguous().flatten().view(x.shape)
-
-
-def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x` `[..., Hkv, D]` times its scale `[1]` or `[Hkv]`, in the accumulation dtype of `dtype`."""
-    out = x.double() if dtype == torch.float64 else x.float()
-    return out if scale is None else out * scale.to(out.dtype).reshape(-1, 1)
-
-
-def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules) -> Tensor | None:
-    """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
-    if not (rules.causal or rules.left >= 0 or rules.right >= 0 or rules.chunk or start is not None or end is not None):
-        return None
-    j = torch.arange(keys, device=offset.device)
-    position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
-    return near(within(j[None], start, end)[:, None].expand(-1, queries, -1), position, j, rules)
-
-
-def within(j: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    """bool `[B or 1, K]`: start <= j < end, of each request. j: `[1, K]`; start, end: `[B or 1]`."""
-    see = torch.ones_like(j, dtype=torch.bool)
-    if start is not None:
-        see = see & (j >= start[:, None])
-    return see if end is None else see & (j < end[:, None])
-
-
-def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
-    """`see`, and what causality, window and chunk let a query at `position` see of key j."""
-    if rules.causal:
-        see = see & (j <= position)
-    if rules.left >= 0:
-        see = see & (j >= position - rules.left)
-    if rules.right >= 0:
-        see = see & (j <= position + rules.right)
-    if rules.chunk:
-        # The chunk of a query before the first key holds no key.
-        first = torch.div(position, rules.chunk, rounding_mode="floor") * rules.chunk
-        see = see & (j >= first) & (j < first + rules.chunk)
-    return see
 
 
 def scores(query: Tensor, key: Tensor, see: Tensor | None, mask: Tensor | None, rules: Rules, temperature: Tensor | None = None) -> Tensor:
@@ -153,41 +80,6 @@ def attention(call: Attention) -> tuple[Tensor, Tensor]:
     value = in_range(dequantise(call.value, call.v_scale, like), call.kv_start, call.kv_end)
     out, lse = attend(wide_query(query, call.q_scale), key, value, see, call.mask, call.sinks, Rules.of(call))
     return compact(out.to(like)), compact(lse.transpose(1, 2).float()) if call.return_lse else no_lse(query)
-
-
-def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
-    """The query's dtype; bfloat16 for a quantised one."""
-    if q_scale is None:
-        return query.dtype
-    # Only who asks for the exact result passes a wider scale than the op takes.
-    return torch.float64 if q_scale.dtype == torch.float64 else torch.bfloat16
-
-
-def wide_query(query: Tensor, q_scale: Tensor | None) -> Tensor:
-    """`[..., Hq, D]` in the accumulation dtype, times its scale `[1]` or `[Hkv]`, of which each serves a group of heads."""
-    if q_scale is None:
-        return wide(query)
-    return dequantise(query, q_scale.repeat_interleave(query.shape[-2] // q_scale.shape[0]), result_dtype(query, q_scale))
-
-
-def no_lse(query: Tensor) -> Tensor:
-    """The `[0]` float32 tensor returned where a call asks for no lse."""
-    return query.new_empty(0, dtype=torch.float32)
-
-
-def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, rules: Rules) -> Tensor | None:
-    """`visible` for a dense call: the last query has the position of the last visible key."""
-    queries, keys = query.shape[1], key.shape[1]
-    end = torch.full((1,), keys, device=query.device) if kv_end is None else kv_end
-    return visible(queries, keys, end - queries, kv_start, kv_end, rules)
-
-
-def in_range(rows: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys `[start, end)`: they may hold NaN there, and 0 * NaN is NaN."""
-    if start is None and end is None:
-        return rows
-    inside = within(torch.arange(rows.shape[1], device=rows.device)[None], start, end)
-    return torch.where(inside[..., None, None], rows, 0.0)
 
 
 def attention_backward(call: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

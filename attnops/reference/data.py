@@ -7,56 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import compact
-from attnops.reference.packed import rows_of
+from attnops.reference.rows import compact, named, quantise, rows_of, store
 
 if TYPE_CHECKING:
     from attnops.ops.merge import MergeState, MergeStates
-    from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, SlotMapping, TokenRows
+    from attnops.ops.metadata import CuSeqlens, DecodeRows, KVIndices, NamedPages, SlotMapping, TokenRows
     from attnops.ops.paged import CopyKV, WriteKV
     from attnops.ops.plan import PlanMlaAttention, PlanPagedAttention
-
-INT8_MAX = 127.0
 
 
 def write_kv(call: WriteKV) -> None:
     """The reference of `attnops.write_kv`."""
     store(call.k_pages, quantise(call.key, call.k_scale, call.k_pages.dtype), call.slots)
     store(call.v_pages, quantise(call.value, call.v_scale, call.v_pages.dtype), call.slots)
-
-
-def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x` `[T, Hkv, D]` (or `[T, D]`, one scale) divided by its scale `[1]` or `[Hkv]`, saturated and rounded to `dtype`."""
-    if x.dtype == dtype and scale is None:
-        return x
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    scaled = wide if scale is None else wide / scale.to(wide.dtype).reshape(-1, 1)
-    if dtype == torch.int8:
-        return scaled.round().clamp(-INT8_MAX, INT8_MAX).to(dtype)
-    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return scaled.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
-    return scaled.to(dtype)
-
-
-def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot outside the pages is skipped.
-
-    Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
-    that token's own row, and when no token is real, slot 0 with its own contents.
-    """
-    total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
-    if slots.shape[0] == 0 or total == 0:
-        return
-    if pages.dtype.itemsize == 1 and pages.dtype.is_floating_point:  # index_put has no float8 kernel
-        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
-    real = (slots >= 0) & (slots < total)
-    at = torch.arange(slots.shape[0], device=slots.device)
-    source = torch.where(real, at, torch.where(real, at, -1).amax())
-    has = source >= 0
-    slot = torch.where(has, slots[source.clamp(min=0)].long(), 0)
-    kept = pages[slot // page, slot % page]
-    new = torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
-    pages.index_put_((slot // page, slot % page), new)
 
 
 def copy_kv(call: CopyKV) -> None:
@@ -206,3 +169,12 @@ FEW_PAIRS = 1 << 20
 def no_plan(call: PlanPagedAttention | PlanMlaAttention) -> None:
     """Zeros, which are no plan: kernels that plan refuse it, the others do not read it."""
     call.plan.zero_()
+
+
+UNKNOWN = 2**31 - 1
+"""Pages of a pool whose size is not given: only negative ids are holes of it."""
+
+
+def named_pages(call: NamedPages) -> tuple[Tensor, Tensor]:
+    """The reference of `attnops.ops.named_pages`."""
+    return named(call, call.num_pages, call.page_size, call.squeeze, call.window_left)

@@ -1,71 +1,54 @@
-"""Reference packed and paged attention: requests are padded to a rectangle, attended densely, and packed again."""
+"""Reference attention over packed queries: of packed, paged and latent keys. Requests are padded to a rectangle, attended densely, and
+packed again.
+
+Latents (MLA), absorbed, of all keys and of those picked for a token, and the writes of latents into pages:
+
+    s[i, j] = scale * (q_nope[i] . c[j] + q_pe[i] . k_pe[j]);  output[i] = sum_j p[i, j] c[j]
+
+The query's part without position has been through W_UK already and the output goes through W_UV afterwards, so that nothing is
+unfolded here: the latent c serves every head as key and as value. DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1 and
+appendix C. Soft cap, mask, sinks and lse are those of `attnops.reference.attention`.
+
+Sparse: over a list of keys a token, j = indices[i, k]. DeepSeek Sparse Attention, DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556),
+section 2.1. A key listed twice is two terms of the sum.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.call import changed
-from attnops.errors import InvalidInput
-from attnops.reference.attention import Rules, attend, compact, dequantise, gradients, in_range, no_lse, result_dtype, visible, wide_query
-from attnops.reference.holes import without_holes
+from attnops.reference.attention import attend, gradients
+from attnops.reference.latent_format import pack, unpack
+from attnops.reference.rows import (
+    Rules,
+    compact,
+    dequantise,
+    gather_pages,
+    in_range,
+    lengths_of,
+    no_lse,
+    pad,
+    padded_mask,
+    quantise,
+    result_dtype,
+    store,
+    unpad,
+    visible,
+    wide_query,
+    without_holes,
+    write_results,
+)
 
 if TYPE_CHECKING:
-    from attnops.ops.mla import MlaAttention
+    from attnops.ops.mla import MlaAttention, WriteLatent
     from attnops.ops.paged import PagedAttention
+    from attnops.ops.sparse import SparseMlaAttention, WriteLatentPacked
     from attnops.ops.varlen import VarlenAttention, VarlenAttentionBackward
     from attnops.ops.vertical_slash import VerticalSlashAttention
-
-
-def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """`[T]` int64: the request of each token; tokens past the last request get B."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
-    if cu_seqlens.shape[0] == 1:
-        return at * 0  # Triton does not compile a search in an empty tensor
-    # Ends of one less than themselves are a tensor of its own: Inductor of torch 2.11 looks a view's offset over.
-    return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
-
-
-def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
-    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request, where `x` may hold NaN."""
-    start = cu_seqlens[:-1].long()
-    lengths = cu_seqlens[1:].long() - start
-    j = torch.arange(width, device=x.device)[None]
-    inside = j < lengths[:, None]
-    _fits(lengths, width)
-    if x.shape[0] == 0:
-        return x.new_zeros((lengths.shape[0], width, *x.shape[1:]))
-    index = torch.where(inside, start[:, None] + j, 0)
-    padded = x[index]
-    return torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 1)), padded, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-def _fits(lengths: Tensor, width: int) -> None:
-    # Rows past the width would be lost. Only the host's own numbers are looked at: a device would have to be waited for.
-    host = lengths.device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and lengths.numel() > 0
-    if host and not _len_torch_dispatch_stack() and (longest := int(lengths.max())) > width:
-        raise InvalidInput("max_seqlen", width, f">= {longest}, the longest request by cu_seqlens")
-
-
-def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
-    """`[B, width, ...]` -> `[T, ...]`; tokens past the last request get `fill`."""
-    rows = rows_of(cu_seqlens, tokens)
-    batch, width = x.shape[0], x.shape[1]
-    if batch == 0 or width == 0:
-        return x.new_full((tokens, *x.shape[2:]), fill)
-    real = rows < batch
-    row = torch.where(real, rows, 0)
-    column = torch.arange(tokens, device=x.device) - cu_seqlens.long()[row]
-    out = x[row, column.clamp(0, width - 1)]
-    return torch.where(real.reshape(-1, *[1] * (x.dim() - 2)), out, torch.full((), fill, dtype=x.dtype, device=x.device))
-
-
-def lengths_of(cu_seqlens: Tensor) -> Tensor:
-    """`[B]` int64 lengths of `[B + 1]` cumulative lengths."""
-    return cu_seqlens[1:].long() - cu_seqlens[:-1].long()
 
 
 def varlen_attention(call: VarlenAttention) -> tuple[Tensor, Tensor]:
@@ -89,11 +72,6 @@ def over_requests(
     return unpad(out, starts, query.shape[0]), unpad(lse.transpose(1, 2), starts, query.shape[0], float("-inf"))
 
 
-def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
-    """`[T, K]` -> `[B, 1, width, keys]`."""
-    return None if mask is None else pad(mask[:, :keys], cu_seqlens_q, width)[:, None]
-
-
 def varlen_attention_backward(call: VarlenAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference of the gradients of query, key, value and sinks (`[0]` where there are none)."""
     query, key, value, _, sinks = gradients(*padded(call))
@@ -113,14 +91,6 @@ def padded(call: VarlenAttentionBackward) -> tuple[VarlenAttentionBackward, Tens
     return changed(call, mask=padded_mask(call.mask, queries, longest, call.max_seqlen_k), **dense), see
 
 
-def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
-    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries, past the end, read page 0."""
-    if pages.shape[0] == 0:
-        return pages.new_zeros((page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:]))
-    picked = pages[page_table.long().clamp(min=0)]
-    return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
-
-
 def paged_attention(call: PagedAttention) -> None:
     """The reference of `attnops.paged_attention`."""
     call = without_holes(call, call.k_pages)
@@ -138,8 +108,48 @@ def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor
     write_results(call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature))
 
 
-def write_results(call: Any, output: Tensor, lse: Tensor) -> None:
-    """Write `[T, Hq, Dv]` and `[T, Hq]` where the call wants them."""
-    call.output.copy_(output)
-    if call.lse is not None:
-        call.lse.copy_(lse)
+def mla_attention(call: MlaAttention) -> None:
+    """The reference of `attnops.ops.mla_attention`."""
+    call = without_holes(call, call.latent_pages)
+    query = absorbed(call)
+    latents = dequantise(gather_pages(call.latent_pages[:, :, None], call.page_table), call.kv_scale, query.dtype)
+    attend_pages(call, query, latents, latents[..., : call.q_nope.shape[2]])
+
+
+def absorbed(call: MlaAttention | SparseMlaAttention) -> Tensor:
+    """`[T, H, Dc + Dr]`, the whole query, in the accumulation dtype. The output's dtype sets it: a quantised query's cannot."""
+    like = torch.float64 if torch.float64 in (call.q_nope.dtype, call.output.dtype) else torch.float32
+    return torch.cat([dequantise(call.q_nope, call.q_scale, like), dequantise(call.q_pe, call.q_scale, like)], -1)
+
+
+def sparse_mla_attention(call: SparseMlaAttention) -> None:
+    """The reference of `attnops.ops.sparse_mla_attention`."""
+    query, pages, indices = absorbed(call), call.latent_pages, call.indices
+    listed = (indices >= 0) & (indices < pages.shape[0] * pages.shape[1])
+    if call.topk_length is not None:
+        listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < call.topk_length[:, None])
+    slots = torch.where(listed, indices, 0).long()
+    if pages.numel() == 0:
+        latents = query.new_zeros((*slots.shape, query.shape[2]))
+    else:
+        rows = pages[slots // pages.shape[1], slots % pages.shape[1]]
+        parts = call.q_nope.shape[2], call.q_pe.shape[2]
+        latents = unpack(rows, *parts, query.dtype) if pages.dtype == torch.uint8 else dequantise(rows, call.kv_scale, query.dtype)
+    keys = torch.where(listed[..., None], latents, 0.0)[:, :, None]
+    out, lse = attend(query[:, None], keys, keys[..., : call.q_nope.shape[2]], listed[:, None], None, call.sinks, Rules.of(call))
+    write_results(call, out[:, 0], lse[..., 0])
+
+
+def write_latent(call: WriteLatent) -> None:
+    """The reference of `attnops.ops.write_latent`."""
+    latent, k_pe, pages = call.latent, call.k_pe, call.latent_pages
+    if latent.dtype == pages.dtype and pages.dtype.itemsize == 1:  # quantised already: the very bits
+        rows = torch.cat([latent.view(torch.uint8), k_pe.view(torch.uint8)], -1).view(pages.dtype)
+    else:
+        rows = quantise(torch.cat([latent, k_pe], -1), call.kv_scale, pages.dtype)
+    store(pages, rows, call.slots)
+
+
+def write_latent_packed(call: WriteLatentPacked) -> None:
+    """The reference of `attnops.ops.write_latent_packed`."""
+    store(call.latent_pages, pack(call.latent, call.k_pe), call.slots)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import compact
+from attnops.reference.rows import compact, rotate
 
 if TYPE_CHECKING:
     from attnops.ops.mla import RopeQuantizeLatent
@@ -43,14 +43,3 @@ def scaled(call: RopeQuantizeLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_pe = rotate(call.q_pe.to(wide), cos[:, None], sin[:, None], call.interleaved)
     k_pe = rotate(call.k_pe.to(wide), cos, sin, call.interleaved)
     return call.q_nope.to(wide) / call.q_scale, q_pe / call.q_scale, call.latent.to(wide) / call.kv_scale, k_pe / call.kv_scale
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`x` `[..., D]` turned in place of its pairs by cosines and sines `[..., D / 2]`, which may broadcast."""
-    pair = -1 if interleaved else -2
-    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    # Reading the other number of each pair from its place spares a compiler an intermediate tensor.
-    other = pairs.flip(pair)
-    first = (torch.arange(2, device=x.device) == 0).unflatten(0, (1, 2) if interleaved else (2, 1))
-    turned: Tensor = pairs * cos.unsqueeze(pair) + torch.where(first, -other, other) * sin.unsqueeze(pair)
-    return turned.flatten(-2)

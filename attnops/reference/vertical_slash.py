@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.reference.attention import Rules, compact, wide
-from attnops.reference.packed import lengths_of, over_requests, pad, write_results
+from attnops.reference.packed import over_requests
+from attnops.reference.rows import Rules, compact, lengths_of, pad, wide, write_results
 
 if TYPE_CHECKING:
     from attnops.ops.vertical_slash import VerticalSlashAttention, VerticalSlashIndexes

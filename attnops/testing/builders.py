@@ -13,8 +13,8 @@ from torch import Tensor
 from attnops.call import changed
 from attnops.inputs import filled
 from attnops.ops import OPS
-from attnops.reference.attention import compact, within
 from attnops.reference.latent_format import GROUP, pack, packed_bytes
+from attnops.reference.rows import compact, within
 from attnops.testing.inputs import Call, Features, Source
 
 WRITTEN = ("output", "lse")

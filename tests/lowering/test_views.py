@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnops.kernel import all_kernels
-from attnops.reference.packed import rows_of
+from attnops.reference.rows import rows_of
 from attnops.testing import CASES
 
 VIEWS = ("slice", "select", "view", "alias", "as_strided", "_unsafe_view", "expand", "squeeze", "unsqueeze", "narrow")

@@ -14,7 +14,7 @@ from attnops.kernels.flashinfer import modules as _flashinfer_pkg, rope as _rows
 from attnops.kernels.shared.tokens import side_by_side
 from attnops.ops import mla_attention, rope_quantize_latent, write_latent
 from attnops.problem import Extent, Target, pretend
-from attnops.reference.rope_quantize import rotate
+from attnops.reference.rows import rotate
 from attnops.select import select
 from attnops.testing import CASES, Source, check_kernel
 from attnops.testing.builders import rope_quantize

@@ -16,7 +16,7 @@ from attnops.kernel import Kernel, Plan, kernels_of, register
 from attnops.kernels.sgl import wheel
 from attnops.ops import named_pages
 from attnops.problem import Target, pretend
-from attnops.reference.holes import UNKNOWN
+from attnops.reference.data import UNKNOWN
 from attnops.testing import Features, Source, builders, check_kernel
 from attnops.testing.latent import DEEPSEEK
 from tests.standins import (

@@ -23,7 +23,7 @@ from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import blank, packed_lse, past, runs, see_nothing, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us
 from attnops.problem import Problem, Refusal
-from attnops.reference.attention import Rules, compact, no_lse, result_dtype
+from attnops.reference.rows import Rules, compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
     from attnops.ops import dense, paged, varlen

@@ -23,7 +23,7 @@ from attnops.kernels.shared.tokens import blank, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
 from attnops.problem import Target
 from attnops.reference import data
-from attnops.reference.attention import no_lse
+from attnops.reference.rows import no_lse
 
 if TYPE_CHECKING:
     from attnops.ops import paged, plan, varlen

@@ -29,8 +29,7 @@ from attnops.kernels.shared import memory
 from attnops.kernels.shared.tokens import BY_TOKEN, LATENT, ROPE, batch_by_token, blank, past, rows, runs, see_nothing, whole, zeroed
 from attnops.measured import Roofline
 from attnops.problem import Extent, Problem
-from attnops.reference.attention import compact, no_lse
-from attnops.reference.packed import lengths_of, rows_of
+from attnops.reference.rows import compact, lengths_of, no_lse, rows_of
 
 if TYPE_CHECKING:
     from attnops.ops import mla, paged, varlen

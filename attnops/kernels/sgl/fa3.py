@@ -26,7 +26,7 @@ from attnops.kernels.sgl.fa3_needs import FLOAT8, HALF, UNITS, bfloat16_sinks, c
 from attnops.kernels.shared.tokens import LATENTS as LATENT_NEEDS, blank, packed_lse, past, runs, with_sinks, zeroed
 from attnops.measured import Roofline, copy_us, phases
 from attnops.problem import Problem
-from attnops.reference.attention import compact, no_lse, result_dtype
+from attnops.reference.rows import compact, no_lse, result_dtype
 
 if TYPE_CHECKING:
     from attnops.ops import dense, mla, paged, varlen

@@ -20,7 +20,7 @@ from attnops.kernels.sgl import wheel
 from attnops.kernels.shared.memory import aligned
 from attnops.kernels.shared.tokens import see_nothing
 from attnops.problem import Problem, Target
-from attnops.reference.packed import unpad
+from attnops.reference.rows import unpad
 from attnops.reference.vertical_slash import BLOCK
 
 if TYPE_CHECKING:

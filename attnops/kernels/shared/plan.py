@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnops.errors import InvalidInput
 from attnops.kernel import Need, demand
-from attnops.reference.holes import UNKNOWN
+from attnops.reference.data import UNKNOWN
 
 HEADER = 64
 FORMAT = 2

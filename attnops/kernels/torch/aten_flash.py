@@ -22,7 +22,7 @@ from attnops.kernels.shared.tokens import past, runs
 from attnops.measured import Roofline
 from attnops.package import _installed
 from attnops.problem import Problem
-from attnops.reference.attention import Rules, compact, dense_visible, no_lse, wide
+from attnops.reference.rows import Rules, compact, dense_visible, no_lse, wide
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen

@@ -19,8 +19,7 @@ from attnops.kernel import Invariant, Kernel, Need, demand, deterministic, devic
 from attnops.kernels.triton.launch.grids import padded
 from attnops.measured import Roofline
 from attnops.problem import Problem, Refusal, Target
-from attnops.reference.attention import Rules, compact, in_range, near, no_lse
-from attnops.reference.packed import lengths_of, rows_of
+from attnops.reference.rows import Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -11,7 +11,7 @@ from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import MULTIPLY, by_request
 from attnops.measured import judge_us
 from attnops.problem import Problem
-from attnops.reference import attention, data, holes, mla, packed, rope_quantize, vertical_slash
+from attnops.reference import attention, data, packed, rope_quantize, vertical_slash
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -34,10 +34,10 @@ CALLED: tuple[Row, ...] = (
     ("varlen_attention_backward", packed.varlen_attention_backward, FLOATS, None, VISIBLE),
     ("paged_attention", packed.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
     ("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
-    ("mla_attention", mla.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
-    ("write_latent", mla.write_latent, STORED, STORED, "kv_scale"),
-    ("sparse_mla_attention", mla.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
-    ("write_latent_packed", mla.write_latent_packed, FLOATS, BYTES, ""),
+    ("mla_attention", packed.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    ("write_latent", packed.write_latent, STORED, STORED, "kv_scale"),
+    ("sparse_mla_attention", packed.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    ("write_latent_packed", packed.write_latent_packed, FLOATS, BYTES, ""),
     ("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
     ("copy_kv", data.copy_kv, STORED + BYTES, None, ""),
     ("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
@@ -50,7 +50,7 @@ INLINE: tuple[Row, ...] = (
     ("cu_seqlens", data.cu_seqlens, INDEX, None, ""),
     ("token_rows", data.token_rows, INT32, None, ""),
     ("slot_mapping", data.slot_mapping, INDEX, None, ""),
-    ("named_pages", holes.named_pages, INT32, None, ""),
+    ("named_pages", data.named_pages, INT32, None, ""),
     ("kv_indices", data.kv_indices, INT32, None, ""),
 )
 # The host writes: a graph that held it would write once, at its capture.

@@ -12,7 +12,7 @@ import torch
 from attnops.kernel import Inline, Invariant, Kernel, demand, register
 from attnops.problem import Problem
 from attnops.reference.data import write_kv
-from attnops.reference.mla import write_latent, write_latent_packed
+from attnops.reference.packed import write_latent, write_latent_packed
 from attnops.reference.rope_quantize import rope_quantize_latent
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -16,8 +16,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnops.kernel import Inline, Kernel, register
 from attnops.measured import Roofline
 from attnops.problem import Problem, surely
-from attnops.reference.attention import Rules, compact, dense_visible, in_range, no_lse, visible
-from attnops.reference.packed import gather_pages, lengths_of, pad, padded_mask, unpad
+from attnops.reference.rows import (
+    Rules,
+    compact,
+    dense_visible,
+    gather_pages,
+    in_range,
+    lengths_of,
+    no_lse,
+    pad,
+    padded_mask,
+    unpad,
+    visible,
+)
 
 if TYPE_CHECKING:
     from attnops.ops import dense, paged, varlen

@@ -15,7 +15,7 @@ from attnops.kernels.triton.device.attend import attend
 from attnops.kernels.triton.device.merge import combine, merge, merge_all
 from attnops.kernels.triton.launch import grids
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
-from attnops.reference.attention import Rules
+from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
     from attnops.ops import merge as merges, mla, paged

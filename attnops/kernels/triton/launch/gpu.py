@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attnops.reference.attention import Rules
+from attnops.reference.rows import Rules
 
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}

@@ -11,7 +11,7 @@ from attnops.call import changed
 from attnops.kernels.triton.device.gradient import grad_keys, grad_queries
 from attnops.kernels.triton.launch.gpu import computed_in, flat, gpu_of, launch, ruled
 from attnops.kernels.triton.launch.grids import Tile, padded
-from attnops.reference.attention import Rules
+from attnops.reference.rows import Rules
 
 if TYPE_CHECKING:
     from attnops.ops import dense, varlen
