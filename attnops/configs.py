@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from attnops.errors import InvalidInput, fail, one_line
-from attnops.measured.store import read_text
-from attnops.package import require
+from attnops.measured.cost import read_text
+from attnops.needs import require
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # meta-llama/Meta-Llama-3-8B

@@ -22,6 +22,7 @@ from attnops.needs import (
     Inline as Inline,
     Invariant as Invariant,
     Need as Need,
+    Package as Package,
     Plan as Plan,
     Tolerance as Tolerance,
     all_of as all_of,
@@ -39,7 +40,6 @@ from attnops.needs import (
     one_of as one_of,
     without as without,
 )
-from attnops.package import Package as Package
 from attnops.problem import Problem, Refusal, Target
 
 CONTRACT = 2

@@ -12,7 +12,7 @@ from attnops.cache import LatentCache
 from attnops.errors import UnknownKernel
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import ESTIMATED
-from attnops.measured.estimate import rates_of
+from attnops.measured.cost import rates_of
 from attnops.nn import LatentAttention, RotaryEmbedding
 from attnops.ops.latent_form import ABSORBED, EXPANDED, MOST, PREFIX, LatentCall, LatentDims, crossover, kernel_for, latent_form
 from attnops.problem import Target, pretend

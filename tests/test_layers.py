@@ -20,7 +20,6 @@ RANKS = {
     "attnops.version": 0,
     "attnops.traced": 0,
     "attnops.reference": 0,
-    "attnops.package": 1,
     "attnops.adapt": 1,
     "attnops.kernel": 1,
     "attnops.needs": 1,

@@ -12,8 +12,22 @@ from hypothesis import given, strategies as st
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel, Package, generation, kernels_of
-from attnops.measured import ESTIMATED, MEASURED, RATES, Grid, Shape, Sizes, Table, costs, cpu_name, forget, in_force, sizes_of, store
-from attnops.measured.store import path_for, save
+from attnops.measured import (
+    ESTIMATED,
+    MEASURED,
+    RATES,
+    Grid,
+    Shape,
+    Sizes,
+    Table,
+    cost as measured_cost,
+    costs,
+    cpu_name,
+    forget,
+    in_force,
+    sizes_of,
+)
+from attnops.measured.cost import path_for, save
 from attnops.measured.table import HANDICAP, SCALED, UNMEASURED, from_json, version_of
 from attnops.problem import Extent, Problem, Target, pretend
 from attnops.select import select, select_by
@@ -59,7 +73,7 @@ def kernel(name, cost=1.0, **more):
 def cache(tmp_path, monkeypatch):
     """A cache folder of our own and no shipped tables."""
     monkeypatch.setenv("ATTNOPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(measured_cost, "SHIPPED", tmp_path / "shipped")
     (tmp_path / "shipped").mkdir()
     forget()
     yield tmp_path
@@ -344,7 +358,7 @@ def test_writing_is_all_or_nothing(cache, monkeypatch):
 
     for broken in ("replace", "fsync"):
         with monkeypatch.context() as m:
-            m.setattr(store.os, broken, full_disk)
+            m.setattr(measured_cost.os, broken, full_disk)
             with pytest.raises(OSError, match="no space"):
                 save(cpu_table(sdpa=2.0, reference=1.0), path)
         assert path.read_text() == before and [p.name for p in path.parent.iterdir()] == [path.name]

@@ -40,10 +40,9 @@ from attnops.kernel import (
     together,
     without,
 )
-from attnops.needs import features
+from attnops.needs import features, parse, within
 from attnops.ops import eager
 from attnops.ops.dense import Attention
-from attnops.package import parse, within
 from attnops.problem import Extent, Problem, Refusal, Target
 from attnops.select import choose, select, workspace_bytes
 from attnops.testing import CASES
@@ -393,16 +392,16 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 
 
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
-    monkeypatch.setattr("attnops.package._installed", lambda module: True)
+    monkeypatch.setattr("attnops.needs._installed", lambda module: True)
     for version, at_least, found in (("0.4.0rc1", "0.4.0", False), ("4.0.0b36", "4.0.0b36", True), ("4.0.0b4", "4.0.0b36", False)):
-        monkeypatch.setattr("attnops.package._version", lambda dist, version=version: version)
+        monkeypatch.setattr("attnops.needs._version", lambda dist, version=version: version)
         package = Package("theirs", ("theirs",), at_least)
         assert (package.missing(Target()) is None) == found
         assert found or package.missing(Target()) == Refusal("package", f"theirs {version}", f">= {at_least}")
 
 
 def test_packaging_is_not_imported():
-    code = "import sys, torch; before = {*sys.modules}; import attnops, attnops.package; print(*{*sys.modules} - before)"
+    code = "import sys, torch; before = {*sys.modules}; import attnops, attnops.needs; print(*{*sys.modules} - before)"
     assert "packaging" not in {name.partition(".")[0] for name in fresh_process(code).split()}
 
 

@@ -11,7 +11,7 @@ from attnops.bench.reference_calls import H200
 from attnops.inputs import lengths, problem_of
 from attnops.kernel import kernels_of
 from attnops.measured import Roofline, Shape, scaled, sizes_of
-from attnops.measured.estimate import BY_ARCH, RATES, rates_of
+from attnops.measured.cost import BY_ARCH, RATES, rates_of
 from attnops.measured.table import from_json
 from attnops.problem import Extent, Problem, Target
 from tests.helpers import ROOT

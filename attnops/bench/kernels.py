@@ -22,7 +22,7 @@ from attnops.bench.rows import Row, Way, time_if_right
 from attnops.inputs import Call, Pool, allowance, build
 from attnops.kernel import kernels_of
 from attnops.measured import Shape, Sizes
-from attnops.measured.estimate import Work
+from attnops.measured.cost import Work
 from attnops.ops import OPS
 from attnops.problem import Target
 from attnops.select import select

@@ -7,7 +7,7 @@ import os
 import sys
 
 from attnops.errors import MissingExtra
-from attnops.package import require
+from attnops.needs import require
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from attnops.bench.run import named, run as run_suites
 from attnops.cli.tables import new_table
 from attnops.configs import quiet_transformers
 from attnops.errors import InvalidInput
-from attnops.package import require
+from attnops.needs import require
 
 
 def run(

@@ -17,7 +17,7 @@ from rich.markup import escape
 from attnops.cli.explain import explain_config
 from attnops.cli.tables import show_explanation
 from attnops.configs import quiet_transformers
-from attnops.package import require
+from attnops.needs import require
 
 MODELS = ("llama-small", "gpt-oss-small")
 # "" is this machine. The dtypes are the usual ones there.

@@ -15,7 +15,7 @@ from attnops.cli.tables import new_table, refusal
 from attnops.kernel import broken_kernels, kernels_of
 from attnops.measured import in_force
 from attnops.measured.table import version_of
-from attnops.package import Package
+from attnops.needs import Package
 from attnops.problem import Target
 from attnops.select import active_policy
 from attnops.version import VERSION

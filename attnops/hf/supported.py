@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from attnops.errors import UnsupportedVersion, fail
-from attnops.package import parse
+from attnops.needs import parse
 
 OLDEST = "5.4"
 """Older ones call mask functions with other arguments. The extra `hf` of pyproject.toml says the same."""

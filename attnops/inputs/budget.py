@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from attnops.inputs.call import QUANTISED, Call
-from attnops.reference.attention import reduce_to, scores, softmax
+from attnops.reference.attention import padded, reduce_to, scores, softmax
 from attnops.reference.latent_format import unpack
-from attnops.reference.packed import padded
 from attnops.reference.rows import Rules, dense_visible
 
 FLOAT8_SUMS = 2.0**-14

@@ -1,16 +1,20 @@
 """Tables of measured times, and the cost of a call by them. Selection reads the table in force; `attnops tune` makes tables."""
 
-from attnops.measured.estimate import (
+from attnops.measured.cost import (
     RATES as RATES,
     Roofline as Roofline,
     Shape as Shape,
     Sizes as Sizes,
     copy_us as copy_us,
+    cpu_name as cpu_name,
+    forget as forget,
+    in_force as in_force,
     judge_us as judge_us,
+    never_run as never_run,
     phases as phases,
+    scatter_us as scatter_us,
     sizes_of as sizes_of,
-)  # fmt: skip
-from attnops.measured.store import cpu_name as cpu_name, forget as forget, in_force as in_force, never_run as never_run
+)
 from attnops.measured.table import (
     ESTIMATED as ESTIMATED,
     MEASURED as MEASURED,

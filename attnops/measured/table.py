@@ -21,7 +21,7 @@ import torch
 
 from attnops.errors import BadTable
 from attnops.kernel import Kernel
-from attnops.measured.estimate import RATES, Rates, Shape, Sizes, Work
+from attnops.measured.cost import RATES, Rates, Shape, Sizes, Work
 from attnops.problem import Problem, Target
 from attnops.version import VERSION
 

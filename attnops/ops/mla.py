@@ -13,7 +13,7 @@ from attnops.ops import rules
 from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import packed, rope_quantize
+from attnops.reference import attention, rope_quantize
 from attnops.reference.rows import Rules
 
 STORED = (torch.float8_e4m3fn, torch.int8)
@@ -65,7 +65,7 @@ class WriteLatent(Call):
     kv_scale: Tensor | None = arg("1", FLOAT32, default=None)
 
 
-WRITE_LATENT = define(Op(WriteLatent, packed.write_latent, about="write of new latents and rotated keys into pages"))
+WRITE_LATENT = define(Op(WriteLatent, attention.write_latent, about="write of new latents and rotated keys into pages"))
 
 
 def write_latent(
@@ -141,7 +141,7 @@ class MlaAttention(rules.Queries):
     workspace: Tensor | None = arg("bytes", (torch.uint8,), default=None, written=True, hint=True)
 
 
-MLA = define(Op(MlaAttention, packed.mla_attention, about="attention over pages of latents (MLA), decode and extend"))
+MLA = define(Op(MlaAttention, attention.mla_attention, about="attention over pages of latents (MLA), decode and extend"))
 
 
 def mla_attention(

@@ -13,7 +13,7 @@ from attnops.ops import rules
 from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import data, packed
+from attnops.reference import attention, data
 from attnops.reference.rows import Rules
 
 LEAST = {"page": ">= 1 token a page"}
@@ -55,7 +55,7 @@ class PagedAttention(rules.Visible, rules.Queries):
     temperature: Tensor | None = arg("T", FLOAT32, default=None)
 
 
-PAGED = define(Op(PagedAttention, packed.paged_attention, about="attention over pages, decode and extend"))
+PAGED = define(Op(PagedAttention, attention.paged_attention, about="attention over pages, decode and extend"))
 
 
 def paged_attention(

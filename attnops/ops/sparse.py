@@ -25,7 +25,7 @@ from attnops.ops.mla import (
 )
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import packed
+from attnops.reference import attention
 from attnops.reference.latent_format import GROUP, packed_bytes
 
 PACKED = (torch.uint8,)
@@ -75,7 +75,7 @@ class SparseMlaAttention(Call):
 
 
 ABOUT = "attention of each token over latents picked for it (MLA), decode and prefill"
-SPARSE = define(Op(SparseMlaAttention, packed.sparse_mla_attention, about=ABOUT))
+SPARSE = define(Op(SparseMlaAttention, attention.sparse_mla_attention, about=ABOUT))
 
 
 def sparse_mla_attention(
@@ -144,7 +144,7 @@ class WriteLatentPacked(Call):
 
 
 ABOUT_WRITE = "quantising write of new latents and rotated keys into packed pages"
-WRITE_PACKED = define(Op(WriteLatentPacked, packed.write_latent_packed, about=ABOUT_WRITE))
+WRITE_PACKED = define(Op(WriteLatentPacked, attention.write_latent_packed, about=ABOUT_WRITE))
 
 
 def write_latent_packed(latent: Tensor, k_pe: Tensor, latent_pages: Tensor, slots: Tensor, *, kernel: str | None = None) -> None:

@@ -11,7 +11,7 @@ from attnops.ops import rules
 from attnops.ops.dense import differentiable
 from attnops.ops.op import Op, define
 from attnops.ops.rules import key_for
-from attnops.reference import packed as reference
+from attnops.reference import attention as reference
 
 SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1"}
 

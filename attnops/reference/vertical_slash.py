@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnops.reference.packed import over_requests
+from attnops.reference.attention import over_requests
 from attnops.reference.rows import Rules, compact, lengths_of, pad, wide, write_results
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from attnops.kernel import Invariant, Kernel, demand, deterministic, device, reg
 from attnops.kernels.shared.memory import PACK
 from attnops.kernels.shared.tokens import past, runs
 from attnops.measured import Roofline
-from attnops.package import _installed
+from attnops.needs import _installed
 from attnops.problem import Problem
 from attnops.reference.rows import Rules, compact, dense_visible, no_lse, wide
 

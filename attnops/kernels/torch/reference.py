@@ -11,7 +11,7 @@ from attnops.kernel import Capture, Inline, Invariant, Kernel, device, register
 from attnops.kernels.torch.by_request import MULTIPLY, by_request
 from attnops.measured import judge_us
 from attnops.problem import Problem
-from attnops.reference import attention, data, packed, rope_quantize, vertical_slash
+from attnops.reference import attention, data, rope_quantize, vertical_slash
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -30,14 +30,14 @@ SCALED = "q_scale k_scale v_scale"
 CALLED: tuple[Row, ...] = (
     ("attention", attention.attention, QUERY, STORED, f"{VISIBLE} {SCALED} kv_start kv_end return_lse"),
     ("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
-    ("varlen_attention", packed.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
-    ("varlen_attention_backward", packed.varlen_attention_backward, FLOATS, None, VISIBLE),
-    ("paged_attention", packed.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
+    ("varlen_attention", attention.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
+    ("varlen_attention_backward", attention.varlen_attention_backward, FLOATS, None, VISIBLE),
+    ("paged_attention", attention.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
     ("write_kv", data.write_kv, FLOATS, STORED, "k_scale v_scale"),
-    ("mla_attention", packed.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
-    ("write_latent", packed.write_latent, STORED, STORED, "kv_scale"),
-    ("sparse_mla_attention", packed.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
-    ("write_latent_packed", packed.write_latent_packed, FLOATS, BYTES, ""),
+    ("mla_attention", attention.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    ("write_latent", attention.write_latent, STORED, STORED, "kv_scale"),
+    ("sparse_mla_attention", attention.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    ("write_latent_packed", attention.write_latent_packed, FLOATS, BYTES, ""),
     ("rope_quantize_latent", rope_quantize.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
     ("copy_kv", data.copy_kv, STORED + BYTES, None, ""),
     ("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),

@@ -10,20 +10,15 @@ from __future__ import annotations
 import torch
 
 from attnops.kernel import Inline, Invariant, Kernel, demand, register
+from attnops.measured import scatter_us
 from attnops.problem import Problem
+from attnops.reference.attention import write_latent, write_latent_packed
 from attnops.reference.data import write_kv
-from attnops.reference.packed import write_latent, write_latent_packed
 from attnops.reference.rope_quantize import rope_quantize_latent
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Triton makes float8_e4m3fn from SM89 on.
 FLOAT8 = (demand("target", "cpu | sm89 or later", lambda p: p.target.arch >= 89, on="cuda"),)
-
-
-def _scatter_us(p: Problem) -> float:
-    # Inductor's kernel on an H200: 7 us for 64 tokens of 8 heads, 26 us for 4096.
-    numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
-    return 7.0 + max(p.tokens.hint, 1) * numbers / 4e5
 
 
 def _pointwise_us(p: Problem) -> float:
@@ -34,9 +29,9 @@ def _pointwise_us(p: Problem) -> float:
 PAGES = (*FLOATS, torch.int8)
 # Float8 pages are left out: a write through a view of another dtype is lost where it is inlined.
 for _name, _run, _dtypes, _pages, _takes, _needs, _us, _about in (
-    ("scatter", write_kv, FLOATS, PAGES, {"k_scale", "v_scale"}, (), _scatter_us, "index_put"),
-    ("scatter", write_latent, PAGES, PAGES, {"kv_scale"}, (), _scatter_us, "index_put"),
-    ("scatter", write_latent_packed, FLOATS, (torch.uint8,), set[str](), FLOAT8, _scatter_us, "index_put"),
+    ("scatter", write_kv, FLOATS, PAGES, {"k_scale", "v_scale"}, (), scatter_us, "index_put"),
+    ("scatter", write_latent, PAGES, PAGES, {"kv_scale"}, (), scatter_us, "index_put"),
+    ("scatter", write_latent_packed, FLOATS, (torch.uint8,), set[str](), FLOAT8, scatter_us, "index_put"),
     ("pointwise", rope_quantize_latent, FLOATS, (torch.float8_e4m3fn,), {"interleaved"}, FLOAT8, _pointwise_us, "pointwise torch ops"),
 ):
     register(
