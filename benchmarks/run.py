@@ -3,10 +3,8 @@
     python benchmarks/run.py [--suite bench,direct,regret,data] [--device cpu|cuda]
 
 bench: `attnops bench`, its cases shared by all GPUs. overhead: its suite of that name.
-direct: our ops against the vendors' own calls. regret: the automatic choice against the best.
-gradients: forward + backward beside FlashAttention-2. deterministic: that policy beside the default one.
-data: the kernels that move data against plain torch ops and a copy.
-triton: our Triton kernels against the vendors', see triton_vendors.py. mla: one attention layer of DeepSeek-V3.
+direct, data, gradients, deterministic, mla: our ops beside other ways to compute the same, see compare.py.
+eager: generate() of a model beside the same model patched. regret: the automatic choice against the best.
 tune: `attnops tune`, written as table.json beside the results; a regret suite in the same run goes by it.
 """
 
@@ -22,9 +20,10 @@ from common import ROOT, arguments, folder_of
 
 # Imports included. The default suite keeps the promise of eight minutes.
 LIMITS_S = {
-    "bench": 475, "overhead": 100, "tune": 300, "direct": 175, "regret": 180, "gradients": 100, "deterministic": 100, "data": 150,
-    "triton": 240, "mla": 240,
+    "bench": 475, "overhead": 100, "tune": 300, "regret": 180, "eager": 240,
+    "direct": 175, "gradients": 100, "deterministic": 100, "data": 150, "mla": 240,
 }  # fmt: skip
+COMPARED = ("direct", "gradients", "deterministic", "data", "mla")
 
 DEFAULT = "bench"
 
@@ -37,16 +36,14 @@ def command(suite: str, device: str, tuned: bool) -> list[str]:
         ["--commit", commit] if (commit := os.environ.get("COMMIT")) else []
     )
     gpus = ["--gpus", str(max(1, torch.cuda.device_count()))] if device == "cuda" else []
-    scripts = {"triton": ["triton_vendors"], "gradients": ["beside", "gradients"], "deterministic": ["beside", "deterministic"]}
-    # A triton.py on the path would hide the package.
-    script, *more = scripts.get(suite, [suite])
-    more += ["--table", table] if suite == "regret" and tuned else []
+    script = ["compare.py", suite] if suite in COMPARED else [f"{suite}.py"]
+    more = ["--table", table] if suite == "regret" and tuned else ["--tiny"] if suite == "eager" and device == "cpu" else []
     commands = {
         "bench": measured + gpus,
         "overhead": [*measured, "overhead"],
         "tune": [*attnops, "tune", "--budget-s", "190", "--output", table],
     }
-    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *more, "--device", device]
+    return commands.get(suite) or [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:], *more, "--device", device]
 
 
 def main() -> int:

@@ -21,7 +21,6 @@ from attnops.measured.table import from_json
 from attnops.problem import Target
 from attnops.testing import Source
 from attnops.tune import Stopwatch
-from attnops.tune.clock import spread
 from attnops.tune.shapes import DENSE, FULL, MLA
 from tests.helpers import ROOT
 
@@ -200,7 +199,7 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
 
     def fake(command, timeout, **_):
         asked.append([p.rpartition("/")[2] for p in command[1:]])
-        if "direct.py" in command[1]:
+        if "direct" in command:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 3 if "bench" in command else 0)
 
@@ -211,7 +210,7 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
     assert run.main() == 1
     overhead, direct, tune, regret = asked
     assert overhead[:3] == ["-m", "attnops", "bench"] and overhead[-3:] == ["--commit", "c0ffee", "overhead"]
-    assert direct[0] == "direct.py" and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
+    assert direct[:2] == ["compare.py", "direct"] and tune[:3] == ["-m", "attnops", "tune"] and regret[0] == "regret.py"
     assert tune[-2:] == ["--output", "table.json"] and regret[1:3] == ["--table", "table.json"], "a fresh table is what the choice goes by"
     printed = capsys.readouterr().out
     assert "overhead: FAILED (3)" in printed and "direct: FAILED (over" in printed and "regret: done" in printed
@@ -222,8 +221,7 @@ def test_one_suite_that_fails_leaves_the_others(suites, monkeypatch, capsys):
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_every_script_can_be_imported(suites, script):
-    """Scripts that need a GPU are not run here: what they import has to be there all the same."""
-    pytest.importorskip("triton", reason="a script imports our Triton kernels' tables")
+    """A script that needs a GPU is not run here: what it imports has to be there all the same."""
     assert import_module(script)
 
 
@@ -232,32 +230,32 @@ def test_all_limits_are_within_the_promise(suites):
     assert sum(run.LIMITS_S[s] for s in run.DEFAULT.split(",")) <= 480, "eight minutes"
 
 
-def test_direct_is_importable_and_its_amounts_are_right(suites):
-    direct = import_module("direct")
-    by_name = direct.CASES
-    step = by_name["decode 64x4096"]
-    assert step.amount() == pytest.approx(64 * (4096 * 8 + 32) * 256 * 2 / 1e6)
-    prefill = by_name["causal prefill 2048"]
-    assert prefill.amount() == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2 / 1e6)
-    for case in by_name.values():
-        assert case.rate in ("TB/s", "TFLOP/s") and case.vendors
-    merge, float8 = by_name["merge of 64 tokens"], by_name["float8 latent decode 64x8192, 128 heads"]
-    assert merge.amount() == pytest.approx(3 * 64 * 32 * 128 * 2 / 1e6)
-    small = [replace(c, batch=2, keys=64) for c in (merge, float8)]
-    calls = [c.call(Pool("cpu")) for c in small]
+def compare(monkeypatch, tmp_path, suite, *more):
+    """The exit code of a suite of compare.py on a CPU, and its report."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    code = import_module("compare").main([suite, "--device", "cpu", *more])
+    return code, json.loads((tmp_path / f"{suite}.json").read_text())
+
+
+def test_the_calls_beside_the_vendors(suites):
+    cases = import_module("compare").DIRECT
+    assert cases["decode 64x4096"].work.bytes == pytest.approx(64 * (4096 * 8 + 32) * 256 * 2)
+    assert cases["causal prefill 2048"].work.flops == pytest.approx(2048 * 2049 / 2 * 32 * 256 * 2)
+    assert all(case.rate in ("TB/s", "TFLOP/s") and case.vendors for case in cases.values())
+    merge, float8 = cases["merge of 64 tokens"], cases["float8 latent decode 64x8192, 128 heads"]
+    assert merge.work.bytes == pytest.approx(3 * 64 * 32 * 128 * 2)
+    calls = [replace(c, batch=2, keys=64).call(Pool("cpu")) for c in (merge, float8)]
     assert [c.op for c in calls] == ["merge_state", "mla_attention"]
     for call in calls:
         check(call.record)
     a = calls[1].arguments
     assert {a[n].dtype for n in ("q_nope", "q_pe", "latent_pages")} == {torch.float8_e4m3fn} and a["output"].dtype == torch.bfloat16
-    call = build(replace(step.shape, dtype="float32", kv_dtype="float32"), [1, 1], [32, 32], Pool("cpu"))
-    torch.testing.assert_close(direct.sdpa(call)().shape, torch.Size([2, 32, 128]))
 
 
-def test_data_is_measured(suites, monkeypatch):
-    """On a CPU: every case is a call in order, counted right, and `reference` and `scatter` are timed and compared."""
-    data = import_module("data")
-    calls = {c.name: c.make(Source(1)) for c in data.CASES if "2048" not in c.name and "256" not in c.name}
+def test_data_is_measured(suites, monkeypatch, tmp_path):
+    """On a CPU: every case is a call in order, counted right, and the reference's ops are timed and compared."""
+    suite = import_module("compare")
+    calls = {n: make(Source(1)) for n, make in suite.DATA.items() if "2048" not in n and "256" not in n}
     for call in calls.values():
         check(call.record)
     row = 8 * 128 * 2
@@ -266,51 +264,63 @@ def test_data_is_measured(suites, monkeypatch):
         "write_latent_packed 64": 64 * (576 * 2 + 656), "copy_kv 8 slots, 32 layers": 4 * 8 * 32 * row,
         "kv_indices 64": 0,
     }  # fmt: skip
-    assert {n: data.moved_bytes(calls[n]) for n in want} == want
-    monkeypatch.setattr(data, "device_kernels", lambda run: [type(run()).__name__])
-
-    class Clock:
-        def spreads(self, runs):
-            for run in runs.values():
-                run()
-            return {name: {"median_us": 10.0 if name == "copy" else 20.0} for name in runs}
-
-    for name in ("write_kv 64", "kv_indices 64", "copy_kv 8 slots, 32 layers"):
-        case = replace(next(c for c in data.CASES if c.name == name), compiled=True)
-        found = data.measure(case, Clock(), ("triton", "reference", "compiled"), True, device="cpu")
-        assert "target" in found["left_out"]["triton"] and not found["differs"]
-        assert set(found["gpu"]) == {"eager", "compiled", *(["copy"] if "indices" not in name else [])}
-        assert "indices" in name or found["gpu"]["eager"]["of_copy"] == 0.5
+    assert {n: suite.moved_bytes(calls[n]) for n in want} == want
+    for name, bare in (("write_kv 64", {"eager", "compiled", "copy"}), ("kv_indices 64", {"eager", "compiled"})):
+        code, report = compare(monkeypatch, tmp_path, "data", "--only", name)
+        found = report["cases"][name]
+        assert code == 0 and "target" in found["left_out"]["triton"]
+        assert set(found["gpu"]) == bare and all(us["median_us"] > 0 for us in found["gpu"].values())
+        assert "copy" not in bare or found["gpu"]["copy"]["of_copy"] == 1.0
 
 
-def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch):
+def test_data_that_differs_is_not_timed(suites, monkeypatch, tmp_path):
+    right = kernels_of("write_kv")["reference"]
+
+    def off(call):
+        right.run(call)
+        call.k_pages.zero_()
+
+    monkeypatch.setitem(registry._REGISTRY.kernels["write_kv"], "triton", replace(right, name="triton", run=off, contract=2))
+    _, report = compare(monkeypatch, tmp_path, "data", "--only", "write_kv 64 float8")
+    [found] = report["cases"].values()
+    assert found["left_out"]["triton"].startswith("wrong: off by") and "triton" not in found["gpu"] and "eager" in found["gpu"]
+
+
+def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch, tmp_path):
     """On a CPU: the vendors' packages are missing, and sdpa stands for a vendor's kernel of ours."""
-    direct = import_module("direct")
-    sdpa = replace(kernels_of("paged_attention")["sdpa"], packages=(Package("hypothesis", ("hypothesis",)),))
-    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", sdpa)
-    monkeypatch.setattr(direct, "device_kernels", lambda run: ["k"] * (2 if isinstance(run, partial) else 1))
-    shape = replace(direct.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    vendors = {"sdpa": direct.sdpa, **{n: direct.DECODE[n] for n in ("fa3", "flashinfer_cuda_cores")}}
-    case = direct.Case("", shape, 2, 1, 32, vendors=vendors)
+    suite = import_module("compare")
+    kernels = registry._REGISTRY.kernels["paged_attention"]
+    sdpa = replace(kernels["sdpa"], packages=(Package("hypothesis", ("hypothesis",)),))
+    monkeypatch.setitem(kernels, "sdpa", sdpa)
+    monkeypatch.setattr(suite, "device_kernels", lambda run: ["k"] * (2 if isinstance(run, partial) else 1))
+    monkeypatch.setitem(suite.OWN, "sdpa", ("sdpa_contiguous",))
+    names = {"direct.sdpa_contiguous", "op.sdpa", "eager.sdpa"}
+
+    def measured():
+        code, report = compare(monkeypatch, tmp_path, "direct", "--only", "decode 8x4096")
+        assert code == 0
+        return report["cases"]["decode 8x4096"]
+
+    found = measured()
+    us = {n: figures["median_us"] for n, figures in found["gpu"].items()}
+    assert set(us) == names and set(found["left_out"]) == {"direct.fa3", "direct.flashinfer_cuda_cores", "direct.flashinfer_tensor_cores"}
+    assert found["left_out"]["direct.fa3"].startswith("ModuleNotFoundError")
+    ratio = round(us["op.sdpa"] / us["direct.sdpa_contiguous"], 4)
+    assert found["against"] == {"op.sdpa": {"direct": "direct.sdpa_contiguous", "ratio": ratio, "more_device_kernels": 1}}
+    work = suite.DIRECT["decode 8x4096"].sized("toy").work
+    assert found["gpu"]["op.sdpa"]["rate"] == round(work.bytes / us["op.sdpa"] / 1e6, 3)
 
     class Clock:
-        def in_turn(self, runs, rounds=25, launched=False):
-            assert all(run() is None or True for run in runs.values())
-            return {name: [10.0, 10.0, 12.0, 10.0] if name.startswith("op.") else [5.0 if launched else 8.0] * 4 for name in runs}
+        def __init__(self, device):
+            assert device == torch.device("cpu")
 
-        def spreads(self, runs):
-            return {name: spread(us) for name, us in self.in_turn(runs).items()}
+        def in_turn(self, runs, launched):
+            return {name: [10.0] * 3 if name.startswith("op.") else [5.0] * 3 for name in runs}
 
-    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", replace(sdpa, capture=Capture.NEVER))
-    launched = direct.measure(case, Clock(), Pool("cpu"))["against"]["op.sdpa"]
-    assert launched["ratio"] == 2.0 and launched["launched_us"] == {"op.sdpa": 10.0, "direct.sdpa": 5.0}
-    monkeypatch.setitem(registry._REGISTRY.kernels["paged_attention"], "sdpa", sdpa)
-    found = direct.measure(case, Clock(), Pool("cpu"))
-    assert set(found["gpu"]) == {"direct.sdpa", "op.sdpa", "eager.sdpa"}
-    assert set(found["left_out"]) == {"direct.fa3", "direct.flashinfer_cuda_cores"}
-    assert found["left_out"]["direct.fa3"].startswith("ModuleNotFoundError")
-    assert found["against"] == {"op.sdpa": {"direct": "direct.sdpa", "ratio": 1.25, "more_device_kernels": 1}}
-    assert found["gpu"]["direct.sdpa"]["rate"] == round(case.amount() / 8.0, 3)
+    monkeypatch.setattr(suite, "GraphClock", Clock)
+    monkeypatch.setitem(kernels, "sdpa", replace(sdpa, capture=Capture.NEVER))
+    launched = measured()["against"]["op.sdpa"]
+    assert launched["ratio"] == 2.0 and launched["launched_us"] == {"op.sdpa": 10.0, "direct.sdpa_contiguous": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -424,60 +434,49 @@ def test_committed_results_are_shown(results):
 # A layer over latents -------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_over_latents_at_toy_size(suites, monkeypatch, tmp_path):
-    """The suite as it runs on a GPU, but for the compiler and the clock: the numbers are checked, the file is written and shown."""
+@pytest.fixture
+def uncompiled(suites, monkeypatch) -> Any:
+    """mla.py without the compiler."""
     mla = import_module("mla")
-    calls: list[str] = []
-
-    def times(bench, runs):
-        calls.extend(runs)
-        return {name: {"median_us": 10.0 + len(name), "spread_us": 0.1} for name in runs if run_once(runs[name])}
-
-    def run_once(run):
-        run()
-        return True
-
-    monkeypatch.setattr(mla.Bench, "times", times)
     monkeypatch.setattr(mla, "compiled", lambda function, *args, **kwargs: lambda: function(*args, **kwargs))
-    monkeypatch.setenv("OUT", str(tmp_path / "benchmarks" / "results" / "cpu"))
-    monkeypatch.setattr(sys, "argv", ["mla.py", "--device", "cpu"])
-    assert mla.main() == 0
-    data = json.loads((tmp_path / "benchmarks" / "results" / "cpu" / "mla.json").read_text())
+    return mla
+
+
+def test_a_layer_over_latents_at_toy_size(uncompiled, monkeypatch, tmp_path):
+    """The suite as it runs on a GPU, but for the compiler: the numbers are checked, the file is written and shown."""
+    code, data = compare(monkeypatch, tmp_path / "benchmarks" / "results" / "cpu", "mla")
+    assert code == 0
     [layer] = data["layer"].values()
     assert layer["off_by"]["hf_float32"] < 1e-5 and layer["off_by"]["reference"] < 1e-5
-    assert layer["times_hf_eager"] == 18 / 15 and "direct.flashmla" not in layer["us"]
+    assert set(layer["us"]) == {"layer", "layer_eager", "kernel", "projections", "hf_eager", "hf_compiled"} and not layer["left_out"]
     [float8] = data["float8"].values()
-    assert 1e-3 < float8["off_by"]["float8_pages"] < float8["off_by"]["float8_both"] < mla.FAR
+    assert 1e-3 < float8["off_by"]["float8_pages"] < float8["off_by"]["float8_both"] < uncompiled.FAR
     assert {new: f["chosen"] for new, f in data["forms"]["4 heads, 2x16 before"].items()} == {"1": "absorbed", "4": "absorbed"}
-    assert {"layer", "kernel", "projections", "hf_eager", "hf_compiled", "absorbed", "expanded"} < set(calls)
     text = import_module("results").results_full(tmp_path)
     assert "Attention over latents, a whole layer" in text and "of another form" not in text
-    assert "| 4 heads, 2x24 | 15 | 16 | 18 | 21 | - |" in text
+    assert f"| 4 heads, 2x24 | {layer['us']['layer']['median_us']:.0f} |" in text
 
 
-def test_a_layer_that_is_wrong_has_no_times(suites, monkeypatch):
-    mla = import_module("mla")
-    bench = mla.Bench("cpu")
-    right = mla.ours
+def test_a_layer_that_is_wrong_has_no_times(uncompiled, monkeypatch):
+    right = uncompiled.ours
 
-    def wrong(m, weights, *args, **kwargs):
-        made = right(m, weights, *args, **kwargs)
+    def wrong(*args, **kwargs):
+        made = right(*args, **kwargs)
         made.scale = made.scale * (1.5 if made.kernel is None else 1.0)
         return made
 
-    monkeypatch.setattr(mla, "ours", wrong)
-    monkeypatch.setattr(mla, "compiled", lambda function, *args, **kwargs: lambda: function(*args, **kwargs))
+    monkeypatch.setattr(uncompiled, "ours", wrong)
     with torch.no_grad(), pytest.raises(AssertionError, match="off by"):
-        mla.measure(mla.TOY[0], bench)
+        uncompiled.measure(uncompiled.TOY[0], "cpu")
 
 
 def test_floors_are_below_what_was_reached(suites):
     mla = import_module("mla")
     data = json.loads((ROOT / "benchmarks" / "results" / "h200" / "mla.json").read_text())
-    found = mla.with_floors(data, mla.FULL)
-    assert found == data, "mla.py --again writes them anew"
+    found = mla.with_floors(data, "cpu")
+    assert found == data
     assert min(case[f"{part}_over_floor"] for case in found["layer"].values() for part in ("kernel", "layer")) >= 1.0
-    slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, mla.FULL)
+    slow = mla.with_floors(data | {"ceilings": data["ceilings"] | {"copy_tb_s": 100.0}}, "cpu")
     name = "16 heads, 64x32768"
     assert slow["layer"][name]["kernel_floor_us"] < 0.5 * found["layer"][name]["kernel_floor_us"]
 
@@ -485,64 +484,26 @@ def test_floors_are_below_what_was_reached(suites):
 # Policies and gradients -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def beside(suites, monkeypatch, tmp_path) -> Any:
-    """The script, and a function that runs it: its exit code and rows."""
-    monkeypatch.setenv("OUT", str(tmp_path))
+def test_deterministic_policies_beside_the_default(suites, monkeypatch, tmp_path):
     suite = import_module("beside")
-
-    def run(name, *more):
-        code = suite.main([name, "--device", "cpu", *more])
-        return code, json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-
-    return suite, run
-
-
-def test_deterministic_policies_beside_the_default(beside):
-    suite, run = beside
-    code, rows = run("deterministic", "--length", "20")
-    assert code == 0 and {(row["case"], row["way"]) for row in rows} == {
-        (name.format(20), way) for name in suite.CALLS for way in suite.POLICIES
-    }
-    for row in rows:
+    code, report = compare(monkeypatch, tmp_path, "deterministic")
+    cases = {(row["case"], row["way"]) for row in report["rows"]}
+    assert code == 0 and cases == {(name.format(20), way) for name in suite.CALLS for way in suite.POLICIES}
+    for row in report["rows"]:
         assert row["median_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR and row["kernel"]
 
 
-def test_a_policy_that_is_wrong_is_not_timed(beside, monkeypatch):
-    suite, run = beside
-    monkeypatch.setattr(suite, "exact", lambda *_: [torch.ones(())])
-    code, rows = run("deterministic", "--length", "20", "--only", "prompt {}, dense")
-    assert code == 1 and len(rows) == 2
-    assert all("wrong" in row and "median_us" not in row for row in rows)
+def test_a_policy_that_is_wrong_is_not_timed(suites, monkeypatch, tmp_path):
+    monkeypatch.setattr(import_module("beside"), "exact", lambda *_: [torch.ones(())])
+    code, report = compare(monkeypatch, tmp_path, "deterministic", "--only", "prompt 20, dense")
+    assert code == 1 and len(report["rows"]) == 2
+    assert all("wrong" in row and "median_us" not in row for row in report["rows"])
 
 
-def test_gradients_beside_torchs(beside):
-    suite, run = beside
-    code, rows = run("gradients", "--length", "24")
-    assert code == 0 and len(rows) == 4 * len(suite.SHAPES)
-    for row in rows:
+def test_gradients_beside_torchs(suites, monkeypatch, tmp_path):
+    suite = import_module("beside")
+    code, report = compare(monkeypatch, tmp_path, "gradients")
+    assert code == 0 and len(report["rows"]) == 4 * len(suite.SHAPES)
+    for row in report["rows"]:
         assert row["median_us"] > 0 and row["host_us"] > 0 and 0 < row["error"] < suite.MOST_ERROR
         assert ("kernel" in row) == (row["way"] in ("attention", "varlen_attention"))
-
-
-# Our Triton kernels ---------------------------------------------------------------------------------------------------
-
-
-def test_triton_beside_the_vendors_at_toy_size(suites, monkeypatch):
-    """On a CPU: the test times sdpa in place of our kernel, and the reference of paged attention in place of a vendor's."""
-    pytest.importorskip("triton", reason="the script imports our Triton kernels")
-    suite = import_module("triton_vendors")
-    kernels = registry._REGISTRY.kernels["paged_attention"]
-    monkeypatch.setitem(kernels, "triton", replace(kernels["sdpa"], name="triton"))
-    monkeypatch.setitem(kernels, "fa3", replace(kernels["reference"], name="fa3"))
-    shape = replace(suite.STEP, dtype="float32", kv_dtype="float32", q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16)
-    for name in ("step", "extend"):
-        queries = 1 if name == "step" else 4
-        case = suite.Case("", replace(shape, decode=queries == 1), 2, queries, 32, goal=1e-9, vendors={"none": lambda call: 1 // 0})
-        monkeypatch.setitem(suite.CASES, name, case)
-        found = suite.measure(name, Pool("cpu"), set())
-        assert set(found["us"]) == {"triton", "op.fa3"} and found["left_out"] == {
-            "direct.none": "ZeroDivisionError: integer division or modulo by zero"
-        }
-        assert found["met"] and found["best"] == "op.fa3" and 0 < found["worst_share_of_budget"] <= 1
-    assert suite.CASES["decode_64x4096"].work.bytes == 64 * (4096 * 8 * 256 + 32 * 256) * 2

@@ -1,6 +1,6 @@
 """The tiles of the ops that move rows. They follow from shapes alone. Plain Python: no triton, no device.
 
-Serving never tunes: `BYTES` and `WARPS` are the committed table, and benchmarks/data.py measures other values.
+Serving never tunes: `BYTES` and `WARPS` are the committed table.
 """
 
 from __future__ import annotations
