@@ -9,9 +9,9 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, KW_ONLY, MASK, QUERY, STORED, Result, Sizes, arg, changed, record
 from attnops.errors import NoGradient, fail
-from attnops.ops import rules
+from attnops.ops import eager, rules
+from attnops.ops.eager import key_for
 from attnops.ops.op import OPS, Op, applied, below, blank, define, tensors_of
-from attnops.ops.rules import key_for
 from attnops.problem import surely
 from attnops.reference import attention as reference
 
@@ -152,12 +152,12 @@ def attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    left, right = rules.window(window)
-    rules.mask(mask)
+    left, right = eager.window(window)
+    eager.mask(mask)
     if mask is not None and 2 <= mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     output, lse = ATTENTION(Attention(
-        query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=rules.default_scale(query, scale), causal=causal,
+        query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=eager.default_scale(query, scale), causal=causal,
         window_left=left, window_right=right, softcap=softcap, attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale,
         policy=key_for("attention", kernel),
     ))  # fmt: skip

@@ -22,10 +22,10 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 # Read as attributes: a function that hands one out costs more than the read.
 from attnops.call import Call, Spec, check, check_kinds, values
-from attnops.errors import NoGradient, fail
+from attnops.errors import InvalidInput, NoGradient, fail
 from attnops.kernel import _REGISTRY, Capture
 from attnops.problem import _OVERRIDE, Problem, alike, problem_of
-from attnops.select import choose
+from attnops.select import _ACTIVE, choose, key_for as _key_for
 
 Run = Callable[[Any], Any]
 
@@ -303,3 +303,45 @@ def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         return run(*args, **kwargs)
 
     return call
+
+
+# Arguments of the public functions ----------------------------------------------------------------------------------------
+
+
+def key_for(op: str, kernel: str | None) -> str:
+    """The policy of a call: that in force, or `kernel` forced on it."""
+    return _ACTIVE.key if kernel is None else _key_for(op, kernel)
+
+
+def tensors(**given: Any) -> None:
+    """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
+    for field, value in given.items():
+        if not isinstance(value, Tensor):
+            fail(InvalidInput, field, "None" if value is None else type(value).__name__, "a tensor")
+
+
+def mask(value: Any) -> None:
+    """Raise InvalidInput unless a mask is a tensor or None. Of a function, as flex_attention takes one, the error says what to do."""
+    if value is None or isinstance(value, Tensor):
+        return
+    want = "a tensor, bool or additive"
+    if callable(value) or type(value).__name__ == "BlockMask":
+        want += "; write a mask_mod or score_mod out as one, or call torch.nn.attention.flex_attention, which takes functions"
+    fail(InvalidInput, "mask", type(value).__name__, want)
+
+
+def window(value: Any) -> tuple[int, int]:
+    """(left, right)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        fail(InvalidInput, "window", value, "(left, right) in keys, -1: unbounded")
+    return value[0], value[1]
+
+
+def default_scale(query: Any, scale: float | None) -> float:
+    """`scale`, or one over the root of the query's head dim."""
+    if not isinstance(query, Tensor):
+        tensors(query=query)
+    if scale is not None:
+        return scale
+    dims = float(query.size(-1)) if query.dim() else 0.0
+    return dims**-0.5 if dims else 1.0  # the op refuses a query without numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, KW_ONLY, Call, Result, arg, record
+from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import data
 
 SIZES = {"q_heads": "H", "v_head_dim": "D", "head_dim": "0"}

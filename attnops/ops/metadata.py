@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnops.call import INDEX, INT32, KW_ONLY, Call, Result, Sizes, arg, need, record
+from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import data
 from attnops.reference.rows import Rules, how
 from attnops.select import active_policy

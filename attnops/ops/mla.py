@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, Call, Result, Sizes, arg, name, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import rules
+from attnops.ops import eager, rules
+from attnops.ops.eager import key_for
 from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import attention, rope_quantize
 from attnops.reference.rows import Rules
 
@@ -111,7 +111,7 @@ def output_dtypes(call: Any) -> tuple[torch.dtype, ...]:
 
 def fresh_output(q_nope: Tensor) -> Tensor:
     """An output to write into, bfloat16 for a quantised query."""
-    rules.tensors(q_nope=q_nope)
+    eager.tensors(q_nope=q_nope)
     return torch.empty(q_nope.shape, dtype=torch.bfloat16 if q_nope.dtype in STORED else q_nope.dtype, device=q_nope.device)
 
 
@@ -194,7 +194,7 @@ def mla_attention(
     """
     if output is None:
         output = fresh_output(q_nope)
-    rules.mask(mask)
+    eager.mask(mask)
     if holes and plan is None and torch.compiler.is_compiling():
         seen = Rules(0.0, causal, window_left)
         page_table, seq_lens, holes = whole(latent_pages, page_table, seq_lens, cu_seqlens_q, mask, seen)

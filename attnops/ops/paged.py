@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, MASK, QUERY, STORED, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import rules
+from attnops.ops import eager, rules
+from attnops.ops.eager import key_for
 from attnops.ops.metadata import whole
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import attention, data
 from attnops.reference.rows import Rules
 
@@ -118,10 +118,10 @@ def paged_attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
-    left, right = rules.window(window)
-    rules.mask(mask)
+    left, right = eager.window(window)
+    eager.mask(mask)
     if output is None:
-        rules.tensors(query=query, v_pages=v_pages)
+        eager.tensors(query=query, v_pages=v_pages)
         dtype = query.dtype if query.dtype in FLOATS else torch.bfloat16
         output = torch.empty((*query.shape[:-1], *v_pages.shape[-1:]), dtype=dtype, device=query.device)
     if holes and plan is None and torch.compiler.is_compiling():
@@ -129,7 +129,7 @@ def paged_attention(
         page_table, seq_lens, holes = whole(k_pages, page_table, seq_lens, cu_seqlens_q, mask, seen)
     PAGED(PagedAttention(
         query, k_pages, v_pages, page_table, seq_lens, cu_seqlens_q, mask, sinks, k_scale, v_scale, plan, max_seqlen_q=max_seqlen_q,
-        scale=rules.default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
+        scale=eager.default_scale(query, scale), causal=causal, window_left=left, window_right=right, softcap=softcap,
         attention_chunk=attention_chunk, q_scale=q_scale, padded=padded, holes=holes, policy=key_for("paged_attention", kernel),
         output=output, lse=lse, workspace=workspace, temperature=temperature,
     ))  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnops.call import FLOAT32, FLOATS, INDEX, INT32, KW_ONLY, QUERY, Call, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
 from attnops.ops import rules
+from attnops.ops.eager import key_for
 from attnops.ops.mla import (
     LEAST,
     PAGE,
@@ -24,7 +25,6 @@ from attnops.ops.mla import (
     query_rules,
 )
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import attention
 from attnops.reference.latent_format import GROUP, packed_bytes
 

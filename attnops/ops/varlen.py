@@ -7,10 +7,10 @@ from typing import Literal, overload
 from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
-from attnops.ops import rules
+from attnops.ops import eager, rules
 from attnops.ops.dense import differentiable
+from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import attention as reference
 
 SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1"}
@@ -106,11 +106,11 @@ def varlen_attention(
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
     """
-    left, right = rules.window(window)
-    rules.mask(mask)
+    left, right = eager.window(window)
+    eager.mask(mask)
     output, lse = VARLEN(VarlenAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, scale=rules.default_scale(query, scale), causal=causal, window_left=left, window_right=right,
+        max_seqlen_k=max_seqlen_k, scale=eager.default_scale(query, scale), causal=causal, window_left=left, window_right=right,
         softcap=softcap, attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale, padded=padded,
         policy=key_for("varlen_attention", kernel),
     ))  # fmt: skip

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from attnops.call import FLOAT32, FLOATS, INT32, KW_ONLY, Result, Sizes, arg, need, record
 from attnops.errors import InvalidInput, fail
-from attnops.ops import rules
+from attnops.ops import eager, rules
+from attnops.ops.eager import key_for
 from attnops.ops.op import Op, define
-from attnops.ops.rules import key_for
 from attnops.reference import vertical_slash
 from attnops.reference.vertical_slash import BLOCK
 
@@ -150,12 +150,12 @@ def vertical_slash_attention(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
     """
     if output is None:
-        rules.tensors(query=query, value=value)
+        eager.tensors(query=query, value=value)
         output = torch.empty((*query.shape[:-1], *value.shape[-1:]), dtype=query.dtype, device=query.device)
     if not isinstance(indexes, (tuple, list)) or len(indexes) != 4:
         fail(InvalidInput, "indexes", type(indexes).__name__, "the four tensors that vertical_slash_indexes returns")
     ATTENTION(VerticalSlashAttention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *indexes, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=rules.default_scale(query, scale), padded=padded, policy=key_for("vertical_slash_attention", kernel), output=output, lse=lse,
+        scale=eager.default_scale(query, scale), padded=padded, policy=key_for("vertical_slash_attention", kernel), output=output, lse=lse,
     ))  # fmt: skip
     return output

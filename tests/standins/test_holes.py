@@ -179,7 +179,7 @@ def test_a_device_plan_of_a_table_with_holes_is_refused(op):
     build = builders.paged if op == "paged" else builders.mla
     call = build(Source(0), (1, 1), (9, 30), 64, HALF if op == "paged" else DEEPSEEK).with_(plan=torch.zeros(4, dtype=torch.int32))
     overloads = getattr(torch.ops.attnops, f"{op}_attention")
-    for run in (overloads.default, overloads.sdpa if op == "paged" else overloads.fa3):
+    for run in (overloads.default, overloads.fa3):
         with torch.no_grad(), pytest.raises(InvalidInput, match=r"^holes: got True, want False, because a device plan"):
             run(*call.args, **call.kwargs)
 

@@ -28,6 +28,7 @@ from attnops.reference.rows import (
     padded_mask,
     unpad,
     visible,
+    without_holes,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(call: paged.PagedAttention) -> None:
+    call = without_holes(call, call.k_pages)
     query, table, mask, cu_seqlens, queries = call.query, call.page_table, call.mask, call.cu_seqlens_q, call.max_seqlen_q
     ends, rules = call.seq_lens.long(), Rules.of(call)
     keys = table.shape[1] * call.k_pages.shape[1]
@@ -168,7 +170,12 @@ RULES = frozenset({"mask", "causal", "window_left", "window_right", "attention_c
 for _run, _takes, _inline, _how in (
     (attention, RULES | {"kv_start", "kv_end"}, Inline(lambda p: p.target.device == "cpu"), ""),
     (varlen_attention, RULES, None, ", requests padded"),
-    (paged_attention, RULES, Inline(lambda p: p.target.device == "cpu" and p.queries.hi == 1 and not p.padded), ", pages gathered"),
+    (
+        paged_attention,
+        RULES | {"holes"},
+        Inline(lambda p: p.target.device == "cpu" and p.queries.hi == 1 and not p.padded),
+        ", pages gathered",
+    ),
 ):
     register(
         Kernel(
