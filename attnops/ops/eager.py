@@ -209,7 +209,7 @@ class Eager:
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
-        key, tensors = (kind.number, kind.scalars(call), circumstances()), kind.tensors(call)
+        key, tensors = (kind.number, kind.scalars(call), _REGISTRY.generation, _OVERRIDE.target), kind.tensors(call)
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
