@@ -103,7 +103,7 @@ def test_only_the_ways_asked_for():
 def test_graphs_are_captured_and_counted():
     """On a stand-in for the device."""
     suite = suites.named(("graphs",))[0]._replace(cases=partial(compile.graph_cases, device=StandIn()))
-    found = suites.joined([], {name: suites.outcome_of(suite, name, TOY) for name in compile.graph_cases(TOY)})
+    found = suites.joined({name: suites.outcome_of(suite, name, TOY) for name in compile.graph_cases(TOY)})
     assert not found["failed"]
     rows = {(row["case"], row["way"]): row for row in found["rows"]}
     assert set(rows) == {(f"llama, {what}", f"attnops_{mode}") for what in ("buckets", "host") for mode in compile.MODES}
@@ -397,7 +397,7 @@ def test_points_and_models():
     assert [str(Point(*sizes)) for sizes in ((8, 1024), (1, 100), (1, 1500))] == ["8x1k", "1x100", "1x1500"]
     config = decode.models.config(Setup(CPU, layers=5), "gpt-oss-20b-shape")
     assert config.num_hidden_layers == len(config.layer_types) == 5
-    assert decode.models.config(Setup(CPU), "llama-8b-shape").num_hidden_layers == 1
+    assert decode.models.config(Setup(CPU), "llama-3-8b-shape").num_hidden_layers == 1
     assert list(decode.cases(replace(TOY, model="gpt_oss"))) == ["gpt_oss 2x12"]
     full = list(decode.cases(Setup(torch.device("cuda"))))
     assert full[0] == "llama-3-8b-shape 1x1k" and len(full) == 5 and "deepseek-v3-shape 8x1k" in full

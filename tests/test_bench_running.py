@@ -2,7 +2,6 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -58,45 +57,31 @@ def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
     assert order == [("long", "a"), ("short", "d"), ("long", "b")], "and nothing begins when all is spent"
 
 
-def in_workers(some, cases, count=2):
+def in_workers(some, cases):
     found = {}
 
     def put(suite, case, outcome):
         assert case not in found
         found[case] = outcome
 
-    assert suites.measure(suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, count, put, lambda what: None, apart=True)
-    return found
+    whole = suites.measure(suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, 2, put, lambda case: None)
+    return whole, found
 
 
 def test_processes_share_the_cases():
     """As those of several GPUs do: each case is measured once."""
-    found = in_workers(suites.named(("kernels",))[0], kernels.cases(TOY))
-    assert set(found) == set(kernels.cases(TOY)) and all(one["rows"] and "failed" not in one for one in found.values())
+    whole, found = in_workers(suites.named(("kernels",))[0], kernels.cases(TOY))
+    assert whole and set(found) == set(kernels.cases(TOY)) and all(one["rows"] and "failed" not in one for one in found.values())
 
 
 def dying(setup):
     return {**{name: partial(list, [{"case": name, "way": "way"}]) for name in "acd"}, "b": partial(os._exit, 3)}
 
 
-def test_a_process_that_ends_takes_its_case_alone():
-    found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd", 1)
-    assert found["b"]["failed"] == "its process died" and "rows" not in found["b"]
-    assert all(found[case]["rows"] and "failed" not in found[case] for case in "acd"), "another process does the others"
-
-
-def test_a_worker_that_lost_its_device_is_replaced(monkeypatch):
-    """One executor a GPU, each with the number of its GPU; a lost device gets a new process."""
-    started = []
-
-    class Workers(ThreadPoolExecutor):
-        def __init__(self, count, context, initializer, given):
-            started.append(given)
-            super().__init__(count)
-
-    monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
-    monkeypatch.setattr(suites, "outcome_of", lambda suite, case, setup: {"failed": "no device", "lost": case == "a"})
-    assert set(in_workers(made("some"), "ab", 1)) == {"a", "b"} and started == [(TOY.device,)] * 2
+def test_a_process_that_ends_fails_its_case_and_ends_the_run():
+    whole, found = in_workers(suites.Suite("some", "of a test", dying, suites.SPEED), "abcd")
+    assert not whole and found["b"]["failed"].startswith("BrokenProcessPool") and "rows" not in found["b"]
+    assert found["a"]["rows"] or found["a"]["failed"], "the process of the other GPU ends with it, or was done"
 
 
 def test_nothing_comes_after_a_device_that_is_lost(tmp_path, monkeypatch):

@@ -508,11 +508,9 @@ def test_the_graph_clock_replays_what_it_captured(monkeypatch):
     assert len(cuda.spins) == 1, "the device waits once until the host has launched all"
     cuda.uncapturable = RuntimeError("not in a graph")
     assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and not cuda.capturing
-    cuda.log.clear()
-    assert clock(sdpa, call, cuda.run) == pytest.approx(100.0) and "captured" not in cuda.log, "it is not tried again"
     cuda.uncapturable = torch.OutOfMemoryError("too large")
     with pytest.raises(torch.OutOfMemoryError):
-        clock(replace(sdpa, name="other"), call, cuda.run)
+        clock(sdpa, call, cuda.run)
 
 
 def test_the_graph_clock_takes_turns(monkeypatch):

@@ -1,40 +1,33 @@
 """Suites `compile`: the time and the number of compilations of a decode step, and `graphs`: the time and the memory of its capture.
 
-`compile` has rows `..., cold` and `..., warm`: the first call, compilation included, with an empty compile cache, and after
-`torch._dynamo.reset()` with the cache on disk.
-Rows `generate ...`: the graphs that a scripted run of `generate()` with several batch sizes and lengths compiles, and how many of them
-after the first call. The suites `decode` and `graphs` have the number of pieces of piecewise models.
-
-`graphs` has rows `..., buckets`: capture in all default buckets, without compilation, and the memory of all graphs, and rows
-`..., host`: the host time of a step. A CPU has no graphs, and the suite no rows there.
+`..., cold` and `..., warm`: the first call, compilation included, with an empty compile cache, and after `torch._dynamo.reset()` with the
+cache on disk. `generate ...`: the graphs that a scripted run of `generate()` with several batch sizes and lengths compiles, and how many of
+them after the first call. `..., buckets`: capture in all default buckets, without compilation, and the memory of all graphs. `..., host`:
+the host time of a step. A CPU has no graphs.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 import attnops.hf
 from attnops.bench import Setup, decode, models
 from attnops.bench.rows import Case, LeftOut, Row
-from attnops.tune.clock import host_us, spread, synchronize
+from attnops.tune.clock import host_us, seconds, spread, synchronize
 
 SCRIPT = ((2, 9, 4), (1, 9, 4), (3, 12, 5), (2, 30, 6), (1, 17, 8))  # rows, prompt tokens and new tokens of the calls of a scripted run
 
-CONTEXT = 32
 PATCHES = {"hf_compiled": "", "attnops_hf": "hf", "attnops_paged": "paged"}
 WAYS = tuple(PATCHES)
 # The alternatives on a GPU: Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
 ON_GPU = ("hf_compiled", "attnops_paged", "attnops_piecewise")
-
 LAYERS = 8  # default on a GPU; the suite `decode` has the first calls of whole models
-
 MODES = ("piecewise", "breakable")
 ROWS, LENGTH = 256, 128  # rows of the largest of 35 default buckets, and positions of a row: a run has more steps than the prompt tokens
 
@@ -49,30 +42,20 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def times(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
-    """The time of first calls."""
+    """The time of first calls of a newly patched model."""
     from torch._inductor.utils import clear_caches, fresh_cache
 
-    model = kept(name)
-    prompt = models.tokens(setup, model, 2, CONTEXT)
+    model, us = kept(name), list[float]()
+    prompt = models.tokens(setup, model, 2, 32)
+    token = prompt[:, :1].contiguous()
     with torch.no_grad(), fresh_cache():
-        cold, warm = _first_call(setup, model, way, prompt), []
-        for _ in range(1 if setup.quick else 2 if setup.on_gpu else 3):
+        for _ in range(2 if setup.quick else 3 if setup.on_gpu else 4):
             clear_caches()
-            warm.append(_first_call(setup, model, way, prompt))
-    layers = model.config.num_hidden_layers
-    times: dict[str, Any] = {"cold": {"median_us": round(cold)}, "warm": spread(warm)}
-    return [{"case": f"{name}, {what}", "way": way, **us, "layers": layers} for what, us in times.items()]
-
-
-def _first_call(setup: Setup, model: Any, way: str, prompt: Tensor) -> float:
-    """Microseconds of the first step of a newly patched model."""
-    torch._dynamo.reset()
-    step = decode.ways_of(replace(setup, ways=(way,)), model, prompt, prompt[:, :1].contiguous())[way]().timed.call
-    synchronize()
-    start = time.perf_counter()
-    step()
-    synchronize()
-    return (time.perf_counter() - start) * 1e6
+            torch._dynamo.reset()
+            step = decode.ways_of(replace(setup, ways=(way,)), model, prompt, token)[way]().timed.call
+            us.append(1e6 * seconds(step))
+    found, layers = {"cold": spread(us[:1]), "warm": spread(us[1:])}, model.config.num_hidden_layers
+    return [{"case": f"{name}, {start}", "way": way, **row, "layers": layers} for start, row in found.items()]
 
 
 def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row]:
@@ -81,15 +64,15 @@ def recompiles(setup: Setup, kept: models.Kept, name: str, way: str) -> list[Row
 
     model, _ = models.patched(kept(name), PATCHES[way])
     options = {"do_sample": False, "pad_token_id": 0} | ({} if way == "attnops_paged" else {"cache_implementation": "static"})
-    script = SCRIPT[:2] if setup.size == "toy" else SCRIPT
     config = CompileConfig(fullgraph=False, backend="eager", mode=None)  # type: ignore[arg-type]
     setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
     torch._dynamo.reset()
     graphs = [counters["stats"]["unique_graphs"]]
+    script = SCRIPT[:2] if setup.size == "toy" else SCRIPT
     for batch, length, new in script:
         prompt = models.tokens(setup, model, batch, length)
-        mask = torch.ones_like(prompt)
-        model.generate(prompt, attention_mask=mask, compile_config=config, max_new_tokens=new, min_new_tokens=new, **options)
+        sizes = {"max_new_tokens": new, "min_new_tokens": new, "attention_mask": torch.ones_like(prompt)}
+        model.generate(prompt, compile_config=config, **sizes, **options)
         graphs.append(counters["stats"]["unique_graphs"])
     figures = {"graphs": graphs[-1] - graphs[0], "recompiles": graphs[-1] - graphs[1], "calls": len(script)}
     return [{"case": f"{name}, generate", "way": way, **figures}]
@@ -111,16 +94,14 @@ def capture(setup: Setup, kept: models.Kept, name: str, mode: Any, device: Any) 
     inner = "inductor" if setup.backend == "inductor" else "eager"
     model, handle = models.patched(kept(name), "paged", decode=attnops.hf.Decode(mode, inner=inner, graphs=device))
     cache = handle.new_cache(ROWS if setup.on_gpu else 4, LENGTH)
-    synchronize()
     with fresh_cache():
-        began = time.perf_counter()
+        began = perf_counter()
         report = handle.capture(cache)
         synchronize()
-        seconds = time.perf_counter() - began
-    captured = sum(row.seconds for row in report.rows)
+    captured, took = sum(row.seconds for row in report.rows), perf_counter() - began
     more = {
         "buckets": len(report.rows), "graph_bytes": report.graph_bytes, "input_bytes": report.input_bytes,
-        "compile_s": round(seconds - captured, 2), "pieces": report.parts.get("decode", 0),
+        "compile_s": round(took - captured, 2), "pieces": report.parts.get("decode", 0),
         "unique_pieces": report.compiled.get("decode", 0), "mode": report.modes["decode"],
     }  # fmt: skip
     prompt = models.tokens(setup, model, 2, 8)

@@ -5,12 +5,10 @@
 `attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
 `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. Ways that compile for minutes run only if `--ways` names them:
 the tuned ones, and in a full run on a GPU `attnops_hf` and `attnops_paged`.
-All ways get the same random tokens. The logits of two rows are compared with the same model's in a wider dtype, with 1.5 times the error
-of `hf_eager` as the budget; those of other rows with `hf_eager`'s, with twice the budget.
+All ways get the same random tokens.
 
-`first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read
-(weights without the embedding, cached keys and values) over its time, as a share of the bandwidth measured in the same run. `us_...`:
-GPU time by kind of kernel, see `attnops.bench.profile`.
+`first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
+its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, see `attnops.bench.profile`.
 
 `prefill` has prompts over an empty cache, which every call makes anew, and the last token's logits. `hf_compiled` and
 `attnops_compiled` are the compiled forward of the plain and the patched model.
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Point, Setup, models
-from attnops.bench.profile import profiled
+from attnops.bench.profile import launched, shares
 from attnops.bench.rows import Case, Row, Way
 from attnops.errors import InvalidInput
 from attnops.hf import Decode
@@ -85,9 +83,12 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> list[Ro
     read, bandwidth = bytes_of(model, point), setup.ceilings.get("bandwidth_tb_s")
 
     def figures(us: float, way: Way) -> Row:
-        found = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
+        found: Row = {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers}
         found |= {"of_bandwidth": round(read / us * 1e-6 / bandwidth, 4)} if read and bandwidth else {}
-        return found | (profiled(way.timed) if setup.on_gpu and way is not eager else {})
+        if setup.on_gpu and way is not eager:
+            ran, steps = launched(way.timed), way.timed.per
+            found |= {f"us_{kind}": round(spent / steps, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / steps)}
+        return found
 
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from math import inf
 from typing import Any
 
 import torch
@@ -36,10 +36,6 @@ LAYERS = {
 
 # Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes.
 SPARE, OVERHEAD = 1.15, 1 << 30
-
-# Path prefix, limit and usage of a control group, version 2 and version 1.
-GROUPS = (("/sys/fs/cgroup/memory.", "max", "current"), ("/sys/fs/cgroup/memory/memory.", "limit_in_bytes", "usage_in_bytes"))
-
 CACHES = 5  # of one point, held at a time
 
 Kept = Callable[[str], Any]  # gives the model of a name
@@ -55,18 +51,14 @@ def asked(setup: Setup) -> str:
     return name or ONE[setup.size]
 
 
-def config(setup: Setup, name: str) -> Any:
-    """The config of a bundled name, with the layers of the setup. Raises InvalidInput for an unknown name."""
-    name = ALIASES.get(name, name)
-    return _with_layers(config_of(name), setup.layers or LAYERS[setup.size].get(name, 0))
-
-
-def _with_layers(config: Any, layers: int) -> Any:
-    if layers:
-        config.num_hidden_layers = layers
-        if (kinds := getattr(config, "layer_types", None)) is not None:
-            config.layer_types = (kinds * layers)[:layers]
-    return config
+def config(setup: Setup, name: str, layers: int = 0) -> Any:
+    """The config of a bundled name with these layers, or those of the setup. Raises InvalidInput for an unknown name."""
+    made = config_of(name)
+    if layers := layers or setup.layers or LAYERS[setup.size].get(name, 0):
+        made.num_hidden_layers = layers
+        if (kinds := getattr(made, "layer_types", None)) is not None:
+            made.layer_types = (kinds * layers)[:layers]
+    return made
 
 
 def kv_width(config: Any) -> int:
@@ -75,62 +67,38 @@ def kv_width(config: Any) -> int:
     return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
 
 
-def free(device: torch.device) -> int | None:
-    """Free bytes on `device`; None if the system does not say. Out of memory, Linux kills a process without a message."""
+def free(device: torch.device) -> int:
+    """Free bytes of a GPU, or all of the machine. Out of memory, Linux kills a process without a message."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    kib = _number("/proc/meminfo", "MemAvailable:")
-    return min((n for n in (kib and kib * 1024, *(_left(*group) for group in GROUPS)) if n is not None), default=None)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _number(path: str, name: str = "") -> int | None:
-    """The number after `name` at the start of a line of a file; None if there is no file or number."""
-    with suppress(OSError):
-        found = re.search(rf"^{name}\s*(\d+)", Path(path).read_text(), re.MULTILINE)
-        return int(found[1]) if found else None
-    return None
-
-
-def _left(prefix: str, limit: str, used: str) -> int | None:
-    most, now = (_number(prefix + name) for name in (limit, used))
-    return None if most is None or now is None else max(most - now + (_number(f"{prefix}stat", "inactive_file") or 0), 0)
-
-
-def needed(model: nn.Module, wide: torch.dtype | None = None, cached: int = 0) -> int:
-    """Bytes of a model, possibly on meta, and `cached` more. wide: counts its largest module in this dtype, too (`models.widened`)."""
-    weights = sum({id(p): p.nbytes for p in model.parameters()}.values())
-    own = (m.parameters(recurse=False) for m in model.modules() if not isinstance(m, nn.Embedding))
-    widened = 0 if wide is None else max(sum(p.numel() for p in params) for params in own) * wide.itemsize
-    return int(SPARE * (weights + widened + cached)) + OVERHEAD
-
-
-def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
-    """As `config`, with layers halved until free memory holds the model, its caches at `point` and its widened modules.
-
-    Raises InvalidInput: one layer is too many, or the setup names more layers than fit.
-    """
-    made, there = config(setup, name), free(setup.device)
-    while there is not None and (need := _needed(setup, made, point)) > there:
-        layers = made.num_hidden_layers
-        if setup.layers or layers == 1:
-            got, want = (f"{n / 2**30:.1f} GiB free" for n in (there, need))
-            less = "ask for fewer --layers, a smaller --model or smaller --points"
-            raise InvalidInput("memory", got, f"{want}, for {layers} layers of {name}; {less}")
-        _with_layers(made, layers // 2)
-    return made
-
-
-def _needed(setup: Setup, made: Any, point: Point | None) -> int:
+def needed(setup: Setup, made: Any, point: Point | None) -> int:
+    """Bytes of the model of a config, its caches at `point` and its largest module in a wider dtype (`widened`)."""
     import transformers
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
-    cached = 0
+    weights, cached = sum({id(p): p.nbytes for p in model.parameters()}.values()), 0
+    largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules() if not isinstance(m, nn.Embedding))
     # A config whose layers differ has no single head dim, and raises; its caches are small beside its weights.
     with suppress(Exception):
         row = kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize
         cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
-    return needed(model, _wide(setup.dtype), cached)
+    return int(SPARE * (weights + 2 * largest + cached)) + OVERHEAD
+
+
+def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
+    """As `config`, with layers halved until free memory holds what is `needed`. Raises InvalidInput if one layer or --layers do not fit."""
+    made, there = config(setup, name), free(setup.device)
+    while (need := needed(setup, made, point)) > there:
+        if setup.layers or made.num_hidden_layers == 1:
+            got, want = (f"{n / 2**30:.1f} GiB free" for n in (there, need))
+            less = "ask for fewer --layers, a smaller --model or smaller --points"
+            raise InvalidInput("memory", got, f"{want}, for {made.num_hidden_layers} layers of {name}; {less}")
+        made = config(setup, name, made.num_hidden_layers // 2)
+    return made
 
 
 def build(setup: Setup, name: str, point: Point | None = None) -> Any:
@@ -212,15 +180,13 @@ def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
     `eager` has an error of its own, as large as the one allowed. Of a model with experts the median row counts: where two experts tie,
     rounding chooses between them.
     """
-    quantile = 0.5 if experts(model.config) else 1.0
+    off = partial(relative_error, quantile=0.5 if experts(model.config) else 1.0)
 
-    def off(got: Tensor, want: Tensor) -> float:
+    def larger(got: Tensor, want: Tensor) -> float:
         rows = want.shape[0]
-        if got.shape != eager.shape:
-            return float("inf")
-        return max(relative_error(got[:rows], want, quantile), relative_error(got[rows:], eager[rows:], quantile) / 2)
+        return inf if got.shape != eager.shape else max(off(got[:rows], want), off(got[rows:], eager[rows:]) / 2)
 
-    return off
+    return larger
 
 
 # Budget over the error of transformers' eager model, since another order of sums may be that much worse by chance; and the upper bound of
@@ -243,36 +209,30 @@ def budget(model: Any, base: float) -> float:
     return float(MORE * base + gain**2 * torch.finfo(torch.float32).eps / 2 * (width**0.5 + 5) * (4 + layers**0.5))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
 def widened(model: Any) -> Any:
-    """The model in a wider dtype. Weights are widened while their module runs; an embedding stays narrow, its rows are widened."""
-    wide, one = _wide(model.dtype), twin(model)
+    """The model in float64 if it is float32, else in float32. Weights are wide while their module runs; an embedding's rows are widened.
 
-    def wider(module: nn.Module, narrow: dict[str, nn.Parameter]) -> None:
+    A machine may not have the memory for a wide copy of a large model.
+    """
+    wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
+
+    def wider(module: nn.Module, given: Any, narrow: dict[str, nn.Parameter]) -> None:
         module._parameters.update({n: nn.Parameter(p.to(wide), requires_grad=False) for n, p in narrow.items()})
 
     for module in list(one.modules()):
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(wide) if buffer is not None and buffer.dtype.is_floating_point else buffer
+        module._buffers.update({n: b.to(wide) for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point})
         narrow = {name: p for name, p in module._parameters.items() if p is not None}
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda module, given, returned: returned.to(wide))
         elif narrow:
-            module.register_forward_pre_hook(lambda module, given, narrow=narrow: wider(module, narrow))
+            module.register_forward_pre_hook(partial(wider, narrow=narrow))
             module.register_forward_hook(lambda module, given, returned, narrow=narrow: module._parameters.update(narrow))
     return one
 
 
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None) -> Tensor:
-    """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token.
-
-    Computed by transformers in float64 for a float32 model, else in float32, one widened module at a time: a machine may not have the
-    memory for a wide copy of a large model.
-    """
+    """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token."""
     from transformers import DynamicCache
 
     wide = widened(model)
@@ -292,28 +252,16 @@ def rewinder(cache: Any) -> Run:
     the restored position; ring buffers of windows are copied.
     """
     if isinstance(cache, attnops.hf.PagedModelCache):
-        start = int(cache.get_seq_length())
-
-        def back() -> None:
-            if (more := int(cache.get_seq_length()) - start) > 0:
-                cache.crop(-more)
-
-        return back
-
-    def in_place(layer: Any, value: Any) -> bool:
-        return isinstance(value, Tensor) and bool(getattr(layer, "is_compileable", False))
-
-    def saved(layer: Any, value: Any) -> Any:
-        return value.clone() if in_place(layer, value) and (getattr(layer, "is_sliding", False) or value.dim() == 0) else value
-
-    kept = [(layer, name, saved(layer, value)) for layer in cache.layers for name, value in vars(layer).items()]
+        return partial(cache.crop, int(cache.get_seq_length()))
+    kept: list[tuple[Any, str, Any, Tensor | None]] = []
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            in_place = isinstance(value, Tensor) and getattr(layer, "is_compileable", False)
+            written = in_place and (getattr(layer, "is_sliding", False) or value.dim() == 0)
+            kept.append((layer, name, value, value.clone() if written else None))
 
     def rewind() -> None:
-        for layer, name, value in kept:
-            now = getattr(layer, name)
-            if not (in_place(layer, now) and in_place(layer, value)):
-                setattr(layer, name, value)
-            elif now is not value:  # graphs hold its address
-                now.copy_(value)
+        for layer, name, value, copied in kept:
+            setattr(layer, name, value if copied is None else value.copy_(copied))
 
     return rewind

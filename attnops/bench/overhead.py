@@ -1,16 +1,17 @@
 """Suite `overhead`: the cost of attnops on the host.
 
-Import time, an eager call over a plain Python function, and one more op in a compiled graph. All of it runs in a process of its own,
-interleaved, because the suite registers a kernel that does nothing.
+Import time, an eager call over a plain Python function, and one more op in a compiled graph, in a process of its own, because the suite
+registers a kernel that does nothing.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
 import subprocess
 import sys
-import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from attnops.kernel import Kernel, kernels_of, register
 from attnops.measured import Shape
 from attnops.problem import Target
 from attnops.select import active_policy, use
-from attnops.tune import side_by_side
-from attnops.tune.clock import Run, Times, host_us
+from attnops.tune.clock import Run, Times, host_us, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 NOOP = "bench_noop"
-LIMIT_S = 240.0
+TIMED_IMPORTS = "from time import *; a = time(); import torch; b = time(); import attnops; print(b - a, time() - b)"
 
 
 def cases(setup: Setup) -> dict[str, Case]:
@@ -38,12 +38,9 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def in_a_process(setup: Setup) -> list[Row]:
-    """The rows, measured in a process of its own. Raises its error, or TimeoutError."""
-    sizes = (5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96))
-    [found] = side_by_side({"overhead": (measure, (setup, *sizes))}, 1, LIMIT_S).values()
-    if isinstance(found, BaseException):
-        raise found
-    return list(found)
+    """The rows, measured in a process of its own. Raises its error."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measure, setup, *((5, 40, (8, 24)) if setup.quick else (15, 400, (32, 96)))).result()
 
 
 @torch.no_grad()
@@ -65,23 +62,11 @@ def _plain(*args: Any, **kwargs: Any) -> None: ...
 
 
 def imports(repeats: int) -> list[Row]:
-    """`import attnops` in a fresh process that has torch loaded, and torch's own import: medians, half the ranges.
-
-    The first process only compiles the modules to bytecode.
-    """
-    with tempfile.TemporaryDirectory(prefix="attnops-bench-") as folder:
-        code = (
-            "import sys, time; a = time.perf_counter(); import torch; b = time.perf_counter();"
-            f"sys.dont_write_bytecode, sys.pycache_prefix = False, {folder!r};"
-            "b2 = time.perf_counter(); import attnops; c = time.perf_counter(); print(b - a, c - b2)"
-        )
-        command = [sys.executable, "-c", code]
-        runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(repeats + 1)][1:]
-    found = []
-    for name, seconds in zip(("torch", "attnops"), zip(*(map(float, r.split()) for r in runs), strict=True), strict=True):
-        spread = {"spread_us": round((max(seconds) - min(seconds)) / 2 * 1e6)} if repeats > 1 else {}
-        found.append({"case": "import", "way": name, "median_us": round(statistics.median(seconds) * 1e6), **spread})
-    return found
+    """Times of `import torch` and then `import attnops` in fresh processes. The first one only compiles the modules to bytecode."""
+    command, written = [sys.executable, "-c", TIMED_IMPORTS], {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=written).stdout for _ in range(repeats + 1)]
+    times = zip(*([1e6 * float(s) for s in run.split()] for run in runs[1:]), strict=True)
+    return [{"case": "import", "way": name, **spread(us)} for name, us in zip(("torch", "attnops"), times, strict=True)]
 
 
 def _rows(case: str, times: Times, figure: str, over: tuple[str, str], of: tuple[str, ...], ops: int = 1) -> list[Row]:

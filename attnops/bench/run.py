@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnops.bench import Setup, compile, decode, kernels, overhead
+from attnops.bench import Setup, compile, decode, device_of, kernels, overhead
 from attnops.bench.files import environment, make_folder, write
 from attnops.bench.rows import Case, LeftOut
 from attnops.errors import InvalidInput
@@ -34,42 +33,35 @@ class Picture(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A part of the measurements.
-
-    cases: by name for a Setup. file: stem of the results file; "" is the name. needs: modules that the extra `hf` installs.
-    share: of the time, relative to the other suites.
-    """
+    """A part of the measurements: cases by name for a Setup, and the share of the time. needs: modules that the extra `hf` installs."""
 
     name: str
     about: str
     cases: Callable[[Setup], Mapping[str, Case]]
     picture: Picture
     share: float = 1.0
-    file: str = ""
     needs: tuple[str, ...] = ("transformers",)
 
     @property
     def stem(self) -> str:
         """Of its results file."""
-        return self.file or self.name
+        return "kernel_times" if self.name == "kernels" else self.name  # kernels.json holds numerics
 
 
 SHARE = Picture("of_ceiling", "share of the measured ceiling", "Kernels")
 SPEED = Picture("of_hf_compiled", "times the speed of transformers' compiled model", "Decode")
+FIRST = SPEED._replace(title="Time to the first token")
 COLD = Picture("median_us", "s", "First call of a decode step", 1e-6, log=True, more=False)
 CAPTURE = COLD._replace(title="Capture of all buckets")
 HOST = Picture("median_us", "us", "Host time", log=True, more=False)
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, 2.0, "kernel_times", ()),
+    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", kernels.cases, SHARE, 2.0, ()),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, SPEED, 8.0),
-    Suite(
-        "prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases,
-        SPEED._replace(title="Time to the first token"), 2.0,
-    ),
+    Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, FIRST, 2.0),
     Suite("compile", "cold and warm compilation, and the number of graphs", compile.cases, COLD, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases, CAPTURE),
     Suite("overhead", "the host time of a call through attnops", overhead.cases, HOST, needs=()),
-)  # fmt: skip
+)
 
 
 def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
@@ -82,7 +74,7 @@ def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
 
 SPENT = "the time was spent"
 INTERRUPTED = "the run was ended before"
-LOST = "the device was lost"
+LOST = "a process or its device was lost"
 
 Outcome = dict[str, Any]
 """Of a case: `rows`, or why it `failed` or was `left_out`; `case_seconds`. lost: the device raises from now on."""
@@ -96,33 +88,30 @@ def run(
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases.
 
-    No case starts after `budget_s` seconds, see `in_order`. gpus: that share the cases, one worker process each; the first one measures
-    the ceilings. commit: of the code; "" asks git. tell: receives the name of each case that starts.
+    Arguments as the command's options; tell receives the name of each case that starts. The first GPU measures the ceilings.
     Raises InvalidInput: fewer GPUs, an unknown way or model, or a folder that cannot be made.
     """
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
-    done: dict[str, dict[str, Outcome]] = {suite.name: {} for suite in suites}
-    cases: dict[str, list[str]] = {}
+    done: dict[str, dict[str, Outcome]] = {}  # empty outcomes of cases that have not run
     for suite in suites:
         try:
-            cases[suite.name] = list(suite.cases(setup))
+            done[suite.name] = {case: {} for case in suite.cases(setup)}
         except InvalidInput:
             raise
         except Exception as error:  # the other suites go on
-            cases[suite.name], done[suite.name] = [], {suite.name: {"failed": one_line(error)}}
+            done[suite.name] = {suite.name: {"failed": one_line(error)}}
     if out is not None:
         make_folder("out", out)
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
         torch.cuda.empty_cache()  # for the worker on this GPU
-    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings)}
-    head |= {"gpus": gpus} if gpus > 1 else {}
+    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings), "gpus": gpus}
 
     def save(suite: Suite, missing: str = INTERRUPTED) -> dict[str, Any]:
-        report = {**head, "suite": suite.name, **joined(cases[suite.name], done[suite.name], missing)}
+        report = {**head, "suite": suite.name, **joined(done[suite.name], missing)}
         if out is not None:
             write(report, out / f"{suite.stem}.json")
         return report
@@ -133,7 +122,8 @@ def run(
 
     for suite in suites:
         save(suite)
-    missing = SPENT if measure(in_order(suites, cases, budget_s), setup, gpus, put, tell) else LOST
+    order = in_order(suites, {name: [case for case, found in some.items() if not found] for name, some in done.items()}, budget_s)
+    missing = SPENT if measure(order, setup, gpus, put, tell) else LOST
     return {suite.name: save(suite, missing) for suite in suites}
 
 
@@ -151,60 +141,44 @@ def in_order(suites: Sequence[Suite], cases: Mapping[str, Sequence[str]], budget
                 yield suite, names.pop(0)
 
 
-def measure(
-    order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Outcome], None], tell: Callable[[str], None], apart: bool = False
-) -> bool:
-    """Measure in this process, or for several GPUs or `apart` in a worker for each, which is replaced if it dies or loses its device.
-
-    Returns False if this process lost the device.
-    """
-    if gpus == 1 and not apart:
+def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Outcome], None], tell: Callable[[str], None]) -> bool:
+    """Measure in this process, or in a worker process for each of several GPUs. Returns False, early, if a process or a device was lost."""
+    if gpus == 1:
         for suite, case in order:
             tell(f"{suite.name}: {case}")
-            outcome = outcome_of(suite, case, setup)
-            put(suite, case, outcome)
+            put(suite, case, outcome := outcome_of(suite, case, setup))
             if outcome.get("lost"):
                 return False
         cases_of.cache_clear()
         return True
-    devices = [torch.device("cuda", at) if setup.on_gpu else setup.device for at in range(gpus)]
-    running: dict[Future[Outcome], tuple[int, Suite, str]] = {}
-
-    def worker(at: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, get_context("spawn"), _start_worker, (devices[at],))
-
-    def start(at: int) -> None:
-        for suite, case in islice(order, 1):
-            tell(f"GPU {at}: {suite.name}: {case}")
-            running[workers[at].submit(outcome_of, suite, case, replace(setup, device=devices[at]))] = at, suite, case
-
-    workers = [worker(at) for at in range(gpus)]
+    numbers = (context := get_context("spawn")).SimpleQueue()
+    for at in range(gpus):
+        numbers.put(at)
+    pool = ProcessPoolExecutor(gpus, context, _start_worker, (numbers, setup.on_gpu))
+    running: dict[Future[Outcome], tuple[Suite, str]] = {}
+    lost = False
     try:
-        for at in range(gpus):
-            start(at)
-        while running:
+        while True:
+            for suite, case in islice(order, 0 if lost else gpus - len(running)):
+                tell(f"{suite.name}: {case}")
+                running[pool.submit(outcome_of, suite, case, setup)] = suite, case
+            if not running:
+                return not lost
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                at, suite, case = running.pop(future)
                 error = future.exception()
-                died = isinstance(error, BrokenProcessPool)
-                outcome = future.result() if error is None else {"failed": "its process died" if died else one_line(error), "lost": died}
-                put(suite, case, outcome)
-                if outcome.get("lost"):
-                    workers[at].shutdown(wait=False)
-                    workers[at] = worker(at)
-                start(at)
+                outcome = future.result() if error is None else {"failed": one_line(error), "lost": True}
+                put(*running.pop(future), outcome)
+                lost |= "lost" in outcome
     finally:
-        for pool in workers:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return True
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_worker(device: torch.device) -> None:
+def _start_worker(numbers: Any, on_gpu: bool) -> None:
     from attnops.configs import quiet_transformers
 
     quiet_transformers().__enter__()  # until the process ends
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if on_gpu:
+        torch.cuda.set_device(numbers.get())
 
 
 @lru_cache(maxsize=1)
@@ -214,11 +188,10 @@ def cases_of(suite: Suite, setup: Setup) -> Mapping[str, Case]:
 
 
 def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
-    """Run one case. An error becomes its outcome."""
-    start = time.monotonic()
-    outcome: Outcome = {}
+    """Run one case on this process's device. An error becomes its outcome."""
+    start, outcome = time.monotonic(), Outcome()
     try:
-        outcome["rows"] = list(cases_of(suite, setup)[case]())
+        outcome["rows"] = list(cases_of(suite, replace(setup, device=device_of(setup.device.type)))[case]())
     except LeftOut as reason:
         outcome["left_out"] = str(reason)
     except Exception as error:  # the other cases go on
@@ -232,9 +205,9 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
     return outcome | {"case_seconds": round(time.monotonic() - start, 1)}
 
 
-def joined(names: Sequence[str], done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
+def joined(done: Mapping[str, Outcome], missing: str = SPENT) -> dict[str, Any]:
     """The sections of a report that its cases fill. missing: why cases without an outcome were left out."""
-    every = {name: done.get(name, {"left_out": missing}) for name in dict.fromkeys((*names, *done))}
+    every = {name: one or {"left_out": missing} for name, one in done.items()}
     sections = {at: {name: one[at] for name, one in every.items() if one.get(at)} for at in ("left_out", "failed", "case_seconds")}
     rows = [row for one in every.values() for row in one.get("rows", ())]
     return {"rows": rows, **sections, "seconds": round(sum(sections["case_seconds"].values()), 1)}

@@ -51,33 +51,33 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def seconds(call: Run, calls: int = 1, wait: bool = True) -> float:
+    """Wall-clock seconds of `calls` calls. wait: with those of the device."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if wait:
+        synchronize()
+    return time.perf_counter() - start
+
+
 def steps_us(steps: Mapping[str, Timed], rounds: int = 25, cap_s: float = 4.0, inner: int | None = None, wait: bool = True) -> Times:
     """Wall-clock microseconds of each step, measured in turn. Each has run before.
 
-    Args:
-        rounds: upper bound.
-        cap_s: after three rounds, no round starts that would end later.
-        inner: calls in one measurement; None for as many as SHORTEST_S takes, one for steps with `before`.
-        wait: synchronise before the clock stops. False measures the host alone.
+    At most `rounds`, of which three are sure and others end within `cap_s`. inner: calls in one measurement; None for as many as SHORTEST_S
+    takes, one for steps with `before`. wait: synchronise before the clock stops; False measures the host alone.
     """
-
-    def seconds(step: Timed, calls: int) -> float:
-        if step.before is not None:
-            step.before()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            step.call()
-        if wait:
-            synchronize()
-        return time.perf_counter() - start
-
-    calls = {n: inner or (1 if s.before else max(1, round(SHORTEST_S / max(seconds(s, 1), 1e-7)))) for n, s in steps.items()}
-    taken: list[list[float]] = []
-    began = time.perf_counter()
-    while len(taken) < min(rounds, 3) or (len(taken) < rounds and (time.perf_counter() - began) * (1 + 1 / len(taken)) <= cap_s):
-        taken.append([seconds(step, calls[name]) / calls[name] / step.per * 1e6 for name, step in steps.items()])
-    return {name: spread(us) for name, us in zip(steps, zip(*taken, strict=True), strict=True)}
+    calls = {n: inner or (1 if s.before else max(1, round(SHORTEST_S / max(seconds(s.call), 1e-7)))) for n, s in steps.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    began, done = time.perf_counter(), 0
+    while done < min(rounds, 3) or (done < rounds and (time.perf_counter() - began) * (1 + 1 / done) <= cap_s):
+        done += 1
+        for name, step in steps.items():
+            if step.before is not None:
+                step.before()
+            taken[name].append(seconds(step.call, calls[name], wait) / calls[name] / step.per * 1e6)
+    return {name: spread(us) for name, us in taken.items()}
 
 
 def host_us(calls: Mapping[str, Run], repeats: int = 15, inner: int = 400, wait: bool = True) -> Times:
@@ -109,17 +109,13 @@ class GraphClock:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
         self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-        self._uncapturable: set[tuple[str, str]] = set()
         # A memory pool is freed with its last graph, so the clock keeps one graph.
         flag = torch.zeros(1, device=self.device)
         self._kept = self._capture(lambda: flag.zero_())
         self.launch_us = statistics.median(self._samples(self._kept.replay, self._kept))
 
     def __call__(self, kernel: Kernel, call: Call, run: Run) -> float:
-        name, graph = (kernel.op, kernel.name), None
-        if kernel.capture is Capture.WHOLE and name not in self._uncapturable and (graph := self._graph(run)) is None:
-            self._uncapturable.add(name)
-        return statistics.median(self._samples(run, graph))
+        return statistics.median(self.in_turn({"": run}, 1, launched=kernel.capture is not Capture.WHOLE)[""])
 
     def spreads(self, runs: Mapping[str, Run]) -> Times:
         """Median and spread of each of `runs`, in turn."""
@@ -127,15 +123,21 @@ class GraphClock:
 
     def in_turn(self, runs: Mapping[str, Run], rounds: int = 5, *, launched: bool = False) -> dict[str, list[float]]:
         """Samples in microseconds of each of `runs`, all of them in every round. launched: without graphs."""
-        graphs = {name: None if launched else self._graph(run) for name, run in runs.items()}
+        graphs: dict[str, torch.cuda.CUDAGraph | None] = {}
         taken: dict[str, list[float]] = {name: [] for name in runs}
+        for name, run in runs.items():
+            try:
+                graphs[name] = None if launched else self._capture(run)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # capture raises errors of any type
+                graphs[name] = None
         for _ in range(rounds):
             for name, graph in graphs.items():
                 taken[name] += self._samples(runs[name], graph)
         return taken
 
     def _samples(self, run: Run, graph: torch.cuda.CUDAGraph | None) -> list[float]:
-        """Microseconds of replays, or of launches without a graph."""
         from triton.testing import do_bench
 
         calls = itertools.count()
@@ -147,15 +149,6 @@ class GraphClock:
 
         times: Any = do_bench(launch if graph is None else graph.replay, warmup=0, rep=REP_MS, return_mode="all")
         return [1e3 * ms for ms in times]
-
-    def _graph(self, run: Run) -> torch.cuda.CUDAGraph | None:
-        """A graph of the call; None if capture fails."""
-        try:
-            return self._capture(run)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # capture raises errors of any type
-            return None
 
     def _capture(self, run: Run) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph collects garbage and empties the allocator's cache every time, which takes longer than the call.
@@ -182,13 +175,13 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, quick: bool = False) -> dict[str, float]:
-    """The measured ceilings of a device: `bandwidth_tb_s`, TB/s read and written, and `matmul_tflop_s`, TFLOP/s in `dtype`."""
+    """Of a device as measured: `bandwidth_tb_s`, TB/s read and written, and `matmul_tflop_s`, TFLOP/s in `dtype`."""
     nbytes, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 21, 256) if quick else (1 << 27, 1024)
     x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source, target = (torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     # In a CUDA graph `copy_` is a copy node, which is slower than a kernel on an H200.
-    runs: dict[str, Run] = {"bandwidth_tb_s": lambda: torch.neg(source, out=target), "matmul_tflop_s": lambda: x @ y}
+    runs = {"bandwidth_tb_s": Timed(lambda: torch.neg(source, out=target)), "matmul_tflop_s": Timed(lambda: x @ y)}
     for run in runs.values():
-        run()
-    found, work = kernels_us(device, {n: Timed(run) for n, run in runs.items()}), (2 * nbytes, 2 * side**3)
+        run.call()
+    found, work = kernels_us(device, runs), (2 * nbytes, 2 * side**3)
     return {name: round(done / found[name]["median_us"] / 1e6, 4) for name, done in zip(runs, work, strict=True)}
