@@ -36,9 +36,9 @@ class Generation:
     owner: the model, or None for a block in which all masks grow.
     inside: a step of the owner is under way.
     verdict: the check of its masks so far; None before the first.
-    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.mask).
+    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.attention.mask).
     prompt: columns of the prompt's mask, None without one.
-    lent: the caches made for it (attnops.hf.paged).
+    lent: the caches made for it (attnops.hf.paged.mode).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: the mask of the next step's forward.
     """

@@ -10,9 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.call import need
 from attnops.errors import UnknownKernel, fail
-from attnops.hf.attention import attention_function
-from attnops.hf.continuous import PREFIX, continuous_function
-from attnops.hf.mask import MODES, Mode, mask_function
+from attnops.hf.attention.continuous import PREFIX, continuous_function
+from attnops.hf.attention.function import attention_function
+from attnops.hf.attention.mask import MODES, Mode, mask_function
 from attnops.kernel import kernels_of
 
 NAME = "attnops"
@@ -24,7 +24,7 @@ CACHES: tuple[Kept, ...] = ("hf", "paged")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `patch`. proven: attnops.hf.proof tried these masks with the model; transformers' flags of its class do not count."""
+    """The options of `patch`. proven: a trial has shown that the model takes these masks; transformers' flags of its class do not count."""
 
     kernel: str | None = None
     mask: Mode = "auto"

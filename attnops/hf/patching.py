@@ -14,16 +14,16 @@ from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
 from attnops.graphs import Graphed, Report as GraphReport
 from attnops.graphs.graphed import Progress
-from attnops.hf import paged_models
-from attnops.hf.cache import PagedModelCache
-from attnops.hf.decode import Decode, Decoder
+from attnops.hf.attention.mask import Mode
 from attnops.hf.generation import growing, watch
 from attnops.hf.interface import Kept, Options, implementation
-from attnops.hf.mask import Mode
-from attnops.hf.match import Match, match, routed
+from attnops.hf.matching.match import Match, match, routed
+from attnops.hf.matching.proof import prove
 from attnops.hf.methods import Method
-from attnops.hf.paged import PagedMode, give_back
-from attnops.hf.proof import prove
+from attnops.hf.paged import models as paged_models
+from attnops.hf.paged.cache import PagedModelCache
+from attnops.hf.paged.decode import Decode, Decoder
+from attnops.hf.paged.mode import PagedMode, give_back
 from attnops.hf.report import PATCHED, Report, Row, Verification, compare, evaluating, output_of, switch
 
 _HANDLE = "_attnops"

@@ -11,8 +11,10 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import Decode, paged, tiny
-from attnops.hf.pages import EMPTY
+from attnops.hf import Decode
+from attnops.hf.matching import tiny
+from attnops.hf.paged import mode as paged
+from attnops.hf.paged.pages import EMPTY
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import LIMIT, relative
 
@@ -86,7 +88,7 @@ def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(nan_pages):
 def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
     """The first of all, and that of a conversation that goes on with the one token whose keys the last turn has not stored."""
     # Devices that the host runs ahead of.
-    monkeypatch.setattr("attnops.hf.mask._FAR", far)
+    monkeypatch.setattr("attnops.hf.attention.mask._FAR", far)
     model, start = tiny.model("llama"), torch.full((2, 1), 7)
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     want = model.generate(start, attention_mask=torch.ones_like(start), **more)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attnops
-from attnops.hf import tiny
+from attnops.hf.matching import tiny
 from attnops.nn import pack_linears
 from tests.hf.test_decode_graphs import generated, how
 
@@ -63,7 +63,7 @@ def test_a_packing_that_fails_leaves_the_model_unpatched(monkeypatch):
     def fails(model):
         raise torch.OutOfMemoryError("attnops: a test's")
 
-    monkeypatch.setattr("attnops.hf.paged.pack_linears", fails)
+    monkeypatch.setattr("attnops.hf.paged.mode.pack_linears", fails)
     with pytest.raises(torch.OutOfMemoryError):
         attnops.patch(model, cache="paged", decode=how("piecewise"))
     assert (set(vars(model)), model.config._attn_implementation) == before

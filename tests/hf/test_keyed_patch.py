@@ -11,9 +11,11 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
-from attnops.hf import PagedKeyCache, descriptor, tiny
-from attnops.hf.match import usage_of
-from attnops.hf.paged_models import where
+from attnops.hf import PagedKeyCache
+from attnops.hf.attention import descriptor
+from attnops.hf.matching import tiny
+from attnops.hf.matching.match import usage_of
+from attnops.hf.paged.models import where
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
 from tests.hf.helpers import (

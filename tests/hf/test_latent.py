@@ -9,7 +9,8 @@ from transformers import CompileConfig
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedLatentCache, tiny
+from attnops.hf import PagedLatentCache
+from attnops.hf.matching import tiny
 from tests.hf.helpers import (
     LATENT,
     LIMIT,

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import proof, tiny
-from attnops.hf.match import match
+from attnops.hf.matching import proof, tiny
+from attnops.hf.matching.match import match
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.2}

@@ -27,8 +27,8 @@ from attnops.graphs.device import Device
 from attnops.graphs.graphed import Progress
 from attnops.graphs.guard import casting
 from attnops.graphs.pieces import INNER, Inner
-from attnops.hf.cache import PagedModelCache, State
-from attnops.hf.pages import EMPTY
+from attnops.hf.paged.cache import PagedModelCache, State
+from attnops.hf.paged.pages import EMPTY
 from attnops.lowering import fuse_linears
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
 from attnops.select import active_policy

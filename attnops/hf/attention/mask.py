@@ -31,8 +31,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
-from attnops.hf import descriptor
-from attnops.hf.descriptor import Pattern
+from attnops.hf.attention import descriptor
+from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import Verdict, current_generation
 from attnops.ops.eager import capturing
 from attnops.problem import pretended

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.call import name
 from attnops.errors import InvalidInput, fail
-from attnops.hf import descriptor
-from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache
-from attnops.hf.descriptor import Range
+from attnops.hf.attention import descriptor
+from attnops.hf.attention.descriptor import Range
+from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import LatentDims, attend_absorbed
 from attnops.ops import paged_attention, write_kv, write_latent
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
     query: `[B, Hq, S, D]`.
     key, value: the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
-    mask: a descriptor (see `attnops.hf.mask`).
+    mask: a descriptor (see `attnops.hf.attention.mask`).
     cache: the module's cache, from `hand_over`.
     unknown: arguments that attention over pages does not take, by name; they must be None.
     """

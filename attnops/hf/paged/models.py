@@ -21,8 +21,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.call import need
 from attnops.errors import InvalidInput, PatchError, fail
-from attnops.hf.cache import PagedKeyCache
-from attnops.hf.paged_attention import ABSORB_UP_TO, dims_of
+from attnops.hf.paged.attention import ABSORB_UP_TO, dims_of
+from attnops.hf.paged.cache import PagedKeyCache
 from attnops.hf.report import evaluating
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops.plan import PagedSpec

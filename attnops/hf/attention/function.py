@@ -12,9 +12,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import dropout as drop, pad
 
 from attnops.errors import InvalidInput, fail
-from attnops.hf import descriptor, paged_attention as pages
-from attnops.hf.cache import PagedKeyCache
-from attnops.hf.match import HANDLED, HARMLESS, cached_routed, routed
+from attnops.hf.attention import descriptor
+from attnops.hf.matching.match import HANDLED, HARMLESS, cached_routed, routed
+from attnops.hf.paged import attention as pages
+from attnops.hf.paged.cache import PagedKeyCache
 from attnops.kernel import own_kernel
 from attnops.kernels.torch import sdpa
 from attnops.ops.dense import ATTENTION as attend, Attention
@@ -95,7 +96,7 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
             s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
             cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
                 and the mask decides the rest.
-            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged_attention,
+            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`, see attnops.hf.paged.attention,
                 or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
             output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from attnops.hf.attention.mask import Mode
 from attnops.hf.interface import Options, implementation
-from attnops.hf.mask import Mode
-from attnops.hf.match import Match, match
+from attnops.hf.matching.match import Match, match
 from attnops.hf.report import TOLERANCES, compare, evaluating, outputs_of, switch
 from attnops.problem import pretend
 

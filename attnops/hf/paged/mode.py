@@ -22,16 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from attnops.call import name, need
 from attnops.errors import InvalidInput, PatchError, fail
-from attnops.hf import paged_models, supported
-from attnops.hf.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
-from attnops.hf.decode import Decode, Decoder
+from attnops.hf import supported
 from attnops.hf.generation import current_generation, running_generation
 from attnops.hf.interface import check_kernel
-from attnops.hf.match import Match, Site
+from attnops.hf.matching.match import Match, Site
 from attnops.hf.methods import Method
-from attnops.hf.paged_attention import dims_of, hand_over
-from attnops.hf.paged_models import refuse_unless
-from attnops.hf.pages import ALL, DRAFTS, ModelPages, Sizes
+from attnops.hf.paged import models as paged_models
+from attnops.hf.paged.attention import dims_of, hand_over
+from attnops.hf.paged.cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, layers_without_pages
+from attnops.hf.paged.decode import Decode, Decoder
+from attnops.hf.paged.models import refuse_unless
+from attnops.hf.paged.pages import ALL, DRAFTS, ModelPages, Sizes
 from attnops.nn.absorb import HELD
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.plan import LatentSpec, PagedSpec

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attnops.errors import InvalidInput, fail
-from attnops.hf.attention import check_others
-from attnops.hf.match import routed, usage_of
+from attnops.hf.attention.function import check_others
+from attnops.hf.matching.match import routed, usage_of
 from attnops.kernel import own_kernel
 from attnops.ops.varlen import varlen_attention
 
@@ -59,7 +59,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         block_table: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of a step of continuous batching. Arguments that are not listed are those of `attnops.hf.attention`.
+        """Attention of a step of continuous batching. Arguments that are not listed are those of `attnops.hf.attention.function`.
 
         Args:
             query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.

@@ -2,7 +2,7 @@
 
 It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and values: `update` returns the new ones as
 they came, with one more dimension, so that a consumer which does not know of this cache fails instead of computing nonsense. The attention
-function writes and reads the pages (see `attnops.hf.paged_attention`).
+function writes and reads the pages (see `attnops.hf.paged.attention`).
 
 A row is a request, and has the same pages as long as the cache lives. Padding on the left is not stored: the token of row b at position p
 of the padded batch is token `p - pad[b]` of its pages.
@@ -23,7 +23,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.call import need
 from attnops.errors import InvalidInput, fail
-from attnops.hf.pages import EMPTY, ModelPages, Past
+from attnops.hf.paged.pages import EMPTY, ModelPages, Past
 
 
 class Step(NamedTuple):
@@ -57,7 +57,7 @@ class State:
     step: the step under way.
     filled: are there tokens? A Python bool, because the form of a step depends on it.
     unfinished: positions of a step that counts as seen, and that not all layers have written. It stays when a layer raises.
-    start, real: set while a step in graphs, of one token each, is traced or captured (attnops.hf.decode). int64 `[B]`, the padding, and
+    start, real: set while a step in graphs, of one token each, is traced or captured (see `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
     """
 

@@ -1,0 +1,1 @@
+"""Which modules can be switched, and trials that prove it."""

@@ -1,0 +1,1 @@
+"""Models over pages: caches, the attention of their layers, and decode steps."""
