@@ -37,7 +37,7 @@ from attnops.bench.rows import Way
 from attnops.inputs import Pool
 from attnops.kernel import Capture, Kernel, kernels_of
 from attnops.measured import Shape
-from attnops.measured.estimate import Work
+from attnops.measured.cost import Work
 from attnops.ops import OPS
 from attnops.testing import Call, Source, allowance, builders, equip, latent, oracle, with_device_plan
 from attnops.testing.check import clone
