@@ -1,4 +1,4 @@
-"""What stands between a call and the function of a kernel: arguments one by one (contract 1), and tables without holes."""
+"""Adapters around a kernel's function: arguments one by one (contract 1), and tables without holes."""
 
 from __future__ import annotations
 

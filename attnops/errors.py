@@ -72,7 +72,7 @@ def portable(value: object) -> object:
 
 def find(error: BaseException | None) -> AttnopsError | None:
     """The AttnopsError that `error` is, or that it wraps, as the errors of torch.compile do; None where there is none."""
-    # The compiler raises some of its errors `from None`: what they come from is their context all the same.
+    # The compiler raises some of its errors `from None`: their cause is then their context.
     waiting, seen = [error], set[int]()
     while waiting:
         e = waiting.pop()
@@ -240,7 +240,7 @@ class TooManyRequests(CacheError):
 
 
 class GraphError(AttnopsError, RuntimeError):
-    """Base of what `attnops.graphs` raises. Nothing was replayed, and nothing in the cache has changed."""
+    """Base of the errors of `attnops.graphs`. The step was not replayed, and the cache is as before."""
 
 
 class BatchTooLarge(GraphError, ValueError):
@@ -253,7 +253,7 @@ class BatchTooLarge(GraphError, ValueError):
 
 
 class StaleGraph(GraphError):
-    """What a graph was captured with is not what it is called with: replayed, it would read what is no longer there."""
+    """A graph is called with other tensors, weights or policies than it was captured with: a replay would read stale memory."""
 
     def __init__(self, field: str, got: object, want: object) -> None:
         super().__init__(f"{field}: got {shown(got)}, want {shown(want)}, as captured; call free() to capture anew")
@@ -261,7 +261,7 @@ class StaleGraph(GraphError):
 
 
 class NotCapturable(GraphError):
-    """Something can neither lie in a graph nor be left out of it."""
+    """A call that can be neither captured nor left out of the graph."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: cannot be captured, {why}")

@@ -43,7 +43,7 @@ from attnops.needs import (
 from attnops.problem import Problem, Refusal, Target
 
 CONTRACT = 2
-"""Version of what a Kernel promises and is given. Raised when an existing kernel would have to change."""
+"""Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
 
 FAILURES = (Exception, SystemExit)
 """What the code of a kernel may raise without harm to others: all but the user's wish to stop."""
@@ -327,7 +327,7 @@ def report_broken(source: str, reason: str) -> None:
 
 
 def generation() -> int:
-    """Grows with every registration and every `renew`; what was selected before is not asked again."""
+    """Grows with every registration and every `renew`, so that later calls select anew."""
     return _REGISTRY.generation
 
 

@@ -82,7 +82,7 @@ def _check_names(policy: Policy) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel chosen for a problem, and every refusal of the others. costs: what each that can run is taken to need."""
+    """The kernel chosen for a problem, and every refusal of the others. costs: the time of each that can run."""
 
     problem: Problem
     policy: Policy

@@ -1,4 +1,4 @@
-"""The way of an eager call: one bounded cache, from calls like one made before to what served it.
+"""The way of an eager call: one bounded cache, from calls like one made before to the kernel that served it.
 
 Checks and selection look at shapes, strides, dtypes, devices and scalars only, so a call like one seen before needs neither. A call
 goes straight to its kernel, past the dispatcher, unless something else must see it: see `overheard`.
@@ -95,7 +95,7 @@ def growth(tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[in
 
 
 def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
-    """What tells whether other tensors are like these. Dynamo's own takes half a microsecond for all, Python as long for one.
+    """Guards that tell whether other tensors are like these. Dynamo's own take half a microsecond for all, Python as long for one.
 
     A size that grows is left out, and so are the strides of its tensors but the last: the others grow with it.
     """
@@ -204,7 +204,7 @@ class Eager:
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
 
     def find(self, call: Any) -> Run | None:
-        """What runs calls like this one; None where the dispatcher must see it first."""
+        """The function that runs calls like this one; None where the dispatcher must see it first."""
         types = tuple(map(type, call))
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
@@ -257,12 +257,12 @@ def grad_fields(call: Any) -> tuple[str, ...]:
 
 
 def _plain(t: Tensor) -> bool:
-    """Is the memory of `t` what it says? A kernel would read another number, or none; the dispatcher deals with such tensors first."""
+    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, and other layouts, first."""
     return not (t.is_neg() or t.is_conj() or t.is_nested) and t.device.type != "meta" and t.layout is torch.strided
 
 
 def checked(op: Eager, call: Call) -> Run:
-    """What runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
+    """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)

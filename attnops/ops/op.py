@@ -32,7 +32,7 @@ _TRACE_HOOKS: list[Callable[[], None]] = []
 
 @dataclass(eq=False)
 class Op(Eager):
-    """A contract: what is asked, never how.
+    """A contract: the arguments and the result, not the way there.
 
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
     autograd: takes (what runs a call, the call) where a gradient is asked for; without it such a call raises NoGradient.
@@ -98,7 +98,7 @@ def bind_all() -> None:
 
 
 def watch(watcher: Callable[[Op, Problem, str], None]) -> Callable[[], None]:
-    """Call `watcher(op, problem, policy_key)` for every call traced with fake tensors. Returns what ends it."""
+    """Call `watcher(op, problem, policy_key)` for every call traced with fake tensors. Returns a function that ends it."""
     _WATCHERS.append(watcher)
     return lambda: _WATCHERS.remove(watcher)
 

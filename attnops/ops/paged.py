@@ -217,7 +217,7 @@ COPY_KV = define(Op(CopyKV, data.copy_kv, about="copy of keys and values between
 
 
 def copy_kv(k_pages: Tensor, v_pages: Tensor | None, source: Tensor, target: Tensor, *, kernel: str | None = None) -> None:
-    """Copy what slots hold into other slots, in place, in all layers (accepted drafts that move up, prefixes). No gradient.
+    """Copy the contents of slots into other slots, in place, in all layers (accepted drafts that move up, prefixes). No gradient.
 
     Everything is read before anything is written, so that a slot may be source and target at once.
 

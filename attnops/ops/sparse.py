@@ -52,7 +52,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
     check_stored(pages, call.kv_scale, call.q_nope.dtype)
 
 
-# uint8 says packed; the head dim is that of what is packed.
+# uint8 says packed; the head dim is that of the unpacked latents.
 @record("sparse_mla_attention", least=LEAST, rules=_rules, facts=facts, stored="latent_pages", problem={**SIZES, "context": "topk"})
 class SparseMlaAttention(Call):
     """Attention of each token over latents picked for it."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def surely(condition: Any) -> bool:
-    """Is it known to be true? Of what holds for some sizes only it is not, and no guard is installed."""
+    """Is it known to be true, for all sizes? No guard is installed."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -88,7 +88,7 @@ def within(j: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
 
 
 def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
-    """`see`, and what causality, window and chunk let a query at `position` see of key j."""
+    """`see`, restricted to the keys j that causality, window and chunk let a query at `position` see."""
     if rules.causal:
         see = see & (j <= position)
     if rules.left >= 0:

@@ -1,6 +1,6 @@
-"""The FlashInfer package: what it needs to be there, and the numbers and JIT modules of its attention.
+"""The FlashInfer package: its own requirements, and the numbers and JIT modules of its attention.
 
-Importing it makes a folder for what it compiles and asks every GPU for its capability, which initialises CUDA. So it is imported at the
+Importing it makes a folder for compiled modules and asks every GPU for its capability, which initialises CUDA. So it is imported at the
 first call of a kernel, when a CUDA tensor is at hand. It compiles each module at its first use, with nvcc: once, before any capture.
 
 FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless, so those are used. Plans are made in

@@ -36,7 +36,7 @@ def total(scratch: int) -> int:
 
 
 def split(workspace: Tensor | None, scratch: int) -> tuple[Tensor, Tensor]:
-    """(the counters, what follows them: at least `scratch` bytes that may hold anything). Raises InvalidInput when it is too small."""
+    """(the counters, the at least `scratch` bytes after them, which may hold anything). Raises InvalidInput when it is too small."""
     if workspace is None or workspace.numel() < total(scratch) or workspace.data_ptr() % PACK:
         at = "" if workspace is None or not workspace.data_ptr() % PACK else f" at an address not a multiple of {PACK}"
         got = "None" if workspace is None else f"{workspace.numel()} bytes{at}"
