@@ -57,7 +57,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def names() -> tuple[str, ...]:
     """The bundled models: published shapes, then tiny ones."""
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     return (*SHAPES, *tiny.NAMES)
 
@@ -69,7 +69,7 @@ def config_of(model: str) -> Any:
     MissingExtra: transformers is not installed.
     """
     require(("transformers",), "hf")
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     if model in SHAPES:
         return _from_dict(dict(SHAPES[model]), model)

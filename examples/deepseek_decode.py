@@ -11,8 +11,7 @@ import torch
 
 import attnops
 from attnops.cache import LatentCache
-from attnops.hf import PagedLatentCache
-from attnops.hf.matching import tiny
+from attnops.hf import PagedLatentCache, tiny
 from attnops.nn import LatentAttention, RotaryEmbedding
 
 REAL = {

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 
 TURNS = (48, 20, 36)
 """Tokens that are said to the model in each turn. There is no tokenizer here: they are random."""

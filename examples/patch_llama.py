@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 
 
 def main() -> None:

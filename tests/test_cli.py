@@ -19,7 +19,7 @@ from attnops import configs as models, problem
 from attnops.cli import features
 from attnops.cli.app import app
 from attnops.configs import SHAPES
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from attnops.kernel import all_kernels, kernels_of
 from attnops.problem import Target
 from attnops.version import VERSION

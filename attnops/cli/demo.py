@@ -71,8 +71,7 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> dict[st
 
 
 def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool) -> dict[str, Any]:
-    from attnops.hf import patch
-    from attnops.hf.matching import tiny
+    from attnops.hf import patch, tiny
 
     console.rule(f"[bold]{name}[/]")
     with clock.on("build the models"):

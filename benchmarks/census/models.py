@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 
 VOCAB = 99
 LARGEST = 40_000_000

@@ -14,7 +14,7 @@ FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "mistral", "deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_equals_eager(family: str, cache: str, found: dict[str, Any]) -> None:
     import attnops
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     model = tiny.model(family).cuda().eval()
     ids = torch.randint(2, 100, (3, 14), device="cuda")

@@ -23,7 +23,7 @@ def asked(rows: int, length: int, new: int) -> tuple[torch.Tensor, dict[str, Any
 def test_generate_over_pages_equals_eager(family: str, found: dict[str, Any]) -> None:
     """generate() compiles decode with CUDA graphs by itself, as for static caches. What no request has stored holds NaN."""
     import attnops
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     torch._dynamo.reset()
     model = tiny.model(family).cuda().eval()
@@ -80,7 +80,7 @@ def test_a_llama_shape_over_pages(batch: int, found: dict[str, Any]) -> None:
 
 def test_continuous_batching(found: dict[str, Any]) -> None:
     """`paged|attnops` has the tokens of `paged|sdpa`."""
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     model = tiny.model("llama").cuda().eval()
     prompts = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 31, 9)]
@@ -100,7 +100,7 @@ def test_continuous_batching(found: dict[str, Any]) -> None:
 def test_decode_in_graphs_equals_eager(family: str, mode: Any, found: dict[str, Any]) -> None:
     """Decode steps of generate() from graphs, captured when a number of rows is first met; pages hold NaN where nothing is stored."""
     import attnops
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
     from attnops.hf.paged import mode as paged
 
     torch._dynamo.reset()

@@ -31,7 +31,7 @@ def pattern(step):
     ],
 )
 def test_layers_of_hugging_face(name, layers, want):
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     model = tiny.model(name, num_hidden_layers=layers)
     attnops.patch(model)

@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
 
 def model_of(family, how, marked=False):
-    from attnops.hf.matching import tiny
+    from attnops.hf import tiny
 
     model = tiny.model(family, hidden_size=HIDDEN, num_hidden_layers=1)
     model.set_experts_implementation(how)

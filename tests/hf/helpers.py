@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, StaticCache
 
+from attnops.hf import tiny
 from attnops.hf.attention import function as attention_module
-from attnops.hf.matching import tiny
 from attnops.hf.paged import attention as paged_attention
 
 NOT_THROUGH_THE_INTERFACE = ("gptj", "falcon", "bloom", "mpt")

@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 
 import attnops.hf
 from attnops.errors import InvalidInput, UnknownKernel
+from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
 from attnops.hf.interface import Options, implementation
-from attnops.hf.matching import tiny
 from attnops.hf.matching.match import HARMLESS
 from tests.hf.helpers import LIMIT, relative, tokens
 

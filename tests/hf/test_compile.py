@@ -15,7 +15,7 @@ import torch
 from transformers import CompileConfig
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, Counter, left_padded, logits, relative, tokens
 
 WHOLE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3")

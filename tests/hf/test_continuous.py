@@ -6,9 +6,9 @@ from transformers import GenerationConfig
 
 import attnops
 from attnops.errors import InvalidInput
+from attnops.hf import tiny
 from attnops.hf.attention import continuous
 from attnops.hf.attention.continuous import continuous_function
-from attnops.hf.matching import tiny
 from tests.hf.helpers import tokens
 
 transformers = pytest.importorskip("transformers")

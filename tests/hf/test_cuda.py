@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import generated, left_padded, logits, relative, tokens, watched
 
 pytestmark = pytest.mark.gpu

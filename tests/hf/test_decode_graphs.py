@@ -11,8 +11,7 @@ import torch
 
 import attnops
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf import Decode
-from attnops.hf.matching import tiny
+from attnops.hf import Decode, tiny
 from attnops.hf.paged import mode as paged
 from attnops.hf.paged.pages import EMPTY
 from tests.graphs.standin import StandIn

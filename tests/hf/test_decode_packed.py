@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from attnops.nn import pack_linears
 from tests.hf.test_decode_graphs import generated, how
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, relative
 from tests.hf.test_decode_graphs import asked, generated, how, replays
 

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 import attnops
+from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
-from attnops.hf.matching import tiny
 from attnops.kernels.torch import sdpa
 from attnops.ops import eager
 from attnops.ops.dense import ATTENTION

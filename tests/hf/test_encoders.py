@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, Counter, generated, relative, tokens, watched
 
 IDS = tokens(2, 9)

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from attnops.lowering import fuse_linears
 from attnops.nn import pack_linears
 

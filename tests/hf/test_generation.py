@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import attnops
+from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
 from attnops.hf.generation import current_generation, growing
-from attnops.hf.matching import tiny
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 
 HOLES = torch.ones(3, 14, dtype=torch.int64)

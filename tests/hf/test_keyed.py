@@ -9,8 +9,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedKeyCache
-from attnops.hf.matching import tiny
+from attnops.hf import PagedKeyCache, tiny
 from attnops.hf.paged import attention as paged_attention, mode as paged
 from attnops.hf.paged.pages import DRAFTS
 from tests.hf.helpers import (

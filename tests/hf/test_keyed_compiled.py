@@ -7,7 +7,7 @@ import torch
 from transformers import CompileConfig
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, Counter, allocated, by_hand, left_padded, logits, poison, relative, tokens
 from tests.lowering.models import compiled_code, kernel_calls
 

@@ -11,9 +11,8 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PageSizeConflict, PatchError, UnknownKernel
-from attnops.hf import PagedKeyCache
+from attnops.hf import PagedKeyCache, tiny
 from attnops.hf.attention import descriptor
-from attnops.hf.matching import tiny
 from attnops.hf.matching.match import usage_of
 from attnops.hf.paged.models import where
 from attnops.lowering.explain import packages_of_kernels

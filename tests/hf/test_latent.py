@@ -9,8 +9,7 @@ from transformers import CompileConfig
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient
-from attnops.hf import PagedLatentCache
-from attnops.hf.matching import tiny
+from attnops.hf import PagedLatentCache, tiny
 from tests.hf.helpers import (
     LATENT,
     LIMIT,

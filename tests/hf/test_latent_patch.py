@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.errors import InvalidInput, NoGradient, PatchError, UnknownKernel
+from attnops.hf import tiny
 from attnops.hf.attention import mask as masks
-from attnops.hf.matching import tiny
 from attnops.lowering.explain import packages_of_kernels
 from attnops.problem import Target, pretend
 from tests.hf.helpers import (

@@ -19,10 +19,10 @@ from transformers.masking_utils import (
 
 import attnops
 from attnops.errors import InvalidInput
+from attnops.hf import tiny
 from attnops.hf.attention import descriptor, mask as masks
 from attnops.hf.attention.descriptor import Pattern
 from attnops.hf.generation import growing
-from attnops.hf.matching import tiny
 from tests.hf.helpers import LIMIT, generated, left_padded, logits, relative, tokens, watched
 
 

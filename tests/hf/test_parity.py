@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import COMPACT, DECODERS, LIMIT, generated, left_padded, logits, make_cache, relative, tokens, watched
 
 CACHES = [None, "dynamic", "static"]

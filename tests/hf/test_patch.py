@@ -13,7 +13,7 @@ from torch import nn
 
 import attnops
 from attnops.errors import InvalidInput, NoKernel, PatchError, UnknownKernel
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from attnops.hf.matching.match import Usage, match, usage_of
 from attnops.select import key_for
 from tests.hf.helpers import (

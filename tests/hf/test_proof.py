@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnops
 from attnops.errors import InvalidInput, PatchError
-from attnops.hf.matching import proof, tiny
+from attnops.hf import tiny
+from attnops.hf.matching import proof
 from attnops.hf.matching.match import match
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens
 

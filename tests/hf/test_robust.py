@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.helpers import ROOT
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
 

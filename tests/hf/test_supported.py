@@ -8,8 +8,7 @@ import pytest
 
 import attnops
 from attnops.errors import PatchError, UnsupportedVersion
-from attnops.hf import supported
-from attnops.hf.matching import tiny
+from attnops.hf import supported, tiny
 from tests.helpers import ROOT
 
 

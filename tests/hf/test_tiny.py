@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from attnops.errors import InvalidInput
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import DEMO, tokens
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import left_padded, relative, tokens, watched
 
 # The backward passes through every layer twice, and the gradients of small weights are sums of large terms.

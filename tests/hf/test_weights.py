@@ -9,7 +9,7 @@ from transformers import StaticCache
 
 import attnops
 from attnops.errors import InvalidInput
-from attnops.hf.matching import tiny
+from attnops.hf import tiny
 from tests.hf.helpers import LIMIT, generated, left_padded, relative, tokens, watched
 from tests.hf.test_encoders import INPUTS
 
