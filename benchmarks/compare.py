@@ -139,14 +139,10 @@ OWN = {
 }  # fmt: skip
 
 
-def op_of(kernel: Kernel, call: Call, compiled: bool = True) -> Run:
-    """The op, held to the kernel."""
-    packet, policy = OPS[call.op].packet.default, f"kernel={call.op}:{kernel.name}"
-
-    def function(args: Any, kwargs: Any) -> Any:
-        return packet(*args, **kwargs, policy=policy)
-
-    return partial(torch.compile(function, fullgraph=True, dynamic=False) if compiled else function, call.args, call.kwargs)
+def compiled_op(kernel: Kernel) -> Callable[[Any, Any], Any]:
+    """The compiled op, held to the kernel, of positional and keyword arguments."""
+    packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
+    return torch.compile(lambda args, kwargs: packet(*args, **kwargs, policy=policy), fullgraph=True, dynamic=False)
 
 
 def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
@@ -159,13 +155,13 @@ def layers_op(kernel: Kernel, call: Call, planned: bool) -> Run:
 
 
 def makers_of(case: Case, call: Call) -> dict[str, Callable[[], Run]]:
-    """Every call to be timed, by `direct.*`, `op.*` (compiled) and `eager.*`."""
+    """Every call to be timed, by `direct.*` and `op.*`."""
     makers: dict[str, Callable[[], Run]] = {f"direct.{name}": partial(make, call) for name, make in case.vendors.items()}
     for kernel, mine, _ in Stopwatch(lambda *_: 0.0, equip=equip).candidates(call):
         if not kernel.packages:
             continue
         name = f"op.{kernel.name}"
-        makers |= {name: partial(op_of, kernel, mine), f"eager.{kernel.name}": partial(op_of, kernel, mine, False)}
+        makers[name] = lambda kernel=kernel, mine=mine: partial(compiled_op(kernel), mine.args, mine.kwargs)
         if kernel.plan.device is not None:
             makers |= {f"{name}_bare": makers[name], name: partial(layers_op, kernel, mine, True)}
             makers[f"{name}_unplanned"] = partial(layers_op, kernel, mine, False)
@@ -196,7 +192,7 @@ def beside_vendors(case: Case, pool: Pool) -> dict[str, Any]:
     amount, times = (case.work.bytes if case.rate == "TB/s" else case.work.flops) / 1e6, us_of(rows)
     for figures in times.values():
         figures["rate"] = round(amount / figures["median_us"], 3)
-    counts = {name: device_kernels(runs[name]) for name in times if not name.startswith("eager.")}
+    counts = {name: device_kernels(runs[name]) for name in times}
     against: dict[str, Any] = {}
     for name in (n for n in times if n.startswith("op.")):
         kernel = name.removeprefix("op.")
@@ -240,24 +236,20 @@ def copies(source: Source, entries: int, layers: int) -> Call:
     return builders.copy(source, tuple(enumerate(source.permutation(entries))), layers, -(-entries // 16), 16, beside.LLAMA)
 
 
-def indices(source: Source, batch: int, width: int = 512, page: int = 16) -> Call:
-    table = source.ints(source.permutation(batch * width)).reshape(batch, width)
-    lens = source.ints([(i * 7919) % (width * page) for i in range(batch)])
-    return Call("kv_indices", {"page_table": table, "seq_lens": lens, "page_size": page})
+def indices(source: Source) -> Call:
+    table, lens = source.ints(source.permutation(64 * 512)).reshape(64, 512), source.ints([(i * 7919) % 8192 for i in range(64)])
+    return Call("kv_indices", {"page_table": table, "seq_lens": lens, "page_size": 16})
 
 
-def latents(build: Any) -> Callable[..., Call]:
-    return partial(write, build=build, page=64, f=latent.DEEPSEEK)
-
-
+LATENTS: dict[str, Any] = {"page": 64, "f": latent.DEEPSEEK}
 DATA: dict[str, Callable[[Source], Call]] = {
     **{f"write_kv {n}": partial(write, tokens=n) for n in (4096, 1, 64, 512)},
     **{f"write_kv {n} float8": partial(write, tokens=n, kv_dtype=E4M3) for n in (4096, 64)},
     "write_kv 4096 int8": partial(write, tokens=4096, kv_dtype=INT8),
-    **{f"write_latent {n}": partial(latents(builders.write_latent), tokens=n) for n in (4096, 64)},
-    **{f"write_latent_packed {n}": partial(latents(builders.write_packed), tokens=n) for n in (4096, 64)},
+    **{f"write_latent {n}": partial(write, tokens=n, build=builders.write_latent, **LATENTS) for n in (4096, 64)},
+    **{f"write_latent_packed {n}": partial(write, tokens=n, build=builders.write_packed, **LATENTS) for n in (4096, 64)},
     **{f"copy_kv {n} slots, {m} layers": partial(copies, entries=n, layers=m) for n, m in ((64, 32), (8, 32), (256, 32), (2048, 8))},
-    "kv_indices 64": partial(indices, batch=64),
+    "kv_indices 64": indices,
 }
 COMPILED = (
     "write_kv 4096", "write_kv 64", "write_kv 4096 float8", "write_latent 4096", "write_latent_packed 4096", "copy_kv 64 slots, 32 layers",
@@ -267,7 +259,7 @@ COMPILED = (
 
 
 def moved_bytes(call: Call) -> int:
-    """The bytes that a case reads and writes at least, without tables of a few kilobytes; 0 for ops that make only tables."""
+    """The bytes that a case reads and writes at least, without tables; 0 for ops that make only tables."""
     t = call.arguments
     if call.op == "copy_kv":
         return sum(2 * t["source"].shape[0] * x[:, 0, 0].nbytes for x in (t["k_pages"], t["v_pages"]))
@@ -288,12 +280,8 @@ def results(call: Call, run: Callable[[Call], Any]) -> list[Tensor]:
 def inlined(like: Call) -> Callable[[Call], Any]:
     """The plain torch ops as a compiled graph has them."""
     op, inline = OPS[like.op], [k for k in kernels_of(like.op).values() if k.inline and not k.refusals(like.problem)]
-    policy = f"kernel={like.op}:{inline[0].name}" if inline else ""
-
-    @torch.compile(fullgraph=True, dynamic=False)
-    def function(args: Any, kwargs: Any) -> Any:
-        return op.packet.default(*args, **kwargs, policy=policy) if policy else op.reference(op.call(*args, **kwargs))
-
+    plain = torch.compile(lambda args, kwargs: op.reference(op.call(*args, **kwargs)), fullgraph=True, dynamic=False)
+    function = compiled_op(inline[0]) if inline else plain
     return lambda call: function(call.args, call.kwargs)
 
 

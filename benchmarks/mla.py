@@ -1,18 +1,17 @@
 """The suite `mla` of compare.py: one attention layer of DeepSeek-V3, ours against transformers', the bare kernels and the floor.
 
-`layer`: a decode step of our compiled layer, captured, its plan made outside as once a step; `layer_eager`: as it is launched without
-either. `kernel`: the op alone with the kernel that the layer chose. `projections`: the layer without attention, rotation, absorption and
-cache. `hf_eager`: transformers' layer on a filled static cache, launched; `hf_compiled`, at 8192 keys: compiled and captured. `direct.*`:
-the vendors' calls. `glue_share`: what of the layer is neither `kernel` nor `projections`. `floor_us`: the larger of bytes over the
-bandwidth and operations over the matrix rate; the bandwidth is that of a pass over 1 GB in the same run, or what a kernel of the run
-reached where that is more. Layers are compared with our own by the reference kernel, and short ones with transformers' in float32, too.
+`layer`: a decode step of our compiled layer, captured, its plan made outside as once a step; `layer_eager`: launched without either.
+`kernel`: the op alone. `projections`: the layer without attention, rotation, absorption and cache. `hf_eager`: transformers' layer on a
+filled cache, launched; `hf_compiled`, at 8192 keys: compiled and captured. `direct.*`: the vendors' calls. `glue_share`: the part of the
+layer that is neither `kernel` nor `projections`. `floor_us`: the larger of bytes over the bandwidth (of a pass over 1 GB in the same run,
+or the most that a kernel reached) and operations over the matrix rate. Layers, transformers' too, are compared with ours by the reference
+kernel (`off_by`).
 `forms`: new tokens a request over a cached prefix, absorbed and expanded, and what `latent_form` takes. `float8`: the layer over float8
 pages, with its queries as they are and quantised, and its distance from the exact result beside that of bfloat16.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -23,7 +22,7 @@ from common import Job, timed, us_of
 from torch import Tensor, nn
 
 from attnops.bench import kernels
-from attnops.bench.rows import Make, Row, Way, largest_error
+from attnops.bench.rows import Make, Way, largest_error
 from attnops.bench.vendors import LATENT
 from attnops.cache import LatentCache, PagedBatch, Planner
 from attnops.inputs import Call
@@ -67,9 +66,8 @@ class Model:
 
     def weights(self) -> int:
         """Numbers of the layer's matrices."""
-        q = self.q_lora_rank * (self.hidden_size + self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim))
-        kv = self.hidden_size * self.width + self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return q + kv + self.heads * self.v_head_dim * self.hidden_size
+        layer = LatentAttention(num_heads=self.heads, **self.dims, device="meta")
+        return sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
 
 
 @dataclass(frozen=True)
@@ -147,9 +145,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
 
 def ours(m: Model, device: str, absorb: int | str = "auto", kernel: str | None = None, dtype: Any = None) -> LatentAttention:
     """Our layer with the same weights, in `dtype` if not the model's."""
-    rope = RotaryEmbedding(
-        m.qk_rope_head_dim, BASE, scaling="yarn", interleaved=True, original_max_position=FIRST_LENGTH, **ROPE
-    )  # fmt: skip
+    rope = RotaryEmbedding(m.qk_rope_head_dim, BASE, scaling="yarn", interleaved=True, original_max_position=FIRST_LENGTH, **ROPE)
     layer = LatentAttention(num_heads=m.heads, **m.dims, rope=rope, absorb=absorb, kernel=kernel, device=device, dtype=dtype or m.dtype)
     layer.load_state_dict(theirs(m, device).state_dict())
     return layer.eval()
@@ -184,30 +180,20 @@ def compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
     return partial(torch.compile(function, fullgraph=True, dynamic=False), *args, **kwargs)
 
 
-def launched(run: Run) -> Run:
-    """`run`, which a clock cannot capture."""
-
-    def call() -> Any:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("to be launched")
-        return run()
-
-    return call
-
-
-def error_of(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over that of the exact result."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+def launched(run: Run) -> Any:
+    """The result of `run`, which a clock cannot capture."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("to be launched")
+    return run()
 
 
 def near(run: Run, exact: Tensor, most: float = NEAR) -> Way:
-    """A layer whose result is this near."""
-    return Way(Timed(run), lambda: error_of(run(), exact), most)
+    """A layer whose result is this near, by the norm of the difference over that of the exact result."""
+    return Way(Timed(run), lambda: float((run().double() - exact.double()).norm() / exact.double().norm()), most)
 
 
-def times_of(device: str, ways: dict[str, Way | Make]) -> tuple[dict[str, Row], dict[str, str]]:
-    """As `timed`, of ways whose results are errors."""
-    return timed(device, ways, None, NEAR, lambda error, _: error)
+times_of = partial(timed, want=None, budget=NEAR, distance=lambda error, _: error)
+"""Of a device and ways whose results are errors."""
 
 
 def projections(layer: LatentAttention, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
@@ -219,14 +205,10 @@ def projections(layer: LatentAttention, hidden: Tensor, attended: Tensor) -> tup
 def measure(size: Size, device: str) -> dict[str, Any]:
     """One decode step's figures. Raises AssertionError where the layer or the kernel is wrong."""
     m, (hidden, latents) = size.model, size.inputs(device)
-    hf, layer, off_by = theirs(m, device), ours(m, device), dict[str, float]()
+    hf, layer = theirs(m, device), ours(m, device)
     pages, step, planned = filled(m, latents)
     want = ours(m, device, kernel="reference")(hidden, batch=step, latent_pages=pages)
     step = planned()
-    if size.batch * size.keys <= 8192:
-        wide = their_step(copy.deepcopy(hf).float(), hidden.float(), latents.float())()
-        off_by["hf_float32"] = error_of(layer(hidden, batch=step, latent_pages=pages), wide)
-        assert off_by["hf_float32"] < NEAR, f"transformers in float32: off by {off_by['hf_float32']:.4f}"
     query = torch.randn(size.batch, m.heads, m.width, device=device, dtype=m.dtype)
     given = {"latent_pages": pages, "page_table": step.page_table, "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q}
     given |= {"q_nope": query[..., : m.kv_lora_rank], "q_pe": query[..., m.kv_lora_rank :], "max_seqlen_q": 1, "scale": 0.1}
@@ -245,13 +227,13 @@ def measure(size: Size, device: str) -> dict[str, Any]:
             if need > 0.8 * torch.cuda.mem_get_info()[0]:
                 raise torch.OutOfMemoryError(f"{need / 1e9:.0f} GB are needed")
         run = their_step(hf, hidden, latents)
-        return near(compiled(run) if compile else launched(run), want, THEIRS)
+        return near(compiled(run) if compile else partial(launched, run), want, THEIRS)
 
     attended = torch.randn(size.batch, m.heads * m.v_head_dim, device=device, dtype=m.dtype)
     op = partial(mla_attention, **given, plan=step.plan, workspace=step.workspace, holes=step.holes)
     ways: dict[str, Way | Make] = {
         "layer": lambda: near(compiled(layer, hidden, batch=step, latent_pages=pages), want),
-        "layer_eager": near(launched(partial(layer, hidden, batch=step, latent_pages=pages)), want),
+        "layer_eager": near(partial(launched, partial(layer, hidden, batch=step, latent_pages=pages)), want),
         "projections": Way(Timed(partial(projections, layer, hidden, attended)), lambda: 0.0),  # no result of its own
         "kernel": partial(bare, lambda: op), "hf_eager": partial(rival, False),
     }  # fmt: skip
@@ -260,7 +242,8 @@ def measure(size: Size, device: str) -> dict[str, Any]:
     rows, left_out = times_of(device, ways)
     assert rows.keys() >= {"layer", "kernel", "projections"}, left_out
     us = {name: row["median_us"] for name, row in rows.items()}
-    out: dict[str, Any] = {"us": us_of(rows), "left_out": left_out, "off_by": off_by | {"reference": rows["layer"]["error"]}}
+    out: dict[str, Any] = {"us": us_of(rows), "left_out": left_out}
+    out["off_by"] = {name: rows[name]["error"] for name in ("layer", "hf_eager", "hf_compiled") if name in rows}
     out["glue_share"] = round((us["layer"] - us["kernel"] - us["projections"]) / us["layer"], 4)
     if direct := [t for n, t in us.items() if n.startswith("direct.")]:
         out["kernel_over_best_direct"] = round(us["kernel"] / min(direct), 4)
@@ -301,14 +284,12 @@ def float8(size: Size, device: str) -> dict[str, Any]:
         pages, _, planned = filled(m, latents, dtype=kv)
         return near(compiled(layer, hidden, batch=planned(query), latent_pages=pages, **given), exact, most)
 
-    rows, left_out = times_of(
-        device,
-        {
-            str(m.dtype).removeprefix("torch."): partial(way, None, None, NEAR),
-            "float8_pages": partial(way, E4M3, None, FAR, kv_scale=torch.full((1,), SCALE, device=device)),
-            "float8_both": partial(way, E4M3, E4M3, FAR, float8_scales=(SCALE, SCALE)),
-        },
-    )
+    ways = {
+        str(m.dtype).removeprefix("torch."): partial(way, None, None, NEAR),
+        "float8_pages": partial(way, E4M3, None, FAR, kv_scale=torch.full((1,), SCALE, device=device)),
+        "float8_both": partial(way, E4M3, E4M3, FAR, float8_scales=(SCALE, SCALE)),
+    }
+    rows, left_out = times_of(device, ways)
     off_by, us = ({name: row[figure] for name, row in rows.items()} for figure in ("error", "median_us"))
     return {"off_by": off_by, "left_out": left_out, "us": us}
 
@@ -336,7 +317,7 @@ def with_floors(report: dict[str, Any], device: str) -> dict[str, Any]:
         }
     layer = {name: dict(case) for name, case in report.get("layer", {}).items()}
     reached = [known[name].work("kernel")[0] / case["us"]["kernel"]["median_us"] / 1e6 for name, case in layer.items()]
-    rates = report["ceilings"] | {"bandwidth_tb_s": round(max(report["ceilings"]["copy_tb_s"], *reached), 3)}
+    rates = report["ceilings"] | {"bandwidth_tb_s": round(max([report["ceilings"]["copy_tb_s"], *reached]), 3)}
     for name, case in layer.items():
         for part in ("kernel", "layer"):
             moved, done = known[name].work(part)

@@ -293,7 +293,7 @@ def test_direct_measures_ours_beside_the_vendors(suites, monkeypatch, tmp_path):
     monkeypatch.setitem(kernels, "sdpa", sdpa)
     monkeypatch.setattr(suite, "device_kernels", lambda run: ["k"] * (2 if isinstance(run, partial) else 1))
     monkeypatch.setitem(suite.OWN, "sdpa", ("sdpa_contiguous",))
-    names = {"direct.sdpa_contiguous", "op.sdpa", "eager.sdpa"}
+    names = {"direct.sdpa_contiguous", "op.sdpa"}
 
     def measured():
         code, report = compare(monkeypatch, tmp_path, "direct", "--only", "decode 8x4096")
@@ -446,7 +446,7 @@ def test_a_layer_over_latents_at_toy_size(uncompiled, monkeypatch, tmp_path):
     code, data = compare(monkeypatch, tmp_path / "benchmarks" / "results" / "cpu", "mla")
     assert code == 0
     [layer] = data["layer"].values()
-    assert layer["off_by"]["hf_float32"] < 1e-5 and layer["off_by"]["reference"] < 1e-5
+    assert set(layer["off_by"]) == {"layer", "hf_eager", "hf_compiled"} and max(layer["off_by"].values()) < 1e-5
     assert set(layer["us"]) == {"layer", "layer_eager", "kernel", "projections", "hf_eager", "hf_compiled"} and not layer["left_out"]
     [float8] = data["float8"].values()
     assert 1e-3 < float8["off_by"]["float8_pages"] < float8["off_by"]["float8_both"] < uncompiled.FAR
